@@ -1,0 +1,50 @@
+"""Explanations for state-space and gated-linear-RNN models, in the Captum workflow."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import CaptumSSMError
+
+if TYPE_CHECKING:
+    from .attr import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+    from .mixers import register_mixer, supported_architectures
+    from .operators import discard_smallest
+    from .tracing import trace
+
+__version__ = "0.1.0"
+
+#: Public names and where they live; imported on first use, so that ``import captum_ssm`` is quick.
+_WHERE = {
+    "ImplicitAttention": "attr",
+    "ImplicitAttentionRollout": "attr",
+    "MambaAttribution": "attr",
+    "discard_smallest": "operators",
+    "register_mixer": "mixers",
+    "supported_architectures": "mixers",
+    "trace": "tracing",
+}
+
+__all__ = [
+    "CaptumSSMError",
+    "ImplicitAttention",
+    "ImplicitAttentionRollout",
+    "MambaAttribution",
+    "discard_smallest",
+    "register_mixer",
+    "supported_architectures",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

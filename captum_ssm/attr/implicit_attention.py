@@ -1,0 +1,182 @@
+"""Implicit attention matrices, and the raw-attention relevance read off them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from captum.log import log_usage
+from torch import Tensor
+
+from ..errors import OptionError
+from ..operators import Operator, Reduce
+from ..tracing import Layer
+from . import published
+from .base import ImplicitMethod, Run, options
+from .fold import fold, row_times, shown
+from .forward import as_tuple, check_batch, single_input
+from .query import Query
+
+
+class ImplicitAttention(ImplicitMethod):
+    """The implicit attention of every mixer: :meth:`matrices`, and its rows as relevance.
+
+    At a given input a mixer is a linear map over tokens: for Mamba
+    alpha = diag(gate) . scan . diag(activation) . conv, one matrix per channel (hidden-attention
+    paper, eqs. 10-20; unified paper, eqs. 4-34).  :meth:`attribute` is raw attention: the query's
+    row of the mean over layers of the channel-reduced matrices.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+
+    Example:
+        >>> from captum_ssm import ImplicitAttention
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> [tuple(m.shape) for m in ImplicitAttention(model).matrices(ids)]
+        [(1, 4, 4), (1, 4, 4)]
+    """
+
+    name = "Implicit Attention"
+
+    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        query: Query = None,
+        components: str | Collection[str] = "unified",
+        reduce: Reduce = "mean",
+        heads: Sequence[int] | None = None,
+        start_layer: int = 0,
+        recipe: str = "paper",
+        per_token: bool = False,
+        show_progress: bool = False,
+        internal_batch_size: int | None = None,
+        verify: bool | float = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Raw attention: the query's row of the mean over layers.
+
+        Args:
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
+                one such tensor.
+            target: in Captum's forms; used only to find the query: for outputs (B, L, V) a tuple
+                (position, token). Default: None.
+            additional_forward_args: further positional arguments of forward_func, for example an
+                attention mask. Default: None.
+            query: the token whose row is asked for: None (the target's position; else the cls or
+                pooled tokens that the head reads; else the last unpadded token), ``"cls"``,
+                ``"last"``, ``"mean"``, a position, a list of positions (their mean), or a tensor
+                of positions per example. Default: None.
+            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
+                (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
+            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``,
+                ``"product"``, or a function over the last dimension such as
+                ``discard_smallest(0.4)``. Default: ``"mean"``.
+            heads: use only these heads (for Mamba-1: channels). Default: None, all.
+            start_layer: leave out the layers before this one. Default: 0.
+            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute: the
+                mean of the min-max normalised rows. Default: ``"paper"``.
+            per_token: one number per token, (B, L) or the patch grid (B, h, w), whatever the
+                inputs' shape. Default: False.
+            show_progress: show a progress bar over layers. Default: False.
+            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            verify: check that every operator reproduces its module's output; a number is the
+                tolerance. Default: False.
+
+        Returns:
+            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
+            over E, for images it is bilinear in the patch grid.
+        """
+        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+
+        def relevance(run: Run) -> Tensor:
+            share = 1 / len(chosen.used(run.layers))
+            nothing = torch.zeros_like(run.weights)
+            query_at = None
+            if recipe == "published_code":
+                query_at = published.query_positions(run.weights)
+
+            def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
+                asked = run.weights.to(row)
+                if query_at is None:
+                    return row + share * row_times(operator, asked, chosen.reduce)
+                keep = None if run.mask is None else run.mask.to(row.device)
+                found = published.mean_row(operator, query_at.to(row.device))
+                return row + share * published.min_max(found, keep)
+
+            row = fold(run.layers, nothing, step, chosen, self.name)
+            return row if query_at is None else published.finish(row, query_at.to(row.device))
+
+        return self._attribute(
+            inputs,
+            target,
+            additional_forward_args,
+            relevance,
+            query=query,
+            per_token=per_token,
+            internal_batch_size=internal_batch_size,
+        )
+
+    def matrices(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        layers: Sequence[int] | None = None,
+        reduce: Reduce = "mean",
+        components: str | Collection[str] = "unified",
+        heads: Sequence[int] | None = None,
+        additional_forward_args: Any = None,
+        *,
+        show_progress: bool = False,
+        verify: bool | float = False,
+    ) -> list[Tensor]:
+        """The implicit attention matrices, row i saying what token i takes from each token.
+
+        Args:
+            inputs: as in :meth:`attribute`.
+            layers: indices of the layers wanted, in the order in which they ran; negative ones
+                count from the end. Default: None, all.
+            reduce: as in :meth:`attribute`; also None for every channel and ``"heads"`` for every
+                head. Default: ``"mean"``.
+            components: as in :meth:`attribute`. Default: ``"unified"``.
+            heads: use only these heads (for Mamba-1: channels). Default: None, all.
+            additional_forward_args: further positional arguments of forward_func. Default: None.
+            show_progress: show a progress bar over layers. Default: False.
+            verify: check that every operator reproduces its module's output. Default: False.
+
+        Returns:
+            One tensor per layer: (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L)
+            with ``"heads"``.
+        """
+        chosen = options(
+            components, reduce, heads, 0, "paper", show_progress, verify, keep_channels=True
+        )
+        tensor, _ = single_input(inputs)
+        additional = as_tuple(additional_forward_args)
+        check_batch(tensor, additional)
+        with torch.inference_mode(False), ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            found = self._run(tensor, None, additional, "mean", stack).layers
+            wanted = range(len(found)) if layers is None else [_index(i, found) for i in layers]
+            made = {
+                i: chosen.operator(found[i]).dense(chosen.reduce).to(tensor.device)
+                for i in shown(sorted(set(wanted)), self.name, show_progress)
+            }
+        return [made[i] for i in wanted]
+
+
+def _index(layer: int, found: Sequence[Layer]) -> int:
+    if not -len(found) <= layer < len(found):
+        raise OptionError(
+            f"layers names {layer}, but the model ran {len(found)} mixers, numbered 0 to "
+            f"{len(found) - 1}."
+        )
+    return layer % len(found)

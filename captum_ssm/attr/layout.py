@@ -1,0 +1,142 @@
+"""From one number per token to the shape of the user's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..tracing.find import Mixer
+from .forward import call_model
+
+
+class ImageProbe:
+    """Finds how an image became tokens: the patch grid, and which tokens are patches.
+
+    The grid is the output of the last 2-D convolution before the first mixer.  Tokens that are not
+    patches (cls, registers) are those that do not change when the image does.
+
+    Args:
+        model: the model.
+        mixers: its mixers.
+    """
+
+    def __init__(self, model: nn.Module, mixers: list[Mixer]) -> None:
+        self.model = model
+        self.blocks = [m.block if m.block is not None else m.module for m in mixers]
+        self.grid: tuple[int, int] | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note the grid of convolutions run inside the ``with`` until a mixer's block runs."""
+        reached = False
+
+        def see_grid(module: nn.Module, args: Any, output: Any) -> None:
+            if not reached and isinstance(output, Tensor) and output.dim() == 4:
+                self.grid = (output.shape[-2], output.shape[-1])
+
+        def see_block(module: nn.Module, args: Any) -> None:
+            nonlocal reached
+            reached = True
+
+        convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
+        handles = [m.register_forward_hook(see_grid) for m in convolutions]
+        handles += [m.register_forward_pre_hook(see_block) for m in self.blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def patches(
+        self,
+        forward_func: Callable[..., Any],
+        images: Tensor,
+        additional: tuple[Any, ...],
+        tokens: int,
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Indices of the patch tokens, row by row, and the grid (h, w)."""
+        if self.grid is None:
+            raise InputError(
+                f"inputs of shape {tuple(images.shape)} look like images, but the model has no 2-D "
+                "convolution before its first mixer that makes patches. Pass per_token=True with "
+                "inputs of another shape, or explain the embeddings."
+            )
+        height, width = self.grid
+        index = torch.arange(tokens, device=images.device)
+        if height * width < tokens:
+            # examples may not mix: run one image and a different one, up to the first block
+            other = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
+                -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
+            ).view_as(images[:1])
+            one = tuple(
+                a[:1] if isinstance(a, Tensor) and a.dim() and len(a) == len(images) else a
+                for a in additional
+            )
+            first = self._stream(forward_func, images[:1], one)
+            second = self._stream(forward_func, other, one)
+            changed = (first != second).flatten(2).any(-1)[0]
+            index = changed.nonzero().flatten()
+        if len(index) != height * width:
+            raise InputError(
+                f"The model turns the image into {tokens} tokens, {len(index)} of which depend on "
+                f"it, but its patch grid is {height} x {width}. Relevance per pixel cannot be "
+                "laid out; pass per_token=True for one number per token."
+            )
+        return index, self.grid
+
+    def _stream(
+        self, forward_func: Callable[..., Any], image: Tensor, additional: tuple[Any, ...]
+    ) -> Tensor:
+        """The tokens entering the first block; the run ends there."""
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = (*args, *kwargs.values())
+            raise _Reached(next(v for v in values if isinstance(v, Tensor)))
+
+        handles = [m.register_forward_pre_hook(stop, with_kwargs=True) for m in self.blocks]
+        try:
+            with torch.no_grad():
+                call_model(forward_func, image, additional)
+        except _Reached as reached:
+            return reached.stream
+        finally:
+            for handle in handles:
+                handle.remove()
+        raise InputError("The model's blocks did not run when its patch tokens were looked for.")
+
+
+class _Reached(BaseException):
+    """Carries the first block's input out of a run that ends there.
+
+    Not an Exception, so that a model's own error handling lets it pass.
+    """
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
+    """(B, L) in the shape of ids (B, L) or of a sequence (B, L, F), uniformly over F."""
+    if inputs.dim() == 2 or per_token:
+        return relevance
+    if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
+        raise InputError(
+            f"inputs of shape {tuple(inputs.shape)} became {relevance.shape[1]} tokens, so the "
+            "relevance per token cannot be laid out over them. Pass per_token=True."
+        )
+    features = inputs.shape[-1]
+    return (relevance / features).unsqueeze(-1).expand(-1, -1, features)
+
+
+def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
+    """(B, h, w) as (B, C, H, W): bilinear, the same for every colour channel."""
+    size = images.shape[-2:]
+    pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
+    return pixels.expand(-1, images.shape[1], -1, -1)

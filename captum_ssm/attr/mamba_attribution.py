@@ -1,0 +1,169 @@
+"""Class-specific rollout (hidden-attention paper, eqs. 23-24)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from captum.log import log_usage
+from torch import Tensor
+
+from ..errors import GradientModeError, OptionError
+from ..operators import Operator, Reduce
+from ..tracing import Layer
+from . import published
+from .base import ImplicitMethod, Run, options
+from .fold import fold
+from .query import Query
+
+CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda matrix: matrix.clamp_min(0),
+    "abs": torch.abs,
+    "none": lambda matrix: matrix,
+}
+
+
+class MambaAttribution(ImplicitMethod):
+    """Mamba-Attribution: rollout of the implicit attention weighted by the target's gradient.
+
+    beta = I + (g . mean over channels of alpha)+ for every layer, where g[i] is the mean over
+    channels of the gradient of the target with respect to the mixer's output at token i
+    (hidden-attention paper, eqs. 23-24); the relevance is the query's row of the product, later
+    layers on the left.  The same class serves every architecture (the unified paper calls it
+    Griffin- or RWKV-attribution).
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+
+    Example:
+        >>> from captum_ssm import MambaAttribution
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> MambaAttribution(model).attribute(ids, target=(-1, 3)).shape
+        torch.Size([1, 4])
+    """
+
+    name = "Mamba Attribution"
+    needs_gradient = True
+
+    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        query: Query = None,
+        components: str | Collection[str] = "unified",
+        reduce: Reduce = "mean",
+        heads: Sequence[int] | None = None,
+        clamp: str = "relu",
+        normalize_rows: bool = False,
+        start_layer: int = 0,
+        recipe: str = "paper",
+        per_token: bool = False,
+        show_progress: bool = False,
+        internal_batch_size: int | None = None,
+        verify: bool | float = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Relevance of every input token to the target.
+
+        Args:
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
+                one such tensor.
+            target: what is explained, in Captum's forms: a class for outputs (B, classes), a tuple
+                (position, token) for outputs (B, L, V), a list or tensor of them per example.
+                Default: None, for models that return one number per example.
+            additional_forward_args: further positional arguments of forward_func, for example an
+                attention mask. Default: None.
+            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
+                Default: None, found from the target and the model.
+            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
+                (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
+            reduce: how channels become one matrix: ``"mean"``, ``"max"``, ``"min"``,
+                ``"product"``, or a function over the last dimension such as
+                ``discard_smallest(0.4)``. Default: ``"mean"``.
+            heads: use only these heads (for Mamba-1: channels). Default: None, all.
+            clamp: what becomes of negative entries of the weighted matrices: ``"relu"`` (zero),
+                ``"abs"`` or ``"none"`` (hidden-attention paper, table 6). Default: ``"relu"``.
+            normalize_rows: divide every row of beta by its sum. Default: False.
+            start_layer: leave out the layers before this one. Default: 0.
+            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute:
+                with ``components="s6"`` that of the hidden-attention paper, else that of the
+                unified paper. Default: ``"paper"``.
+            per_token: one number per token, (B, L) or the patch grid (B, h, w), whatever the
+                inputs' shape. Default: False.
+            show_progress: show a progress bar over layers. Default: False.
+            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            verify: check that every operator reproduces its module's output; a number is the
+                tolerance. Default: False.
+
+        Returns:
+            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
+            over E, for images it is bilinear in the patch grid.
+        """
+        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+        if clamp not in CLAMPS:
+            raise OptionError(f"clamp={clamp!r} is not known. Use one of {list(CLAMPS)}.")
+        if recipe == "published_code" and (clamp != "relu" or normalize_rows):
+            raise OptionError(
+                "recipe='published_code' fixes clamping and normalisation; leave clamp and "
+                "normalize_rows at their defaults."
+            )
+
+        def relevance(run: Run) -> Tensor:
+            used = chosen.used(run.layers)
+            names = [layer.name for layer in used]
+            if recipe == "paper":
+                gradients = run.gradients([layer.output for layer in used], names)
+                weights = dict(zip(used, [g.mean(-1) for g in gradients], strict=True))
+
+                def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
+                    gradient = weights[layer].to(row).unsqueeze(-1)  # (B, L, 1)
+                    matrix = CLAMPS[clamp](gradient * operator.dense(chosen.reduce))
+                    if normalize_rows:
+                        row = row / (1 + matrix.sum(-1))
+                    return row + torch.bmm(row.unsqueeze(1), matrix).squeeze(1)
+
+                return fold(run.layers, run.weights, step, chosen, self.name)
+
+            streams = dict(zip(used, run.gradients(_streams(used), names), strict=True))
+            query_at = published.query_positions(run.weights)
+
+            def published_step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
+                keep = None if run.mask is None else run.mask.to(row.device)
+                found = published.class_row(
+                    operator, query_at.to(row.device), streams[layer].to(row), keep, chosen
+                )
+                return published.broadcast_fold(row, found)
+
+            row = fold(run.layers, run.weights, published_step, chosen, self.name)
+            return published.finish(row, query_at.to(row.device))
+
+        return self._attribute(
+            inputs,
+            target,
+            additional_forward_args,
+            relevance,
+            query=query,
+            per_token=per_token,
+            internal_batch_size=internal_batch_size,
+        )
+
+
+def _streams(layers: Sequence[Layer]) -> list[Tensor]:
+    """The residual stream entering each layer's block."""
+    streams = []
+    for layer in layers:
+        if layer.stream is None:
+            raise GradientModeError(
+                f"recipe='published_code' needs the gradient of the stream entering the block of "
+                f"layer {layer.name!r}, but the mixer stands alone. Use recipe='paper'."
+            )
+        streams.append(layer.stream)
+    return streams

@@ -1,0 +1,165 @@
+"""Rollout of implicit attention over layers (hidden-attention paper, eqs. 21-22)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from captum.log import log_usage
+from torch import Tensor
+
+from ..errors import OptionError
+from ..operators import Operator, Reduce
+from ..tracing import Layer
+from . import published
+from .base import ImplicitMethod, Run, options
+from .fold import fold, row_times
+from .query import Query
+
+
+class ImplicitAttentionRollout(ImplicitMethod):
+    """Rollout: the query's row of the product over layers of I + alpha.
+
+    rho = prod over layers (I + mean over channels of alpha), later layers on the left
+    (hidden-attention paper, eqs. 21-22; Abnar & Zuidema 2020 for transformers).  Class-agnostic.
+    Only the one row is carried through the layers; with the mean over channels and no entrywise
+    option, no L x L matrix is formed and the cost is linear in L.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+
+    Example:
+        >>> from captum_ssm import ImplicitAttentionRollout
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> ImplicitAttentionRollout(model).attribute(ids).shape
+        torch.Size([1, 4])
+    """
+
+    name = "Implicit Attention Rollout"
+
+    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        query: Query = None,
+        components: str | Collection[str] = "unified",
+        reduce: Reduce = "mean",
+        heads: Sequence[int] | None = None,
+        normalize_rows: bool = False,
+        absolute: bool = False,
+        discard_ratio: float = 0.0,
+        start_layer: int = 0,
+        recipe: str = "paper",
+        per_token: bool = False,
+        show_progress: bool = False,
+        internal_batch_size: int | None = None,
+        verify: bool | float = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Relevance of every input token to the query, over all layers.
+
+        Args:
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
+                one such tensor.
+            target: in Captum's forms; used only to find the query: for outputs (B, L, V) a tuple
+                (position, token). Default: None.
+            additional_forward_args: further positional arguments of forward_func, for example an
+                attention mask. Default: None.
+            query: the token whose row is asked for; see :meth:`ImplicitAttention.attribute`.
+                Default: None, found from the model.
+            components: ``"s6"``, ``"unified"``, ``"exact"``, one of them without some parts
+                (``"unified-conv"``), or a set of component names. Default: ``"unified"``.
+            reduce: how channels become one matrix (head fusion): ``"mean"``, ``"max"``,
+                ``"min"``, ``"product"``, or a function over the last dimension such as
+                ``discard_smallest(0.4)``. Default: ``"mean"``.
+            heads: use only these heads (for Mamba-1: channels). Default: None, all.
+            normalize_rows: divide every row of I + alpha by its sum. Default: False.
+            absolute: take absolute values of the reduced matrices. Default: False.
+            discard_ratio: set this fraction of each reduced matrix' smallest non-zero entries to
+                zero. Default: 0.0.
+            start_layer: leave out the layers before this one. Default: 0.
+            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute.
+                Default: ``"paper"``.
+            per_token: one number per token, (B, L) or the patch grid (B, h, w), whatever the
+                inputs' shape. Default: False.
+            show_progress: show a progress bar over layers. Default: False.
+            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            verify: check that every operator reproduces its module's output; a number is the
+                tolerance. Default: False.
+
+        Returns:
+            The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
+            over E, for images it is bilinear in the patch grid.
+        """
+        chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
+        if not 0 <= discard_ratio < 1:
+            raise OptionError(f"discard_ratio={discard_ratio} must be at least 0 and below 1.")
+        entrywise = absolute or discard_ratio > 0
+        if recipe == "published_code" and (entrywise or normalize_rows):
+            raise OptionError(
+                "recipe='published_code' fixes the normalisation; leave normalize_rows, absolute "
+                "and discard_ratio at their defaults."
+            )
+
+        def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
+            if entrywise:
+                matrix = operator.dense(chosen.reduce)
+                matrix = _drop_smallest(matrix.abs() if absolute else matrix, discard_ratio)
+                if normalize_rows:
+                    row = row / (1 + matrix.sum(-1))
+                return row + torch.bmm(row.unsqueeze(1), matrix).squeeze(1)
+            if normalize_rows:
+                row = row / (1 + _row_sums(operator, row, chosen.reduce))
+            return row + row_times(operator, row, chosen.reduce)
+
+        def relevance(run: Run) -> Tensor:
+            if recipe == "paper":
+                return fold(run.layers, run.weights, step, chosen, self.name)
+            query_at = published.query_positions(run.weights)
+
+            def published_step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
+                return published.broadcast_fold(
+                    row, published.mean_row(operator, query_at.to(row.device))
+                )
+
+            row = fold(run.layers, run.weights, published_step, chosen, self.name)
+            return published.finish(row, query_at.to(row.device))
+
+        return self._attribute(
+            inputs,
+            target,
+            additional_forward_args,
+            relevance,
+            query=query,
+            per_token=per_token,
+            internal_batch_size=internal_batch_size,
+        )
+
+
+def _row_sums(operator: Operator, like: Tensor, reduce: Reduce) -> Tensor:
+    """Row sums (B, L) of the reduced matrix."""
+    if reduce == "mean":
+        return operator.mean_matvec(torch.ones_like(like))
+    return operator.dense(reduce).sum(-1)
+
+
+def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:
+    """Zero in place of the fraction ``ratio`` of each example's smallest non-zero entries."""
+    if ratio == 0:
+        return matrix
+    flat = matrix.flatten(1)
+    present = flat != 0
+    order = flat.masked_fill(~present, torch.inf).argsort(-1)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(flat.shape[1], device=flat.device).expand_as(order)
+    )
+    dropped = rank < (ratio * present.sum(-1, keepdim=True)).long()
+    return torch.where(dropped, 0, flat).view_as(matrix)

@@ -1,0 +1,106 @@
+"""Small pieces that several adapters share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedMixerError
+from ..operators import Diagonal, Operator, Shape, ShortConv
+
+
+def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
+    """float64 for a float64 module or input, else float32, in which half precision is computed."""
+    dtypes = {p.dtype for p in module.parameters()} | {x.dtype}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def run(submodule: nn.Module, x: Tensor) -> Tensor:
+    """``submodule(x)`` computed in x's dtype.
+
+    The submodule itself is called where its dtype allows, so that adapters wrapped around it
+    (LoRA), hooks that move weights and steering hooks take part as they do in the model.
+    """
+    half = (torch.float16, torch.bfloat16)
+    if any(p.dtype in half for p in submodule.parameters()):
+        submodule = copy.deepcopy(submodule).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        out = submodule(x)
+    return out if isinstance(out, Tensor) else torch.as_tensor(out)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """An affine map by raw weights, in x's dtype."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMS normalisation without a weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
+    """act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
+
+    Args:
+        act: the activation.
+        name: its name, for the closed form of SiLU.
+        u: its input.
+    """
+    if name in ("silu", "swish"):
+        return torch.sigmoid(u)
+    with torch.inference_mode(False), torch.enable_grad():
+        zero = torch.zeros((), dtype=u.dtype, device=u.device, requires_grad=True)
+        at_zero = act(zero)
+        (slope,) = torch.autograd.grad(at_zero, zero)
+    if at_zero != 0:
+        raise UnsupportedMixerError(
+            f"The activation {name!r} is not 0 at 0, so it has no frozen ratio act(u) / u."
+        )
+    return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
+
+
+def padding_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing."""
+    if mask is None:
+        return None
+    keep = mask.to(x.device).bool().expand(x.shape[:2])
+    return None if bool(keep.all()) else keep
+
+
+def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
+    """(B, L, C) to (B, L, H, P); every channel its own head by default."""
+    heads = x.shape[-1] if heads is None else heads
+    return x.view(*x.shape[:-1], heads, -1)
+
+
+def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
+    """The structural operator that silences padding, or nothing."""
+    if mask is None:
+        return []
+    return [Diagonal(mask[:, :, None, None].to(like), shape)]
+
+
+def causal_conv(
+    conv: nn.Conv1d, values: Tensor, mask: Tensor | None, shape: Shape
+) -> tuple[ShortConv, Tensor]:
+    """A depthwise causal ``nn.Conv1d`` as an operator, and its output (B, L, H, P).
+
+    A model whose input projection has a bias lets padding leak through the convolution.  What
+    padded tokens contribute is a constant of the input, so it is counted as bias and padded
+    tokens themselves get exactly nothing.
+    """
+    weight = conv.weight.flip(-1).to(values).view(*shape[2:], -1)  # (H, P, K), by lag
+    bias = None if conv.bias is None else conv.bias.to(values).view(1, 1, *shape[2:])
+    operator = ShortConv(weight, shape, bias)
+    if mask is None:
+        return operator, operator.affine(values)
+    output = operator.affine(values)
+    leaked = operator.apply(values * ~mask[:, :, None, None])
+    constant = leaked if bias is None else leaked + bias
+    return ShortConv(weight, shape, constant), output

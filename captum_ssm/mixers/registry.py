@@ -1,0 +1,154 @@
+"""Which adapter serves which mixer class, by name: no architecture's package is imported."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import OptionError, UnsupportedMixerError
+from .base import Linearize
+
+HOW_TO = "docs/adding_an_architecture.md"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One supported mixer class.
+
+    Attributes:
+        family: the common name of the architecture.
+        package: distribution the class comes from.
+        class_path: fully qualified name of the mixer class.
+        tested_version: version of the package the tests ran against; empty for a user's own.
+    """
+
+    family: str
+    package: str
+    class_path: str
+    tested_version: str
+
+
+#: (family, package, class path, version, module under mixers/, adapter function)
+_BUILT_IN = [
+    (
+        "Mamba",
+        "transformers",
+        "transformers.models.mamba.modeling_mamba.MambaMixer",
+        "5.23.0",
+        "mamba:linearize_transformers",
+    ),
+    (
+        "Falcon Mamba",
+        "transformers",
+        "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",
+        "5.23.0",
+        "mamba:linearize_transformers",
+    ),
+    (
+        "Mamba",
+        "mamba-ssm",
+        "mamba_ssm.modules.mamba_simple.Mamba",
+        "2.3.2",
+        "mamba:linearize_mamba_ssm",
+    ),
+]
+
+_architectures = {
+    path: Architecture(family, package, path, version)
+    for family, package, path, version, _ in _BUILT_IN
+}
+_adapters: dict[str, Linearize | str] = {path: adapter for _, _, path, _, adapter in _BUILT_IN}
+
+#: Class names that say "I mix tokens"; used only to refuse what has no adapter.
+_MIXER_NAME = re.compile(
+    r"(Mixer|Attention|Mamba\d*|SSM|SSD|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
+    r"|Retention|DeltaNet|LSTM|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)$"
+)
+
+
+def register_mixer(
+    mixer: type[nn.Module] | str, linearize: Linearize, *, family: str | None = None
+) -> None:
+    """Teach the package a mixer class; every attribution method then works with it.
+
+    Args:
+        mixer: the module class, or its fully qualified name (``"package.module.Class"``), which
+            keeps the package unimported. Subclasses are served too. Registering a class again
+            replaces its adapter.
+        linearize: a function of the module and one recorded
+            :class:`~captum_ssm.mixers.base.Call` that returns a
+            :class:`~captum_ssm.mixers.base.LinearMixer`.
+        family: name shown by :func:`supported_architectures`. Default: the class name.
+
+    Example:
+        >>> from captum_ssm import register_mixer, supported_architectures
+        >>> register_mixer("my_package.MyMixer", lambda module, call: ...)
+        >>> supported_architectures()[-1].family
+        'MyMixer'
+    """
+    path = mixer if isinstance(mixer, str) else class_path(mixer)
+    if "." not in path or not callable(linearize):
+        raise OptionError(
+            f"register_mixer needs a class or its full name and a function, got {mixer!r} and "
+            f"{linearize!r}."
+        )
+    package, name = path.split(".")[0], path.rsplit(".", 1)[-1]
+    _architectures[path] = Architecture(family or name, package, path, "")
+    _adapters[path] = linearize
+
+
+def supported_architectures() -> list[Architecture]:
+    """The mixer classes that have an adapter, the user's own included.
+
+    Returns:
+        One :class:`Architecture` for each, in order of registration.
+
+    Example:
+        >>> from captum_ssm import supported_architectures
+        >>> supported_architectures()[0].class_path
+        'transformers.models.mamba.modeling_mamba.MambaMixer'
+    """
+    return list(_architectures.values())
+
+
+def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
+    """The architecture and adapter of a module, or None if it is no registered mixer."""
+    for cls in type(module).__mro__:
+        path = class_path(cls)
+        adapter = _adapters.get(path)
+        if adapter is not None:
+            return _architectures[path], _load(adapter)
+    return None
+
+
+def class_path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def looks_like_a_mixer(module: nn.Module) -> bool:
+    """Whether a module's class name says that it mixes tokens."""
+    return _MIXER_NAME.search(type(module).__name__) is not None
+
+
+def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
+    """Raise for the first of ``found``, unsupported mixers by name."""
+    for name, module in found:
+        known = ", ".join(f"{a.class_path} ({a.family})" for a in supported_architectures())
+        raise UnsupportedMixerError(
+            f"The module {name!r} of class {class_path(type(module))} mixes tokens and has no "
+            f"adapter. Supported: {known}. To add one, see {HOW_TO} and register_mixer()."
+        )
+
+
+def _load(adapter: Linearize | str) -> Linearize:
+    if not isinstance(adapter, str):
+        return adapter
+    module, function = adapter.split(":")
+    loaded: Callable[..., object] = getattr(
+        importlib.import_module(f"{__package__}.{module}"), function
+    )
+    return loaded  # type: ignore[return-value]

@@ -1,0 +1,46 @@
+"""Banded matrices over tokens: a few lags, each with a factor per token and channel.
+
+A band maps x to y[t] = sum over lags k of band[k][t] x[t - k], tokens beyond the ends being zero.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+#: lag -> factors (B, L, H, P), broadcastable
+Band = dict[int, Tensor]
+
+
+def shift_tokens(x: Tensor, lag: int) -> Tensor:
+    """y[t] = x[t - lag] along the token dimension of (..., L, H, P), zeros moving in."""
+    tokens = x.shape[-3]
+    if lag == 0:
+        return x
+    if abs(lag) >= tokens:
+        return x.new_zeros(()).expand_as(x)
+    kept = x[..., : tokens - lag, :, :] if lag > 0 else x[..., -lag:, :, :]
+    padding = (lag, 0) if lag > 0 else (0, -lag)
+    return F.pad(kept, (0, 0, 0, 0, *padding))
+
+
+def add_shifted_columns(out: Tensor, matrix: Tensor, lag: int) -> None:
+    """out[..., j] += matrix[..., j + lag], in place, columns beyond the ends being zero."""
+    tokens = out.shape[-1]
+    if abs(lag) >= tokens:
+        return
+    if lag >= 0:
+        out[..., : tokens - lag] += matrix[..., lag:]
+    else:
+        out[..., -lag:] += matrix[..., : tokens + lag]
+
+
+def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
+    """The band of a short convolution (lag -> weights (H, P)) applied after ``band``."""
+    out: Band = {}
+    for lag, weight in taps.items():
+        for inner, factor in band.items():
+            size = (factor.shape[0], tokens, *factor.shape[2:])
+            term = weight * shift_tokens(factor.expand(size), lag)
+            out[lag + inner] = out[lag + inner] + term if lag + inner in out else term
+    return out

@@ -1,0 +1,330 @@
+"""The operator contract: a frozen linear map over tokens, per channel.
+
+Shape glossary, used throughout the package:
+
+====  =============================================================
+B     batch
+L     tokens
+H     heads (for Mamba-1 every channel is a head of its own)
+P     value channels per head
+C     channels, H * P
+N     state size of a recurrence
+K     taps of a short convolution
+Q     query positions
+E     width of the residual stream
+====  =============================================================
+
+An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
+channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
+dimensions are free: a stack of vectors is mapped at once.
+
+Everything in :class:`Operator` is derived from :meth:`Operator.apply` and its adjoint.  These
+generic versions are slow and obvious; subclasses override what they can do faster, and tests hold
+the two together in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .band import Band, add_shifted_columns, shift_tokens
+from .reduction import Reduce, reduce_channels
+
+#: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
+Positions = Sequence[int] | Tensor
+
+
+class Shape(NamedTuple):
+    """Sizes an operator acts on."""
+
+    batch: int
+    tokens: int
+    heads: int
+    per_head: int
+
+
+#: Elements of one stack of adjoint vectors in the generic row-by-row code (256 MiB in float32).
+_STACK_ELEMENTS = 2**26
+
+
+class Operator:
+    """A frozen linear map over tokens; see the module's text for shapes.
+
+    Attributes:
+        component: name of the part of a mixer this operator stands for (``"scan"``, ``"gate"``,
+            ...); None for structural parts, which :meth:`restrict` always keeps.
+        shape: the sizes it acts on.
+    """
+
+    component: str | None = None
+    shape: Shape
+
+    # --- what a subclass defines -----------------------------------------------------------
+
+    def apply(self, v: Tensor) -> Tensor:
+        """alpha v for ``v`` (..., B, L, H, P); linear and differentiable in ``v``."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The frozen coefficients by name."""
+        raise NotImplementedError
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        """The same operator on some heads only."""
+        raise NotImplementedError
+
+    # --- derived; override for speed -------------------------------------------------------
+
+    def transpose(self, u: Tensor) -> Tensor:
+        """The adjoint: alpha-transposed u, by differentiating :meth:`apply`."""
+        with torch.inference_mode(False), torch.enable_grad():
+            v = torch.zeros_like(u, requires_grad=True)
+            (result,) = torch.autograd.grad(self.apply(v), v, u.clone())
+        return result
+
+    def offset(self) -> Tensor | None:
+        """The constant term that biases inside the operator add to its output, or None."""
+        return None
+
+    def affine(self, v: Tensor) -> Tensor:
+        """alpha v + offset: what the real module computes before its output projection."""
+        offset = self.offset()
+        out = self.apply(v)
+        return out if offset is None else out + offset
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        """This operator with only the named components; None if only the identity is left."""
+        return self if self.component is None or self.component in components else None
+
+    def leaves(self) -> Iterator[Operator]:
+        """The elementary operators this one is made of."""
+        yield self
+
+    def as_diagonal(self) -> Tensor | None:
+        """The factors (B, L, H, P) if this operator only scales tokens, else None."""
+        return None
+
+    def after_band(self, band: Band) -> Band | None:
+        """The product self . band if this operator is banded (a few lags), else None."""
+        return None
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L).
+
+        Args:
+            left: row factors (B, L, H, P), broadcastable.
+            right: column factors (B, L, H, P), broadcastable.
+        """
+        batch, tokens = self.shape.batch, self.shape.tokens
+        out = self._zeros(batch, tokens, tokens)
+        for chunk in self._chunks(range(tokens)):
+            rows = self._adjoint_of_unit_rows(chunk, left) * right  # (Q, B, L, H, P)
+            out[:, chunk.start : chunk.stop] = rows.sum((-1, -2)).transpose(0, 1)
+        return out
+
+    def mean_matvec(self, x: Tensor) -> Tensor:
+        """(mean over channels of alpha) x for ``x`` (B, L), without forming a matrix."""
+        return self.apply(self._broadcast(x)).mean((-1, -2))
+
+    def mean_rmatvec(self, r: Tensor) -> Tensor:
+        """r (mean over channels of alpha) for a row vector ``r`` (B, L), without a matrix."""
+        return self.transpose(self._broadcast(r)).mean((-1, -2))
+
+    def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
+        """Rows of the implicit attention matrices.
+
+        Args:
+            positions: query positions, common to all examples (a list of Q) or per example (B, Q).
+            reduce: how channels are combined; None keeps every channel, ``"heads"`` every head.
+
+        Returns:
+            (B, Q, L), or (B, C, Q, L) with ``reduce=None``, or (B, H, Q, L) with ``"heads"``.
+        """
+        batch = self.shape.batch
+        index = torch.as_tensor(positions, device=self.device)
+        index = index.expand(batch, -1) if index.dim() == 1 else index  # (B, Q)
+        parts = []
+        for chunk in self._chunks(range(index.shape[1])):
+            stack = self._adjoint_of_unit_rows(index[:, chunk.start : chunk.stop].T)
+            parts.append(reduce_channels(stack, reduce))  # (Q, B, [C or H,] L)
+        return torch.cat(parts).movedim(0, -2)
+
+    def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
+        """The implicit attention matrices, (B, L, L) or with a channel dimension after B.
+
+        Args:
+            reduce: as in :meth:`rows`.
+            heads: use these heads only; None means all.
+        """
+        if heads is not None:
+            return self.select(heads).dense(reduce)
+        if reduce == "mean":
+            one = self._ones(1, 1, 1, 1)
+            return self.contract(one / (self.shape.heads * self.shape.per_head), one)
+        return self.rows(range(self.shape.tokens), reduce)
+
+    # --- helpers ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._example().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._example().dtype
+
+    def _example(self) -> Tensor:
+        return next(t for leaf in self.leaves() for t in leaf.tensors().values())
+
+    def _zeros(self, *size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def _ones(self, *size: int) -> Tensor:
+        return torch.ones(size, dtype=self.dtype, device=self.device)
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        """(B, L) to (B, L, H, P) without copying."""
+        return x[..., None, None].expand(self.shape)
+
+    def _chunks(self, positions: range) -> Iterator[range]:
+        size = max(1, _STACK_ELEMENTS // max(1, torch.Size(self.shape).numel()))
+        for start in range(0, len(positions), size):
+            yield positions[start : start + size]
+
+    def _adjoint_of_unit_rows(
+        self, positions: Sequence[int] | Tensor, weight: Tensor | None = None
+    ) -> Tensor:
+        """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P)."""
+        index = torch.as_tensor(positions, device=self.device)
+        index = index[:, None] if index.dim() == 1 else index  # (Q, 1 or B)
+        token = torch.arange(self.shape.tokens, device=self.device)
+        unit = (token == index[..., None]).to(self.dtype)  # (Q, 1 or B, L)
+        unit = unit[..., None, None].expand(len(index), *self.shape)
+        return self.transpose(unit if weight is None else unit * weight)
+
+
+class Chain(Operator):
+    """A product of operators, written as in mathematics: the last one acts first."""
+
+    def __init__(self, *parts: Operator) -> None:
+        self.parts = tuple(p for part in parts for p in _flat(part))
+        self.shape = self.parts[0].shape
+
+    def apply(self, v: Tensor) -> Tensor:
+        for part in reversed(self.parts):
+            v = part.apply(v)
+        return v
+
+    def transpose(self, u: Tensor) -> Tensor:
+        for part in self.parts:
+            u = part.transpose(u)
+        return u
+
+    def offset(self) -> Tensor | None:
+        total: Tensor | None = None
+        for part in reversed(self.parts):
+            total = part.offset() if total is None else part.affine(total)
+        return total
+
+    def affine(self, v: Tensor) -> Tensor:
+        for part in reversed(self.parts):
+            v = part.affine(v)
+        return v
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        kept = [p for part in self.parts if (p := part.restrict(components)) is not None]
+        return Chain(*kept) if kept else None
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return Chain(*(part.select(heads) for part in self.parts))
+
+    def leaves(self) -> Iterator[Operator]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _numbered(self.parts)
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        """Folds diagonals into the factors and short convolutions into shifted copies.
+
+        What is left in the middle is usually one recurrence, whose own fast version then serves;
+        a chain of any other form falls back to the generic rows.
+        """
+        parts = list(self.parts)
+        while parts and (row_factor := parts[0].as_diagonal()) is not None:
+            left = left * row_factor
+            parts.pop(0)
+        band: Band = {0: self._ones(1, 1, 1, 1)}
+        while parts and (combined := parts[-1].after_band(band)) is not None:
+            band = combined
+            parts.pop()
+        if len(parts) > 1:
+            return super().contract(left, right)
+        tokens = self.shape.tokens
+        out = self._zeros(self.shape.batch, tokens, tokens)
+        for lag, weight in band.items():
+            # alpha[i, j] += core[i, j + lag] weight[j + lag] right[j]
+            column_factor = weight * shift_tokens(right.expand(self.shape), lag)
+            if parts:
+                full = parts[0].contract(left, column_factor)
+            else:
+                full = torch.diag_embed((left * column_factor).expand(self.shape).sum((-1, -2)))
+            add_shifted_columns(out, full, lag)
+        return out
+
+
+class Sum(Operator):
+    """A sum of operators on the same values."""
+
+    def __init__(self, *parts: Operator) -> None:
+        self.parts = parts
+        self.shape = parts[0].shape
+
+    def apply(self, v: Tensor) -> Tensor:
+        return _total(part.apply(v) for part in self.parts)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return _total(part.transpose(u) for part in self.parts)
+
+    def offset(self) -> Tensor | None:
+        terms = [t for part in self.parts if (t := part.offset()) is not None]
+        return _total(iter(terms)) if terms else None
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        kept = [p for part in self.parts if (p := part.restrict(components)) is not None]
+        if len(kept) <= 1:
+            return kept[0] if kept else None
+        return Sum(*kept)
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return Sum(*(part.select(heads) for part in self.parts))
+
+    def leaves(self) -> Iterator[Operator]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _numbered(self.parts)
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        return _total(part.contract(left, right) for part in self.parts)
+
+
+def _flat(part: Operator) -> tuple[Operator, ...]:
+    return part.parts if isinstance(part, Chain) else (part,)
+
+
+def _numbered(parts: Sequence[Operator]) -> dict[str, Tensor]:
+    return {f"{i}.{k}": t for i, part in enumerate(parts) for k, t in part.tensors().items()}
+
+
+def _total(terms: Iterator[Tensor]) -> Tensor:
+    total = next(terms)
+    for term in terms:
+        total = total + term
+    return total

@@ -1,0 +1,67 @@
+"""How the matrices of many channels become one (hidden-attention paper, table 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+
+#: ``"mean"``, ``"max"``, ``"min"``, ``"product"``, ``"heads"``, None, or a function that reduces
+#: the last dimension of a tensor.
+Reduce = str | Callable[[Tensor], Tensor] | None
+
+_NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda a: a.mean(-1),
+    "max": lambda a: a.amax(-1),
+    "min": lambda a: a.amin(-1),
+    "product": lambda a: a.prod(-1),
+}
+
+
+def check_reduce(reduce: Reduce) -> None:
+    """Raise unless ``reduce`` is one that :func:`reduce_channels` accepts."""
+    if reduce is None or callable(reduce) or reduce == "heads" or reduce in _NAMED:
+        return
+    names = ", ".join(repr(name) for name in (*_NAMED, "heads"))
+    raise OptionError(
+        f"reduce={reduce!r} is not known. Use one of {names}, None (every channel), or a function "
+        "over the last dimension such as discard_smallest(0.4)."
+    )
+
+
+def reduce_channels(values: Tensor, reduce: Reduce) -> Tensor:
+    """Reduce (..., L, H, P) to (..., L), or to (..., C, L) for None and (..., H, L) for "heads"."""
+    check_reduce(reduce)
+    if reduce is None:
+        return values.flatten(-2).transpose(-1, -2)
+    if reduce == "heads":
+        return values.mean(-1).transpose(-1, -2)
+    function = _NAMED[reduce] if isinstance(reduce, str) else reduce
+    return function(values.flatten(-2))
+
+
+def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
+    """A reduction: the mean over channels after dropping the smallest fraction ``ratio``.
+
+    Args:
+        ratio: fraction of the channels dropped at each entry, 0 <= ratio < 1.
+
+    Returns:
+        A function to pass as ``reduce``; at least one channel is always kept.
+
+    Example:
+        >>> import torch
+        >>> discard_smallest(0.5)(torch.tensor([1.0, 2.0, 3.0, 5.0]))
+        tensor(4.)
+    """
+    if not 0 <= ratio < 1:
+        raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got {ratio!r}.")
+
+    def mean_of_largest(values: Tensor) -> Tensor:
+        keep = max(1, values.shape[-1] - int(ratio * values.shape[-1]))
+        return torch.topk(values, keep, dim=-1, sorted=False).values.mean(-1)
+
+    return mean_of_largest

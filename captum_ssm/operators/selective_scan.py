@@ -1,0 +1,140 @@
+"""The selective scan of Mamba-1: its own decay for every channel and state.
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
+
+so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
+(hidden-attention paper, eqs. 14 and 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Operator, Shape
+from .semiseparable import Factors, semiseparable_sum
+
+#: Tokens and elements whose decays are held at a time by the scans.
+_SCAN_TOKENS = 32
+_SCAN_ELEMENTS = 2**22
+#: Elements of one factor, and channels, of a block of the matrix tree.
+_TREE_ELEMENTS = 2**20
+_TREE_CHANNELS = 128
+
+
+class SelectiveScan(Operator):
+    """A diagonal state-space recurrence with input-dependent steps.
+
+    Args:
+        dt: step sizes (B, L, H), not negative.
+        a: continuous-time decay rates (H, N), not positive.
+        b: input vectors (B, L, N).
+        c: output vectors (B, L, N).
+        component: name of the part it stands for.
+    """
+
+    def __init__(
+        self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
+    ) -> None:
+        self.dt, self.a, self.b, self.c = dt, a, b, c
+        self.component = component
+        self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
+
+    def apply(self, v: Tensor) -> Tensor:
+        return _run(v, self, False)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return _run(u, self, True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"dt": self.dt, "A": self.a, "B": self.b, "C": self.c}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        chosen = list(heads)
+        return SelectiveScan(self.dt[:, :, chosen], self.a[chosen], self.b, self.c, self.component)
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        batch, tokens = self.shape.batch, self.shape.tokens
+        return semiseparable_sum(self._tree_blocks(left, right), batch, tokens)
+
+    def _tree_blocks(self, left: Tensor, right: Tensor) -> Iterator[Factors]:
+        batch, tokens, heads, _ = self.shape
+        state = self.a.shape[-1]
+        row = left.expand(self.shape).squeeze(-1)  # (B, L, H)
+        column = right.expand(self.shape).squeeze(-1) * self.dt
+        size = max(1, min(_TREE_CHANNELS, _TREE_ELEMENTS // (batch * tokens * state)))
+        for start in range(0, heads, size):
+            part = slice(start, start + size)
+            decay = (self.dt[:, :, part, None] * self.a[part]).exp_()  # (B, L, size, N)
+            u = row[:, :, part, None] * self.c[:, :, None]
+            v = column[:, :, part, None] * self.b[:, :, None]
+            yield decay.flatten(2), u.flatten(2), v.flatten(2)
+
+
+class _Scan(torch.autograd.Function):
+    """The scan as a linear map of its values; its backward is the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
+        ctx.operator, ctx.transposed = operator, transposed
+        return _recurrence(x, operator, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _run(grads[0], ctx.operator, not ctx.transposed), None, None
+
+
+def _run(x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _Scan.apply(x, operator, transposed)  # type: ignore[no-untyped-call]
+        return out
+    return _recurrence(x, operator, transposed)
+
+
+@torch.no_grad()
+def _recurrence(x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
+    """alpha x, or alpha-transposed x, for x (..., B, L, H, 1), one step at a time.
+
+    Forward, token t adds dt[t] B[t] x[t] to the state and reads it with C[t].  The adjoint runs
+    from the last token to the first, adds C[t] x[t], reads with dt[t] B[t], and the state decays
+    by the step of the token it comes from.  Decays are exponentials of single steps, all at
+    most 1.
+    """
+    dt, key, read = operator.dt, operator.b, operator.c
+    if transposed:
+        key, read = read, key
+    tokens, heads, state = dt.shape[1], dt.shape[2], operator.a.shape[-1]
+    lead = x.shape[:-4]
+    x = x.squeeze(-1).reshape(-1, dt.shape[0], tokens, heads)  # (S, B, L, H): S stacked vectors
+    scaled = x if transposed else x * dt
+    rate = operator.a.T.contiguous()  # (N, H)
+    out = torch.empty_like(x)
+    size = max(1, min(_SCAN_TOKENS, _SCAN_ELEMENTS // (x.shape[0] * x.shape[1] * heads * state)))
+    carried = x.new_zeros(x.shape[0], x.shape[1], state, heads)
+    for start in _starts(tokens, size, transposed):
+        part = slice(start, min(start + size, tokens))
+        # (tokens of the chunk, [S,] B, N, H)
+        steps = (dt[:, part, None, :] * rate).exp_().transpose(0, 1)
+        states = (scaled[:, :, part, None, :] * key[:, part, :, None]).movedim(2, 0).contiguous()
+        decays, chunk = steps.unbind(), states.unbind()
+        order = range(len(chunk))
+        for t in reversed(order) if transposed else order:
+            if transposed:
+                chunk[t].add_(carried)
+                carried = chunk[t] * decays[t]
+            else:
+                carried = chunk[t].addcmul_(decays[t], carried)
+        # (tokens, S, B, N, H) contracted over N
+        weights = read[:, part].transpose(0, 1)[:, None, :, None, :]  # (tokens, 1, B, 1, N)
+        out[:, :, part] = (weights @ states).squeeze(-2).movedim(0, 2)
+    if transposed:
+        out = out * dt
+    return out.reshape(*lead, *dt.shape, 1)
+
+
+def _starts(tokens: int, size: int, backwards: bool) -> Sequence[int]:
+    starts = range(0, tokens, size)
+    return starts[::-1] if backwards else starts

@@ -1,0 +1,16 @@
+"""One forward run of a model: which mixers were called, with what, in which order."""
+
+from .find import Mixer, find_mixers, find_model, unwrap
+from .record import Graph, Layer, Trace, require_layers, trace
+
+__all__ = [
+    "Graph",
+    "Layer",
+    "Mixer",
+    "Trace",
+    "find_mixers",
+    "find_model",
+    "require_layers",
+    "trace",
+    "unwrap",
+]

@@ -1,0 +1,157 @@
+"""From whatever the user calls a model to the modules that mix tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import ModelNotFoundError, NoMixerError
+from ..mixers.base import Linearize
+from ..mixers.registry import (
+    HOW_TO,
+    Architecture,
+    adapter_for,
+    class_path,
+    looks_like_a_mixer,
+    refuse,
+    supported_architectures,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixer:
+    """A supported token mixer inside a model.
+
+    Attributes:
+        name: its qualified name in the model.
+        module: the module itself.
+        architecture: the registry's entry.
+        linearize: the adapter.
+        block: the module that holds it, whose input is the residual stream; None if the model is
+            the mixer itself.
+    """
+
+    name: str
+    module: nn.Module
+    architecture: Architecture
+    linearize: Linearize
+    block: nn.Module | None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel and DistributedDataParallel wrappers.
+
+    Hooks set after compilation never fire, and a replica's hooks fire in another process or
+    thread; the wrapped module computes the same function.
+    """
+    while True:
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None) -> nn.Module:
+    """The module behind ``forward_func``: itself, or the owner of a bound method.
+
+    Args:
+        forward_func: a module, a bound method of one, or a partial of either.
+        model: the module, for functions that do not reveal it. Default: None.
+    """
+    if model is not None:
+        if not isinstance(model, nn.Module):
+            raise ModelNotFoundError(
+                f"model must be a torch.nn.Module, got {type(model).__name__}."
+            )
+        return unwrap(model)
+    function: Any = forward_func
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__self__", function)
+    if isinstance(function, nn.Module):
+        return unwrap(function)
+    raise ModelNotFoundError(
+        f"No torch.nn.Module can be reached from forward_func={forward_func!r}. Pass the module "
+        "itself, or name it as well: Method(forward_func, model=module)."
+    )
+
+
+def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
+    """The supported mixers of a model in module order.
+
+    Raises if there is none, or if the model also mixes tokens in a module without an adapter: an
+    explanation that ignores it would be silently wrong.
+
+    Args:
+        model: where to look.
+        layers: names or modules of the mixers to use; the user vouches for the rest. Default:
+            None, all of them.
+    """
+    named = dict(model.named_modules())
+    found = [mixer for name, module in named.items() if (mixer := _mixer(named, name, module))]
+    if layers is not None:
+        return [_chosen(found, layer) for layer in layers]
+    refuse(_strangers(named, found))
+    if not found:
+        known = ", ".join(a.class_path for a in supported_architectures())
+        raise NoMixerError(
+            f"No token mixer was found in {class_path(type(model))}. Supported: {known}. For a "
+            f"mixer of your own, see {HOW_TO} and register_mixer()."
+        )
+    return found
+
+
+def _mixer(named: dict[str, nn.Module], name: str, module: nn.Module) -> Mixer | None:
+    entry = adapter_for(module)
+    if entry is None:
+        return None
+    return Mixer(name, module, *entry, block=_parent(named, name))
+
+
+def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if "_orig_mod" not in named[name]._modules:
+            return named[name]
+    return None
+
+
+def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
+    for mixer in found:
+        if layer == mixer.name or layer is mixer.module:
+            return mixer
+    name = layer if isinstance(layer, str) else class_path(type(layer))
+    raise NoMixerError(
+        f"layers names {name!r}, which is no supported mixer of this model. Its mixers are: "
+        f"{', '.join(mixer.name for mixer in found) or 'none'}."
+    )
+
+
+def _strangers(named: dict[str, nn.Module], found: list[Mixer]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that look like mixers, have no adapter, and neither hold nor belong to one."""
+    names = [mixer.name for mixer in found]
+    for name, module in named.items():
+        if not looks_like_a_mixer(module) or adapter_for(module) is not None:
+            continue
+        inside = any(_contains(outer, name) for outer in names)
+        around = any(_contains(name, inner) for inner in names)
+        if not inside and not around:
+            yield name, module
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return outer == "" or inner.startswith(outer + ".")
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or a part of it was compiled, so that new hooks would not fire."""
+    return any(
+        getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
+        for m in model.modules()
+    )

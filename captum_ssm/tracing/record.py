@@ -1,0 +1,305 @@
+"""One forward run of a model, recorded at its mixers by hooks that live in a ``with``."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, NoMixerError, ReconstructionError
+from ..mixers.base import Call, LinearMixer
+from ..operators import Operator
+from .find import Mixer, find_mixers, find_model, has_compiled_parts
+
+#: Largest max|a - b| / max|b| that ``verify`` accepts, by the dtype the model computed in.
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 5e-2,
+    torch.float16: 1e-2,
+}
+
+#: Which part of a run keeps its autograd graph.
+Graph = Literal["none", "tail", "all"]
+
+
+class Layer:
+    """One recorded mixer call.
+
+    The trace keeps the call's input and output; the operator is made when it is asked for, and
+    only the layer asked last keeps its own.
+
+    Attributes:
+        name: the mixer's qualified name in the model.
+        architecture: the family of the mixer.
+        call: the recorded call.
+        stream: the tensor entering the block that holds the mixer, a term of the residual stream;
+            kept with ``graph="all"`` only, else None.
+    """
+
+    def __init__(self, trace: Trace, mixer: Mixer, call: Call, stream: Tensor | None) -> None:
+        self._trace = trace
+        self.mixer = mixer
+        self.name = mixer.name
+        self.architecture = mixer.architecture.family
+        self.call = call
+        self.stream = stream
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        tensors = (self.call.hidden_states, self.output)
+        return [t._version for t in tensors if not t.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Raise if the model overwrote a recorded tensor after the mixer ran."""
+        if self._versions != self._current_versions():
+            raise InputError(
+                f"Layer {self.name!r}: the model changed the mixer's input or output in place "
+                "after the call, so the record of it is void. Use the out-of-place form."
+            )
+
+    @property
+    def output(self) -> Tensor:
+        """What the mixer returned, (B, L, E)."""
+        return self.call.output_tensor
+
+    @property
+    def linear(self) -> LinearMixer:
+        """The linearised mixer; raises if a coefficient is not finite."""
+        return self._trace.linearize(self)
+
+    @property
+    def operator(self) -> Operator:
+        """The frozen linear map over tokens."""
+        return self.linear.operator
+
+    @property
+    def values(self) -> Tensor:
+        """The stream after the input projection, (B, L, H, P)."""
+        return self.linear.values
+
+    @property
+    def bias(self) -> Tensor:
+        """The constant term before the output projection, (B, L, H, P)."""
+        return self.linear.bias
+
+    def reconstruction_error(self) -> float:
+        """max|a - b| / max|b| of the operator's output a against the real module's output b."""
+        with torch.no_grad():
+            real = self.output.detach()
+            rebuilt = self.linear.output()
+            scale = real.abs().max().to(rebuilt).clamp_min(torch.finfo(real.dtype).tiny)
+            return float((rebuilt - real.to(rebuilt)).abs().max() / scale)
+
+    def verify(self, tolerance: float | None = None) -> None:
+        """Raise unless the operator reproduces the module's output.
+
+        Args:
+            tolerance: largest accepted error. Default: None, by the dtype of the output.
+        """
+        limit = TOLERANCES.get(self.output.dtype, 1e-5) if tolerance is None else tolerance
+        error = self.reconstruction_error()
+        if not error <= limit:
+            raise ReconstructionError(
+                f"Layer {self.name!r} ({self.architecture}): the operator reproduces the module's "
+                f"output with an error of {error:.1e}, more than {limit:.0e}. The module is not "
+                "what its adapter expects; please report it with the model's configuration."
+            )
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name!r}, {self.architecture!r})"
+
+
+class Trace:
+    """The recorded layers of one forward run, in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self._last: tuple[Layer, LinearMixer] | None = None
+
+    def linearize(self, layer: Layer) -> LinearMixer:
+        """The layer's linear mixer; the latest one asked for is kept."""
+        if self._last is None or self._last[0] is not layer:
+            self._last = None
+            layer.check_unchanged()
+            with torch.no_grad():
+                linear = layer.mixer.linearize(layer.mixer.module, layer.call)
+                linear.check_finite(layer.name)
+            self._last = (layer, linear)
+        return self._last[1]
+
+    @property
+    def mask(self) -> Tensor | None:
+        """True for real tokens (B, L) as the first mixer saw them; None if none is padding."""
+        return self.layers[0].linear.mask if self.layers else None
+
+
+@contextmanager
+def trace(
+    model: nn.Module | Callable[..., Any],
+    *,
+    layers: Sequence[str | nn.Module] | None = None,
+    graph: Graph = "none",
+) -> Iterator[Trace]:
+    """Record every mixer call of the forward runs made inside the ``with``.
+
+    The model is not changed: hooks are removed when the block ends, however it ends, and models
+    that offer a cache are asked not to use it.
+
+    Args:
+        model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
+        layers: names or modules of the mixers to record. Default: None, all.
+        graph: which autograd graph to keep: ``"none"``, ``"all"`` from the first block on, so
+            that gradients with respect to mixer outputs and block inputs can be taken, or
+            ``"tail"`` from the last mixer on. Default: ``"none"``.
+
+    Yields:
+        The :class:`Trace`; its layers are complete when the block ends.
+
+    Example:
+        >>> from captum_ssm import trace
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> with trace(model) as t:
+        ...     _ = model(tokenizer.encode("anna owns the lamp").unsqueeze(0))
+        >>> [layer.name for layer in t.layers]
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
+    """
+    module = find_model(model)
+    mixers = find_mixers(module, layers)
+    record = Trace()
+    with ExitStack() as stack:
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        for wants_cache in module.modules():
+            if "use_cache" in _forward_parameters(type(wants_cache)):
+                handle = wants_cache.register_forward_pre_hook(_without_cache, with_kwargs=True)
+                stack.callback(handle.remove)
+        streams: dict[int, Tensor] = {}
+        if graph == "all":
+            for block in {m.block for m in mixers if m.block is not None}:
+                handle = block.register_forward_pre_hook(_stream_hook(streams), with_kwargs=True)
+                stack.callback(handle.remove)
+        for mixer in mixers:
+            hook = _mixer_hook(record, mixer, streams, graph, mixer is mixers[-1])
+            stack.callback(mixer.module.register_forward_hook(hook, with_kwargs=True).remove)
+        if has_compiled_parts(module):
+            stack.enter_context(_eagerly())
+        yield record
+
+
+def require_layers(record: Trace, model: nn.Module) -> None:
+    """Raise if mixers were found but none of them ran."""
+    if not record.layers:
+        names = ", ".join(mixer.name for mixer in find_mixers(model))
+        raise NoMixerError(
+            f"The model has mixers ({names}) but the forward run called none of them. Does "
+            "forward_func call this model, and is it uncompiled?"
+        )
+
+
+def _mixer_hook(
+    record: Trace, mixer: Mixer, streams: dict[int, Tensor], graph: Graph, is_last: bool
+) -> Callable[..., Any]:
+    owner = threading.get_ident()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if threading.get_ident() != owner:  # another thread runs the same model
+            return None
+        if graph == "tail" and is_last:
+            torch.set_grad_enabled(True)  # undone when the trace ends
+        joins = graph == "all" or (graph == "tail" and is_last)
+        kept = _swap_first(output, _in_graph)[0] if joins else _detached(output)
+        call = Call(_detached(args), _detached(kwargs), kept)
+        record.layers.append(Layer(record, mixer, call, streams.get(id(mixer.block))))
+        return kept if joins else None
+
+    return hook
+
+
+def _stream_hook(streams: dict[int, Tensor]) -> Callable[..., Any]:
+    """Keeps the first floating tensor entering a block: the residual stream or one term of it."""
+    owner = threading.get_ident()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != owner:
+            return None
+        (args, kwargs), stream = _swap_first((args, kwargs), _in_graph)
+        if stream is not None:
+            streams[id(module)] = stream
+        return args, kwargs
+
+    return hook
+
+
+def _in_graph(x: Tensor) -> Tensor:
+    """The same values as part of an autograd graph.
+
+    A frozen model on token ids records nothing by itself; a new leaf does not change what is
+    computed.
+    """
+    return x if x.requires_grad else x.detach().clone().requires_grad_()
+
+
+def _swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
+    """``value`` with its first floating tensor replaced, and the replacement (None: none found)."""
+    if isinstance(value, Tensor):
+        new = swap(value) if value.is_floating_point() else None
+        return (value, None) if new is None else (new, new)
+    keys: Sequence[Any] = list(value) if type(value) is dict else range(_length(value))
+    for key in keys:
+        item, new = _swap_first(value[key], swap)
+        if new is not None:
+            items = dict(value) if type(value) is dict else list(value)
+            items[key] = item
+            return type(value)(items), new
+    return value, None
+
+
+def _length(value: Any) -> int:
+    return len(value) if type(value) in (tuple, list) else 0
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(v) for key, v in value.items()}
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(_detached(v) for v in value)
+    return value
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    position = _forward_parameters(type(module)).index("use_cache") - 1
+    if position < len(args):
+        args = (*args[:position], False, *args[position + 1 :])
+        return args, kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+def _forward_parameters(cls: type[nn.Module]) -> list[str]:
+    """Names of forward's parameters, self included."""
+    try:
+        return list(inspect.signature(cls.forward).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run compiled modules as they were written, so that hooks fire."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is None:
+        raise NoMixerError(
+            "Parts of the model are compiled, and torch before 2.6 cannot run them uncompiled for "
+            "the hooks to fire. Explain the model before compiling it, or update torch."
+        )
+    with stance("force_eager"):
+        yield
