@@ -35,10 +35,11 @@ class ImplicitAttention(ImplicitMethod):
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Example:
+        >>> import torch
         >>> from captum_ssm import ImplicitAttention
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
-        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> [tuple(m.shape) for m in ImplicitAttention(model).matrices(ids)]
         [(1, 4, 4), (1, 4, 4)]
     """

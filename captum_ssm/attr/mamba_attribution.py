@@ -40,10 +40,11 @@ class MambaAttribution(ImplicitMethod):
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Example:
+        >>> import torch
         >>> from captum_ssm import MambaAttribution
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
-        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> MambaAttribution(model).attribute(ids, target=(-1, 3)).shape
         torch.Size([1, 4])
     """

@@ -33,10 +33,11 @@ class ImplicitAttentionRollout(ImplicitMethod):
         layers: names or modules of the mixers to use. Default: None, all of them.
 
     Example:
+        >>> import torch
         >>> from captum_ssm import ImplicitAttentionRollout
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
-        >>> ids = tokenizer.encode("anna owns the lamp").unsqueeze(0)
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> ImplicitAttentionRollout(model).attribute(ids).shape
         torch.Size([1, 4])
     """

@@ -2,6 +2,7 @@
 
 from .find import Mixer, find_mixers, find_model, unwrap
 from .record import Graph, Layer, Trace, require_layers, trace
+from .repair import repaired_scans
 
 __all__ = [
     "Graph",
@@ -10,6 +11,7 @@ __all__ = [
     "Trace",
     "find_mixers",
     "find_model",
+    "repaired_scans",
     "require_layers",
     "trace",
     "unwrap",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from ..errors import InputError, NoMixerError, ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..operators import Operator
 from .find import Mixer, find_mixers, find_model, has_compiled_parts
+from .repair import repaired_scans
 
 #: Largest max|a - b| / max|b| that ``verify`` accepts, by the dtype the model computed in.
 TOLERANCES = {
@@ -162,11 +164,12 @@ def trace(
         The :class:`Trace`; its layers are complete when the block ends.
 
     Example:
+        >>> import torch
         >>> from captum_ssm import trace
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> with trace(model) as t:
-        ...     _ = model(tokenizer.encode("anna owns the lamp").unsqueeze(0))
+        ...     _ = model(torch.tensor([tokenizer.encode("anna owns the lamp")]))
         >>> [layer.name for layer in t.layers]
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
@@ -176,7 +179,7 @@ def trace(
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         for wants_cache in module.modules():
-            if "use_cache" in _forward_parameters(type(wants_cache)):
+            if "use_cache" in _parameters(type(wants_cache).forward):
                 handle = wants_cache.register_forward_pre_hook(_without_cache, with_kwargs=True)
                 stack.callback(handle.remove)
         streams: dict[int, Tensor] = {}
@@ -187,6 +190,8 @@ def trace(
         for mixer in mixers:
             hook = _mixer_hook(record, mixer, streams, graph, mixer is mixers[-1])
             stack.callback(mixer.module.register_forward_hook(hook, with_kwargs=True).remove)
+        if graph == "all":
+            stack.enter_context(repaired_scans())
         if has_compiled_parts(module):
             stack.enter_context(_eagerly())
         yield record
@@ -277,19 +282,17 @@ def _detached(value: Any) -> Any:
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    position = _forward_parameters(type(module)).index("use_cache") - 1
+    position = _parameters(type(module).forward).index("use_cache") - 1
     if position < len(args):
         args = (*args[:position], False, *args[position + 1 :])
         return args, kwargs
     return args, {**kwargs, "use_cache": False}
 
 
-def _forward_parameters(cls: type[nn.Module]) -> list[str]:
-    """Names of forward's parameters, self included."""
-    try:
-        return list(inspect.signature(cls.forward).parameters)
-    except (TypeError, ValueError):
-        return []
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of a method's parameters, self included."""
+    return list(inspect.signature(function).parameters)
 
 
 @contextmanager

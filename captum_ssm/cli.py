@@ -1,0 +1,68 @@
+"""The ``captum-ssm`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import CaptumSSMError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code.
+
+    Args:
+        arguments: the command line without the program's name. Default: None, sys.argv.
+    """
+    parser = argparse.ArgumentParser(
+        prog="captum-ssm", description="Explain state-space and gated linear recurrent models."
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="explain the bundled trained Mamba model and write pictures",
+        description="Explain the bundled trained Mamba model. Example: captum-ssm demo --out demo",
+    )
+    demo.add_argument("--prompt", help="a prompt of the model's task; see the model's card")
+    demo.add_argument(
+        "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
+    )
+    commands.add_parser(
+        "architectures",
+        help="list the supported mixers",
+        description="List the supported mixers. Example: captum-ssm architectures",
+    )
+
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "demo":
+            from .demo import run
+
+            run(options.prompt, options.out)
+        else:
+            print(architectures_table())
+    except (CaptumSSMError, ValueError, ImportError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"captum-ssm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def architectures_table() -> str:
+    """The supported architectures, one line each."""
+    from .mixers import supported_architectures
+
+    rows = [("family", "package", "tested", "mixer class")]
+    rows += [
+        (a.family, a.package, a.tested_version, a.class_path) for a in supported_architectures()
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )
