@@ -140,7 +140,7 @@ class _Scan(torch.autograd.Function):
         return out, state
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor, ...]:
         dt, w, A, B, C, *starts = ctx.saved_tensors
         grad_dt, grad_w = torch.empty_like(dt), torch.empty_like(w)

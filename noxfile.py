@@ -1,0 +1,69 @@
+"""The steps of .ci/run, one session each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "types", "strata"]
+
+
+def install(session: nox.Session, *packages: str, constraints: str = "constraints.txt") -> None:
+    session.install("-c", constraints, *packages)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The quick tests; what follows -- goes to pytest."""
+    install(session, "-e", ".[test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def tests_full(session: nox.Session) -> None:
+    """All tests but those for a GPU, with mamba-ssm; a skip is a failure."""
+    install(
+        session, "-e", ".[test]", "einops", "ninja", "packaging", "setuptools", "triton", "wheel"
+    )
+    session.install(
+        "--no-build-isolation",
+        "--no-deps",
+        "mamba-ssm==2.3.2.post1",
+        env={"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"},
+    )
+    session.run("pytest", "-m", "not gpu", *session.posargs, env={"CAPTUM_SSM_NO_SKIPS": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    install(session, "-e", ".[test,lint]")
+    session.run("mypy")
+
+
+@nox.session(venv_backend="none")
+def strata(session: nox.Session) -> None:
+    session.run("python", "tools/check_strata.py")
+
+
+@nox.session
+def captum08(session: nox.Session) -> None:
+    """The quick tests with the oldest Captum supported."""
+    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = Path(session.create_tmp(), "constraints.txt").resolve()
+    kept.write_text("".join(pin for pin in pins if not pin.startswith(("captum==", "numpy=="))))
+    install(session, "-e", ".[test]", "captum==0.8.*", "numpy<2", constraints=str(kept))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    install(session, "-e", ".[demo]")
+    session.run("captum-ssm", "demo", "--out", session.create_tmp(), *session.posargs)

@@ -1,0 +1,75 @@
+"""Fixtures and hooks shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Generator
+
+import mamba_ssm_cpu
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS") == "1"
+FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
+
+_seed_key = pytest.StashKey[int]()
+
+settings.register_profile("captum_ssm", deadline=None, print_blob=True)
+settings.load_profile("captum_ssm")
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The fresh seed this test runs with; CAPTUM_SSM_SEED fixes it."""
+    seed = int(FIXED_SEED) if FIXED_SEED else int.from_bytes(os.urandom(4), "big")
+    request.node.stash[_seed_key] = seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+@pytest.fixture
+def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
+    """mamba_ssm on the CPU, where causal_conv1d is not installed."""
+    return mamba_ssm_cpu.install(monkeypatch, causal_conv1d=False)
+
+
+@pytest.fixture
+def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
+    """mamba_ssm on the CPU, as if causal_conv1d were installed: mixers are fused by default."""
+    return mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        _fail(report)
+    if report.failed and _seed_key in item.stash:
+        report.sections.append(("Seed", f"run again with CAPTUM_SSM_SEED={item.stash[_seed_key]}"))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if NO_SKIPS and report.skipped:
+        _fail(report)
+    return report
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = f"{reason} (CAPTUM_SSM_NO_SKIPS=1 counts a skip as a failure)"
