@@ -43,7 +43,7 @@ class Options:
         """The layer's operator restricted to the chosen components and heads."""
         if self.verify is not False:
             layer.verify(None if self.verify is True else self.verify)
-        operator = layer.linear.restrict(self.components).operator
+        operator = layer.linear.restrict(self.components).operator.per_channel()
         if self.heads is None:
             return operator
         outside = [h for h in self.heads if not -operator.shape.heads <= h < operator.shape.heads]

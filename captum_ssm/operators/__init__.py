@@ -1,19 +1,31 @@
 """The mathematics: frozen linear token mixers.  Knows tensors, no model."""
 
-from .base import Chain, Operator, Shape, Sum
+from .base import Chain, Operator, Permute, Shape, Sum
 from .conv import ShortConv
+from .decay_heads import ScalarDecayHeads, VectorDecayHeads
+from .delta_rule import DeltaRule
 from .diagonal import Diagonal
+from .heads import DenseHeads, HeadCentering
+from .recurrence import ElementwiseRecurrence, wkv
 from .reduction import Reduce, discard_smallest
 from .selective_scan import SelectiveScan
 
 __all__ = [
     "Chain",
+    "DeltaRule",
+    "DenseHeads",
     "Diagonal",
+    "ElementwiseRecurrence",
+    "HeadCentering",
     "Operator",
+    "Permute",
     "Reduce",
+    "ScalarDecayHeads",
     "SelectiveScan",
     "Shape",
     "ShortConv",
     "Sum",
+    "VectorDecayHeads",
     "discard_smallest",
+    "wkv",
 ]

@@ -24,15 +24,13 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
     return F.pad(kept, (0, 0, 0, 0, *padding))
 
 
-def add_shifted_columns(out: Tensor, matrix: Tensor, lag: int) -> None:
-    """out[..., j] += matrix[..., j + lag], in place, columns beyond the ends being zero."""
+def add_shifted(out: Tensor, matrix: Tensor, ahead: int, lag: int) -> None:
+    """out[..., i, j] += matrix[..., i - ahead, j + lag], in place, zeros beyond the ends."""
     tokens = out.shape[-1]
-    if abs(lag) >= tokens:
+    if abs(ahead) >= tokens or abs(lag) >= tokens:
         return
-    if lag >= 0:
-        out[..., : tokens - lag] += matrix[..., lag:]
-    else:
-        out[..., -lag:] += matrix[..., : tokens + lag]
+    into = out[..., max(0, ahead) : tokens + min(0, ahead), max(0, -lag) : tokens - max(0, lag)]
+    into += matrix[..., max(0, -ahead) : tokens - max(0, ahead), max(0, lag) : tokens + min(0, lag)]
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:

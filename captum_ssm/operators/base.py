@@ -25,17 +25,20 @@ the two together in float64.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .band import Band, add_shifted_columns, shift_tokens
+from .band import Band, add_shifted, shift_tokens
 from .reduction import Reduce, reduce_channels
 
 #: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
 Positions = Sequence[int] | Tensor
+
+#: A linear map of values.
+Map = Callable[[Tensor], Tensor]
 
 
 class Shape(NamedTuple):
@@ -104,9 +107,12 @@ class Operator:
         """The elementary operators this one is made of."""
         yield self
 
-    def as_diagonal(self) -> Tensor | None:
-        """The factors (B, L, H, P) if this operator only scales tokens, else None."""
-        return None
+    def per_channel(self) -> Operator:
+        """This operator with what mixes channels reduced to each channel's own share.
+
+        Implicit attention matrices belong to single channels, so methods read them from this.
+        """
+        return self
 
     def after_band(self, band: Band) -> Band | None:
         """The product self . band if this operator is banded (a few lags), else None."""
@@ -246,36 +252,91 @@ class Chain(Operator):
         for part in self.parts:
             yield from part.leaves()
 
+    def per_channel(self) -> Operator:
+        return Chain(*(part.per_channel() for part in self.parts))
+
     def tensors(self) -> dict[str, Tensor]:
         return _numbered(self.parts)
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        """Folds diagonals into the factors and short convolutions into shifted copies.
+        """Folds diagonals and short convolutions at both ends into factors and shifts.
 
         What is left in the middle is usually one recurrence, whose own fast version then serves;
         a chain of any other form falls back to the generic rows.
         """
-        parts = list(self.parts)
-        while parts and (row_factor := parts[0].as_diagonal()) is not None:
-            left = left * row_factor
-            parts.pop(0)
-        band: Band = {0: self._ones(1, 1, 1, 1)}
-        while parts and (combined := parts[-1].after_band(band)) is not None:
-            band = combined
-            parts.pop()
-        if len(parts) > 1:
+        if isinstance(self.parts[0], Permute):
+            first, rest = self.parts[0], Chain(*self.parts[1:])
+            return first.rows_of(rest.contract(first.transpose(left.expand(self.shape)), right))
+        if isinstance(self.parts[-1], Permute):
+            last, rest = self.parts[-1], Chain(*self.parts[:-1])
+            return last.columns_of(rest.contract(left, last.apply(right.expand(self.shape))))
+        before, core, after = self._bands()
+        if len(core) > 1:
             return super().contract(left, right)
         tokens = self.shape.tokens
         out = self._zeros(self.shape.batch, tokens, tokens)
-        for lag, weight in band.items():
-            # alpha[i, j] += core[i, j + lag] weight[j + lag] right[j]
-            column_factor = weight * shift_tokens(right.expand(self.shape), lag)
-            if parts:
-                full = parts[0].contract(left, column_factor)
-            else:
-                full = torch.diag_embed((left * column_factor).expand(self.shape).sum((-1, -2)))
-            add_shifted_columns(out, full, lag)
+        for ahead, row_weight in before.items():
+            # alpha[i] += row_weight[i] core[i - ahead]
+            rows = shift_tokens((left * row_weight).expand(self.shape), -ahead)
+            for lag, weight in after.items():
+                # alpha[:, j] += core[:, j + lag] weight[j + lag]
+                columns = weight * shift_tokens(right.expand(self.shape), lag)
+                if core:
+                    matrix = core[0].contract(rows, columns)
+                else:
+                    matrix = torch.diag_embed((rows * columns).expand(self.shape).sum((-1, -2)))
+                add_shifted(out, matrix, ahead, lag)
         return out
+
+    def _bands(self) -> tuple[Band, list[Operator], Band]:
+        """The banded operators in front as one band, what is between, and those at the end."""
+        core = list(self.parts)
+        after: Band = {0: self._ones(1, 1, 1, 1)}
+        while core and (combined := core[-1].after_band(after)) is not None:
+            after = combined
+            core.pop()
+        front: list[Operator] = []
+        before: Band = {0: self._ones(1, 1, 1, 1)}
+        while core and core[0].after_band(before) is not None:
+            front.append(core.pop(0))
+        for part in reversed(front):
+            combined = part.after_band(before)
+            before = before if combined is None else combined
+        return before, core, after
+
+
+class Permute(Operator):
+    """y[t] = x[order[t]]: a reordering of the tokens, such as the flip of a backward direction.
+
+    Args:
+        order: which token each position reads, a permutation (L,).
+        shape: the sizes acted on.
+    """
+
+    def __init__(self, order: Tensor, shape: Shape) -> None:
+        self.order = order
+        self.shape = shape
+        self._inverse = torch.argsort(order)
+
+    def apply(self, v: Tensor) -> Tensor:
+        return v.index_select(-3, self.order)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return u.index_select(-3, self._inverse)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return Permute(self.order, self.shape._replace(heads=len(heads)))
+
+    def rows_of(self, matrix: Tensor) -> Tensor:
+        """Permute . matrix."""
+        return matrix.index_select(-2, self.order)
+
+    def columns_of(self, matrix: Tensor) -> Tensor:
+        """matrix . Permute."""
+        return matrix.index_select(-1, self._inverse)
 
 
 class Sum(Operator):
@@ -308,11 +369,36 @@ class Sum(Operator):
         for part in self.parts:
             yield from part.leaves()
 
+    def per_channel(self) -> Operator:
+        return Sum(*(part.per_channel() for part in self.parts))
+
     def tensors(self) -> dict[str, Tensor]:
         return _numbered(self.parts)
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         return _total(part.contract(left, right) for part in self.parts)
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear map whose backward is its adjoint, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+        ctx.maps = adjoint, forward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return linear_map(grads[0], *ctx.maps), None, None
+
+
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+    """forward(x), differentiable through the adjoint; neither needs to record a graph."""
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
+        return out
+    with torch.no_grad():
+        return forward(x)
 
 
 def _flat(part: Operator) -> tuple[Operator, ...]:

@@ -38,9 +38,6 @@ class Diagonal(Operator):
         weight = self.weight if self.weight.shape[2] == 1 else self.weight[:, :, list(heads)]
         return Diagonal(weight, self.shape._replace(heads=len(heads)), self.component)
 
-    def as_diagonal(self) -> Tensor | None:
-        return self.weight
-
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}
 

@@ -9,12 +9,11 @@ so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape
+from .base import Operator, Shape, linear_map
 from .semiseparable import Factors, semiseparable_sum
 
 #: Tokens and elements whose decays are held at a time by the scans.
@@ -44,10 +43,10 @@ class SelectiveScan(Operator):
         self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
 
     def apply(self, v: Tensor) -> Tensor:
-        return _run(v, self, False)
+        return linear_map(v, self._forward, self._adjoint)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return _run(u, self, True)
+        return linear_map(u, self._adjoint, self._forward)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"dt": self.dt, "A": self.a, "B": self.b, "C": self.c}
@@ -59,6 +58,12 @@ class SelectiveScan(Operator):
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         batch, tokens = self.shape.batch, self.shape.tokens
         return semiseparable_sum(self._tree_blocks(left, right), batch, tokens)
+
+    def _forward(self, v: Tensor) -> Tensor:
+        return _recurrence(self, v, transposed=False)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return _recurrence(self, u, transposed=True)
 
     def _tree_blocks(self, left: Tensor, right: Tensor) -> Iterator[Factors]:
         batch, tokens, heads, _ = self.shape
@@ -74,28 +79,7 @@ class SelectiveScan(Operator):
             yield decay.flatten(2), u.flatten(2), v.flatten(2)
 
 
-class _Scan(torch.autograd.Function):
-    """The scan as a linear map of its values; its backward is the other direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
-        ctx.operator, ctx.transposed = operator, transposed
-        return _recurrence(x, operator, transposed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _run(grads[0], ctx.operator, not ctx.transposed), None, None
-
-
-def _run(x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        out: Tensor = _Scan.apply(x, operator, transposed)  # type: ignore[no-untyped-call]
-        return out
-    return _recurrence(x, operator, transposed)
-
-
-@torch.no_grad()
-def _recurrence(x: Tensor, operator: SelectiveScan, transposed: bool) -> Tensor:
+def _recurrence(operator: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     """alpha x, or alpha-transposed x, for x (..., B, L, H, 1), one step at a time.
 
     Forward, token t adds dt[t] B[t] x[t] to the state and reads it with C[t].  The adjoint runs

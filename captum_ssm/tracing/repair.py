@@ -66,8 +66,9 @@ def _restore() -> None:
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def scan(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        other_algorithm = kwargs.get("use_mambapy") or kwargs.get("use_associative_scan")
-        if hidden_states.device.type != "cpu" or torch.compiler.is_compiling() or other_algorithm:
+        # compiled, the reference is an associative scan; mambapy has an algorithm of its own
+        other_algorithm = torch.compiler.is_compiling() or kwargs.get("use_mambapy")
+        if hidden_states.device.type != "cpu" or other_algorithm:
             return original(hidden_states, *args, **kwargs)
         return selective_scan(hidden_states, *args, **kwargs)
 

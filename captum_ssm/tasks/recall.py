@@ -1,0 +1,275 @@
+"""Multi-key recall in words: who owns what?
+
+A prompt states several facts and ends in a question left open::
+
+    today anna owns the red lamp . bob owns the kite . ? anna owns the
+
+The one right answer is the object of the asked name (``lamp``). Which position of the prompt
+holds the evidence is known exactly: the object of the asked fact, and next to it that fact's
+name. The number of facts, the filler words before each fact and the adjective before an object
+vary, so the evidence is at no fixed position and at no fixed distance from its name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from captum_ssm.tasks.vocabulary import WordVocabulary
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PAD, STOP, ASK, VERB, ARTICLE = "<pad>", ".", "?", "owns", "the"
+NAMES = _words(
+    "anna bob carl dora emil fay gus hana ivan jane karl lena milo nora otto pia quinn rosa "
+    "sven tina"
+)
+OBJECTS = _words(
+    "lamp kite drum boat ring sword clock piano basket mirror ladder candle violin hammer "
+    "carpet bottle"
+)
+ADJECTIVES = _words("red old tiny heavy golden broken")
+FILLERS = _words("today also perhaps meanwhile indeed later surely again")
+
+MIN_FACTS, MAX_FACTS, MAX_FILLERS = 2, 8, 2
+
+
+@lru_cache(maxsize=1)
+def recall_vocabulary() -> WordVocabulary:
+    """The vocabulary of the task."""
+    return WordVocabulary([PAD, STOP, ASK, VERB, ARTICLE, *NAMES, *OBJECTS, *ADJECTIVES, *FILLERS])
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One stated fact and where its two words stand in the prompt."""
+
+    name: str
+    value: str
+    name_position: int
+    value_position: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its gold answer and its gold sources.
+
+    Attributes:
+        words: the prompt, word by word.
+        tokens: the ids of ``words``.
+        facts: all facts in the order in which they are stated.
+        asked: the index in ``facts`` of the fact that is asked for.
+        question_name_position: where the asked name stands in the question.
+    """
+
+    words: tuple[str, ...]
+    tokens: tuple[int, ...]
+    facts: tuple[Fact, ...]
+    asked: int
+    question_name_position: int
+
+    @property
+    def text(self) -> str:
+        """The prompt as one string."""
+        return " ".join(self.words)
+
+    @property
+    def answer(self) -> str:
+        """The right next word."""
+        return self.facts[self.asked].value
+
+    @property
+    def answer_id(self) -> int:
+        """The id of the right next word."""
+        return self.tokens[self.value_position]
+
+    @property
+    def value_position(self) -> int:
+        """The primary gold source: the position of the object of the asked fact."""
+        return self.facts[self.asked].value_position
+
+    @property
+    def name_position(self) -> int:
+        """The secondary gold source: the position of the name in the asked fact."""
+        return self.facts[self.asked].name_position
+
+    @property
+    def source_positions(self) -> tuple[int, int]:
+        """The gold sources, the primary one first."""
+        return (self.value_position, self.name_position)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples padded on the left to one length.
+
+    Padding on the left keeps the open question at the last position of every row.
+
+    Attributes:
+        input_ids: ids, ``(batch, length)``.
+        attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
+        answer_ids: the right next word of each row, ``(batch,)``.
+        offsets: the number of padding positions of each row, ``(batch,)``; a position of an
+            example plus its offset is its column in ``input_ids``.
+        examples: what the rows were made of.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    answer_ids: torch.Tensor
+    offsets: torch.Tensor
+    examples: tuple[Example, ...]
+
+
+def parse_prompt(text: str) -> Example:
+    """Reads a prompt of the task and finds its gold answer and sources.
+
+    Raises:
+        ValueError: when a word is unknown, or the text does not have the form of the task.
+    """
+    words = tuple(text.split())
+    tokens = tuple(recall_vocabulary().encode(text))
+    if words.count(ASK) != 1 or len(words[words.index(ASK) :]) != 4:
+        raise ValueError(f"a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'")
+    question = words.index(ASK)
+    asked_name, *ending = words[question + 1 :]
+    if asked_name not in NAMES or ending != [VERB, ARTICLE]:
+        raise ValueError(f"a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'")
+
+    facts: list[Fact] = []
+    start = 0
+    while start < question:
+        if STOP not in words[start:question]:
+            raise ValueError(f"every fact must end in '{STOP}', got {text!r}")
+        stop = words.index(STOP, start)
+        facts.append(_parse_fact(words, start, stop))
+        start = stop + 1
+    named = [fact.name for fact in facts]
+    if named.count(asked_name) != 1:
+        raise ValueError(f"exactly one fact must be about {asked_name!r}, got {text!r}")
+    return Example(words, tokens, tuple(facts), named.index(asked_name), question + 1)
+
+
+def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
+    """Reads ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` from ``words[start:stop]``."""
+    first = start
+    while first < stop and words[first] in FILLERS:
+        first += 1
+    body = list(words[first:stop])
+    plain = [word for i, word in enumerate(body) if not (i == 3 and word in ADJECTIVES)]
+    well_formed = (
+        len(plain) == 4
+        and plain[0] in NAMES
+        and plain[1:3] == [VERB, ARTICLE]
+        and plain[3] in OBJECTS
+    )
+    if not well_formed:
+        raise ValueError(
+            f"a fact must read '[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}', "
+            f"got {' '.join(words[start : stop + 1])!r}"
+        )
+    return Fact(plain[0], plain[3], first, stop - 1)
+
+
+def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
+    """Draws examples; the same seed gives the same examples.
+
+    Names are distinct within a prompt. Objects are drawn with replacement, so that a distractor
+    can hold the same object as the asked fact.
+
+    Args:
+        count: how many examples.
+        seed: a seed, or a generator to go on drawing from.
+        n_facts: the number of facts of every prompt; drawn from 2 to 8 when left out.
+    """
+    if n_facts is not None and not 1 <= n_facts <= len(NAMES):
+        raise ValueError(f"n_facts must be between 1 and {len(NAMES)}, got {n_facts}")
+    rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+    return [_draw(rng, n_facts) for _ in range(count)]
+
+
+def _draw(rng: random.Random, n_facts: int | None) -> Example:
+    n = rng.randint(MIN_FACTS, MAX_FACTS) if n_facts is None else n_facts
+    words: list[str] = []
+    facts: list[Fact] = []
+    for name in rng.sample(NAMES, n):
+        words += rng.choices(FILLERS, k=rng.randint(0, MAX_FILLERS))
+        name_position = len(words)
+        words += [name, VERB, ARTICLE]
+        if rng.random() < 0.5:
+            words.append(rng.choice(ADJECTIVES))
+        value = rng.choice(OBJECTS)
+        facts.append(Fact(name, value, name_position, len(words)))
+        words += [value, STOP]
+    asked = rng.randrange(n)
+    words += [ASK, facts[asked].name, VERB, ARTICLE]
+    tokens = tuple(recall_vocabulary().encode(" ".join(words)))
+    return Example(tuple(words), tokens, tuple(facts), asked, len(words) - 3)
+
+
+def with_value(example: Example, fact: int, value: str) -> Example:
+    """The same prompt with the object of one fact replaced; the gold answer follows.
+
+    Args:
+        example: the prompt to change.
+        fact: the index of the fact in ``example.facts``.
+        value: the new object.
+    """
+    if value not in OBJECTS:
+        raise ValueError(f"{value!r} is not an object of the task")
+    words = list(example.words)
+    words[example.facts[fact].value_position] = value
+    return parse_prompt(" ".join(words))
+
+
+def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+    """Pads examples on the left into one batch."""
+    if not examples:
+        raise ValueError("a batch needs at least one example")
+    lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
+    width = int(lengths.max())
+    offsets = width - lengths
+    pad = recall_vocabulary().pad_id
+    rows = [[pad] * (width - len(e.tokens)) + list(e.tokens) for e in examples]
+    mask = (torch.arange(width, device=device)[None, :] >= offsets[:, None]).long()
+    return Batch(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=mask,
+        answer_ids=torch.tensor([e.answer_id for e in examples], device=device),
+        offsets=offsets,
+        examples=tuple(examples),
+    )
+
+
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64
+) -> torch.Tensor:
+    """The most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
+
+    Args:
+        model: a causal language model in the manner of transformers, called with ``input_ids``
+            and ``attention_mask`` and answering with ``logits``.
+        examples: the prompts.
+        batch_size: how many prompts go through the model at once.
+    """
+    device = next(model.parameters()).device
+    found: list[torch.Tensor] = []
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size], device)
+        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        found.append(output.logits[:, -1].argmax(-1).cpu())
+    return torch.cat(found)
+
+
+def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
+    """The share of prompts after which the right word is the most likely one."""
+    gold = torch.tensor([example.answer_id for example in examples])
+    return float((predict(model, examples, batch_size) == gold).double().mean())

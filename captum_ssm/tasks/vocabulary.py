@@ -1,0 +1,80 @@
+"""A word-level vocabulary: one known word, one id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+class WordVocabulary:
+    """Maps whitespace-separated words to ids and back.
+
+    There is no unknown-word token: a word outside the vocabulary is an error, because a silent
+    replacement would make an attribution speak about a prompt nobody wrote.
+
+    Args:
+        words: all words, each once; the position of a word is its id. Id 0 is the padding word.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.vocab: list[str] = list(words)
+        self._ids = {word: i for i, word in enumerate(self.vocab)}
+        if len(self._ids) != len(self.vocab):
+            raise ValueError("the words of a vocabulary must be distinct")
+        for word in self.vocab:
+            if word.split() != [word]:
+                raise ValueError(f"a word must be non-empty and without whitespace, got {word!r}")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> WordVocabulary:
+        """Reads a vocabulary from a JSON list of words."""
+        words = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{path} does not hold a JSON list of words")
+        return cls(words)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the vocabulary as a JSON list of words."""
+        Path(path).write_text(json.dumps(self.vocab, indent=0) + "\n", encoding="utf-8")
+
+    @property
+    def pad_id(self) -> int:
+        """The id of the padding word."""
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.vocab)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._ids
+
+    def id_of(self, word: str) -> int:
+        """The id of one word.
+
+        Raises:
+            ValueError: when the word is not in the vocabulary.
+        """
+        try:
+            return self._ids[word]
+        except KeyError:
+            raise ValueError(
+                f"unknown word {word!r}; the vocabulary is: {' '.join(self.vocab)}"
+            ) from None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the whitespace-separated words of ``text``."""
+        return [self.id_of(word) for word in text.split()]
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """The word of each id, for labelling a heat map."""
+        return [self._word_of(int(i)) for i in ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a sequence of ids; the inverse of :meth:`encode` up to whitespace."""
+        return " ".join(self.tokens(ids))
+
+    def _word_of(self, i: int) -> str:
+        if not 0 <= i < len(self.vocab):
+            raise ValueError(f"id {i} is outside the vocabulary of {len(self.vocab)} words")
+        return self.vocab[i]

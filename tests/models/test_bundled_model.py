@@ -1,0 +1,163 @@
+"""The shipped model does what its card says, measured anew."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from captum_ssm.models import load_bundled
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from captum_ssm.models import bundled
+from captum_ssm.models.training import ModelSize, accuracy_by_facts, save_model, train_recall
+from captum_ssm.tasks import (
+    Example,
+    accuracy,
+    collate,
+    generate,
+    parse_prompt,
+    predict,
+    recall_vocabulary,
+    with_value,
+)
+from captum_ssm.tasks.recall import OBJECTS
+
+FOLDER = Path(bundled.__file__).parent / "recall-mamba"
+SEED = 20_240_607
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return load_bundled()[0]
+
+
+def _gold(examples: list[Example]) -> torch.Tensor:
+    return torch.tensor([example.answer_id for example in examples])
+
+
+def _another(rng: random.Random, value: str) -> str:
+    return rng.choice([o for o in OBJECTS if o != value])
+
+
+def test_accuracy_on_fresh_prompts(model: torch.nn.Module) -> None:
+    assert accuracy(model, generate(512, SEED)) >= 0.99
+
+
+def test_accuracy_at_every_number_of_facts(model: torch.nn.Module) -> None:
+    scores = accuracy_by_facts(model, per_length=128, seed=SEED + 10)
+    assert sorted(scores) == list(range(2, 9))
+    assert min(scores.values()) >= 0.97
+
+
+def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
+    rng = random.Random(SEED + 1)
+    changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
+    assert accuracy(model, changed) >= 0.98
+
+
+def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) -> None:
+    rng = random.Random(SEED + 3)
+    examples = generate(512, SEED + 4)
+    before = predict(model, examples)
+    changed = []
+    for example in examples:
+        for i, fact in enumerate(example.facts):
+            if i != example.asked:
+                example = with_value(example, i, _another(rng, fact.value))
+        changed.append(example)
+    assert float((predict(model, changed) == before).double().mean()) >= 0.98
+
+
+def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
+    rng = random.Random(SEED + 5)
+    changed = []
+    for example in generate(512, SEED + 6):
+        other = rng.choice([f for i, f in enumerate(example.facts) if i != example.asked])
+        words = list(example.words)
+        words[example.question_name_position] = other.name
+        changed.append(parse_prompt(" ".join(words)))
+    assert accuracy(model, changed) >= 0.98
+
+
+def test_left_padding_changes_nothing(model: torch.nn.Module) -> None:
+    examples = generate(32, SEED + 7)
+    batch = collate(examples)
+    assert int(batch.offsets.max()) > 10
+    with torch.no_grad():
+        padded = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        for row, example in enumerate(examples):
+            alone = model(input_ids=torch.tensor([example.tokens])).logits[0, -1]
+            torch.testing.assert_close(padded[row, -1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_shipped_files() -> None:
+    names = {path.name for path in FOLDER.iterdir()}
+    assert names == {"README.md", "config.json", "model.safetensors", "vocab.json"}
+    assert (FOLDER / "model.safetensors").stat().st_size <= 1_000_000
+    assert json.loads((FOLDER / "vocab.json").read_text("utf-8")) == recall_vocabulary().vocab
+
+
+def test_it_is_the_plain_class_of_transformers(model: torch.nn.Module) -> None:
+    from transformers import MambaForCausalLM
+
+    loaded: Any = model
+    assert type(loaded) is MambaForCausalLM
+    assert not loaded.training
+    assert loaded.lm_head.weight is loaded.backbone.embeddings.weight
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+
+
+def test_loading_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    load_bundled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="recall-mamba"):
+        load_bundled("other")
+
+
+def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "captum-ssm\[hf\]"'):
+        load_bundled()
+
+
+def test_training_is_reproducible_and_saves(tmp_path: Path) -> None:
+    size = ModelSize(layers=1, hidden=16, state=4)
+    lines: list[str] = []
+
+    def train() -> torch.nn.Module:
+        return train_recall(1, 3, size=size, batch_size=4, log_every=3, log=lines.append)
+
+    one, other = train(), train()
+    assert lines[0].startswith("step 3/3")
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    save_model(one, tmp_path)
+    again, vocabulary = bundled.load_folder(tmp_path)
+    assert vocabulary.vocab == recall_vocabulary().vocab
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "vocab.json"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    weights = load_file(FOLDER / "model.safetensors")
+    del weights["backbone.layers.0.mixer.D"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mixer\.D"):
+        bundled.load_folder(tmp_path)
