@@ -34,8 +34,9 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
                 "of them without some parts ('unified-conv'), or a set of names out of "
                 f"{sorted(COMPONENTS)}."
             )
-        return chosen - set(removed)
-    chosen = frozenset(components)
+        chosen = chosen - set(removed)
+    else:
+        chosen = frozenset(components)
     if not chosen or not chosen <= COMPONENTS:
         raise OptionError(
             f"components={sorted(map(str, chosen))} must be a non-empty set of names out of "

@@ -64,28 +64,120 @@ class Options:
         return layers[self.start_layer :]
 
 
-#: One layer's part of a fold: the layer, its operator and the row (B, L) after it.
-Step = Callable[[Layer, Operator, Tensor], Tensor]
+@dataclass(frozen=True)
+class Mixing:
+    """What a layer adds to the identity, as a linear map over tokens that need not be formed.
+
+    Attributes:
+        rmatvec: row (B, L) to row times matrix.
+        matvec: column (B, L) to matrix times column.
+    """
+
+    rmatvec: Callable[[Tensor], Tensor]
+    matvec: Callable[[Tensor], Tensor]
+
+
+#: One layer's part of a fold: the layer and its operator to what it adds to the identity.
+Step = Callable[[Layer, Operator], Mixing]
+
+
+def given(matrix: Tensor) -> Mixing:
+    """A formed matrix (B, L, L)."""
+    return Mixing(
+        lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
+        lambda column: torch.bmm(matrix, column.unsqueeze(-1)).squeeze(-1),
+    )
+
+
+def reduced(operator: Operator, reduce: Reduce) -> Mixing:
+    """The reduced matrix of an operator; not formed where the reduction is the mean."""
+    if reduce == "mean":
+        return Mixing(operator.mean_rmatvec, operator.mean_matvec)
+    return given(operator.dense(reduce))
+
+
+def scaled(mixing: Mixing, factor: float) -> Mixing:
+    """factor times the matrix."""
+    if factor == 1:
+        return mixing
+    return Mixing(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
 
 
 def fold(
-    layers: Sequence[Layer], row: Tensor, step: Step, options: Options, description: str
+    layers: Sequence[Layer],
+    row: Tensor,
+    step: Step,
+    options: Options,
+    description: str,
+    normalize_rows: bool = False,
 ) -> Tensor:
-    """Carry ``row`` (B, L) from the last layer to the first of those used.
+    """Carry ``row`` (B, L) through I + mixing from the last layer to the first of those used.
 
     Layers are linearised one at a time; a row that stops being finite is an error that names the
-    layer.
+    layer.  Where a hybrid's block holds several mixers, its stages say how they join.
     """
-    used = options.used(layers)
     with torch.no_grad():
-        for layer in shown(used[::-1], description, options.show_progress):
-            row = step(layer, options.operator(layer), row.to(layer.values))
-            if not torch.isfinite(row).all():
-                raise NonFiniteError(
-                    f"Layer {layer.name!r}: the relevance row is no longer finite. With "
-                    "normalize_rows, a row of I + alpha may sum to zero; else the products of "
-                    "the layers overflow."
-                )
+        for stage in shown(stages(options.used(layers))[::-1], description, options.show_progress):
+            mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
+            row = row.to(stage[-1].values)
+            if normalize_rows:
+                row = row / (1 + mixing.matvec(torch.ones_like(row)))
+            row = check_row(row + mixing.rmatvec(row), stage[-1])
+    return row
+
+
+def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Layers that act on the same residual stream together, in the order in which they ran.
+
+    Most stages are one layer. Layers that join ``"parallel"`` share a stage within their block; a
+    layer that ``"feeds"`` opens the stage of the layer after it.
+    """
+    out: list[list[Layer]] = []
+    for layer in layers:
+        before = out[-1][-1] if out else None
+        together = before is not None and (
+            before.joins == "feeds"
+            or (before.joins == layer.joins == "parallel" and before.block is layer.block)
+        )
+        if together:
+            out[-1].append(layer)
+        else:
+            out.append([layer])
+    return out
+
+
+def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
+    """What a stage adds to the identity.
+
+    Parallel branches add up. A layer that feeds the next one adds to that one's input only: the
+    stage is M (I + F).
+    """
+    *earlier, (_, mixing) = stage
+    fed = [m for layer, m in earlier if layer.joins == "feeds"]
+    beside = [m for layer, m in earlier if layer.joins != "feeds"]
+
+    def rmatvec(row: Tensor) -> Tensor:
+        out = mixing.rmatvec(row)
+        for branch in reversed(fed):
+            out = out + branch.rmatvec(out)
+        return sum((branch.rmatvec(row) for branch in beside), out)
+
+    def matvec(column: Tensor) -> Tensor:
+        out = column
+        for branch in fed:
+            out = out + branch.matvec(out)
+        return sum((branch.matvec(column) for branch in beside), mixing.matvec(out))
+
+    return Mixing(rmatvec, matvec)
+
+
+def check_row(row: Tensor, layer: Layer) -> Tensor:
+    """The row, or an error that names the layer at which it stopped being finite."""
+    if not torch.isfinite(row).all():
+        raise NonFiniteError(
+            f"Layer {layer.name!r}: the relevance row is no longer finite. With normalize_rows, a "
+            "row of I + alpha may sum to zero; else the products of the layers overflow."
+        )
     return row
 
 
@@ -95,10 +187,3 @@ def shown(items: Sequence[T], description: str, show: bool) -> Iterable[T]:
         return items
     bar: Iterable[T] = progress(items, desc=description, total=len(items))
     return bar
-
-
-def row_times(operator: Operator, row: Tensor, reduce: Reduce) -> Tensor:
-    """row (B, L) times the reduced matrix; without forming it where the reduction is the mean."""
-    if reduce == "mean":
-        return operator.mean_rmatvec(row)
-    return torch.bmm(row.unsqueeze(1), operator.dense(reduce)).squeeze(1)

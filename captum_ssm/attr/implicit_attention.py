@@ -11,11 +11,11 @@ from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import OptionError
-from ..operators import Operator, Reduce
+from ..operators import Reduce
 from ..tracing import Layer
 from . import published
 from .base import ImplicitMethod, Run, options
-from .fold import fold, row_times, shown
+from .fold import reduced, shown
 from .forward import as_tuple, check_batch, single_input
 from .query import Query
 
@@ -100,22 +100,25 @@ class ImplicitAttention(ImplicitMethod):
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
 
         def relevance(run: Run) -> Tensor:
-            share = 1 / len(chosen.used(run.layers))
-            nothing = torch.zeros_like(run.weights)
+            used = chosen.used(run.layers)
             query_at = None
             if recipe == "published_code":
                 query_at = published.query_positions(run.weights)
-
-            def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
-                asked = run.weights.to(row)
-                if query_at is None:
-                    return row + share * row_times(operator, asked, chosen.reduce)
-                keep = None if run.mask is None else run.mask.to(row.device)
-                found = published.mean_row(operator, query_at.to(row.device))
-                return row + share * published.min_max(found, keep)
-
-            row = fold(run.layers, nothing, step, chosen, self.name)
-            return row if query_at is None else published.finish(row, query_at.to(row.device))
+            total: Tensor | None = None
+            with torch.no_grad():
+                for layer in shown(used[::-1], self.name, show_progress):
+                    operator = chosen.operator(layer)
+                    if query_at is None:
+                        row = reduced(operator, chosen.reduce).rmatvec(run.weights.to(layer.values))
+                        row = layer.linear.branch_scale * row
+                    else:
+                        keep = None if run.mask is None else run.mask.to(operator.device)
+                        row = published.min_max(published.mean_row(operator, query_at), keep)
+                    total = row if total is None else total.to(row) + row
+            if total is None:
+                raise OptionError("There is no layer to average.")
+            mean = total / len(used)
+            return mean if query_at is None else published.finish(mean, query_at)
 
         return self._attribute(
             inputs,

@@ -14,7 +14,7 @@ from ..operators import Operator, Reduce
 from ..tracing import Layer
 from . import published
 from .base import ImplicitMethod, Run, options
-from .fold import fold
+from .fold import Mixing, fold, given
 from .query import Query
 
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -124,27 +124,19 @@ class MambaAttribution(ImplicitMethod):
                 gradients = run.gradients([layer.output for layer in used], names)
                 weights = dict(zip(used, [g.mean(-1) for g in gradients], strict=True))
 
-                def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
-                    gradient = weights[layer].to(row).unsqueeze(-1)  # (B, L, 1)
-                    matrix = CLAMPS[clamp](gradient * operator.dense(chosen.reduce))
-                    if normalize_rows:
-                        row = row / (1 + matrix.sum(-1))
-                    return row + torch.bmm(row.unsqueeze(1), matrix).squeeze(1)
+                def step(layer: Layer, operator: Operator) -> Mixing:
+                    gradient = weights[layer].to(layer.values).unsqueeze(-1)  # (B, L, 1)
+                    return given(CLAMPS[clamp](gradient * operator.dense(chosen.reduce)))
 
-                return fold(run.layers, run.weights, step, chosen, self.name)
+                return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 
             streams = dict(zip(used, run.gradients(_streams(used), names), strict=True))
             query_at = published.query_positions(run.weights)
 
-            def published_step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
-                keep = None if run.mask is None else run.mask.to(row.device)
-                found = published.class_row(
-                    operator, query_at.to(row.device), streams[layer].to(row), keep, chosen
-                )
-                return published.broadcast_fold(row, found)
+            def row_of(layer: Layer, operator: Operator) -> Tensor:
+                return published.class_row(operator, query_at, streams[layer], run.mask, chosen)
 
-            row = fold(run.layers, run.weights, published_step, chosen, self.name)
-            return published.finish(row, query_at.to(row.device))
+            return published.fold(run.layers, query_at, row_of, chosen, self.name)
 
         return self._attribute(
             inputs,

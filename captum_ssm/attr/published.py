@@ -6,15 +6,16 @@ identity, so that a layer's matrix is I + 1 r^T with all rows divided by their c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
 from ..operators import Operator
+from ..tracing import Layer
 from .components import PRESETS
-from .fold import Options
+from .fold import Options, check_row, shown
 
 
 def query_positions(weights: Tensor) -> Tensor:
@@ -27,9 +28,39 @@ def query_positions(weights: Tensor) -> Tensor:
     return weights.argmax(-1, keepdim=True)
 
 
+def fold(
+    layers: Sequence[Layer],
+    query: Tensor,
+    row_of: Callable[[Layer, Operator], Tensor],
+    options: Options,
+    description: str,
+) -> Tensor:
+    """The query's row of the product of (I + 1 r^T) / (1 + sum r), without its own entry.
+
+    Args:
+        layers: the recorded layers.
+        query: query positions (B, 1).
+        row_of: r (B, L) of a layer and its operator.
+        options: the user's choices.
+        description: label of the progress bar.
+    """
+    row: Tensor | None = None
+    with torch.no_grad():
+        for layer in shown(options.used(layers)[::-1], description, options.show_progress):
+            added = row_of(layer, options.operator(layer))
+            if row is None:
+                row = torch.zeros_like(added).scatter(-1, query.to(added.device), 1)
+            row = row.to(added)
+            row = row + row.sum(-1, keepdim=True) * added
+            row = check_row(row / (1 + added.sum(-1, keepdim=True)), layer)
+    if row is None:
+        raise OptionError("There is no layer to fold.")
+    return finish(row, query)
+
+
 def mean_row(operator: Operator, query: Tensor) -> Tensor:
     """The channel mean of the query's row, (B, L)."""
-    return operator.rows(query, "mean").squeeze(1)
+    return operator.rows(query.to(operator.device), "mean").squeeze(1)
 
 
 def class_row(
@@ -47,23 +78,18 @@ def class_row(
         keep: True for real tokens (B, L), or None.
         options: the user's choices.
     """
-    strength = min_max(gradient.clamp_min(0).amax(-1), keep)
-    rows = operator.rows(query, None).squeeze(2).clamp_min(0)  # (B, C, L)
+    rows = operator.rows(query.to(operator.device), None).squeeze(2).clamp_min(0)  # (B, C, L)
+    keep = None if keep is None else keep.to(rows.device)
+    strength = min_max(gradient.to(rows).clamp_min(0).amax(-1), keep)
     if options.components == PRESETS["s6"]:
         everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
-        return min_max(rows, everywhere).mean(1) * strength.to(rows)
-    return min_max(rows.mean(1) * strength.to(rows), keep)
-
-
-def broadcast_fold(row: Tensor, layer_row: Tensor) -> Tensor:
-    """row (I + 1 r^T) / (1 + sum r), per example."""
-    total = layer_row.sum(-1, keepdim=True)
-    return (row + row.sum(-1, keepdim=True) * layer_row) / (1 + total)
+        return min_max(rows, everywhere).mean(1) * strength
+    return min_max(rows.mean(1) * strength, keep)
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:
     """Without the query's own entry, and clamped at zero."""
-    return row.scatter(-1, query, 0).clamp_min(0)
+    return row.scatter(-1, query.to(row.device), 0).clamp_min(0)
 
 
 def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:

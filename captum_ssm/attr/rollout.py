@@ -14,7 +14,7 @@ from ..operators import Operator, Reduce
 from ..tracing import Layer
 from . import published
 from .base import ImplicitMethod, Run, options
-from .fold import fold, row_times
+from .fold import Mixing, fold, given, reduced, scaled
 from .query import Query
 
 
@@ -110,29 +110,23 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 "and discard_ratio at their defaults."
             )
 
-        def step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
-            if entrywise:
-                matrix = operator.dense(chosen.reduce)
-                matrix = _drop_smallest(matrix.abs() if absolute else matrix, discard_ratio)
-                if normalize_rows:
-                    row = row / (1 + matrix.sum(-1))
-                return row + torch.bmm(row.unsqueeze(1), matrix).squeeze(1)
-            if normalize_rows:
-                row = row / (1 + _row_sums(operator, row, chosen.reduce))
-            return row + row_times(operator, row, chosen.reduce)
+        def step(layer: Layer, operator: Operator) -> Mixing:
+            if not entrywise:
+                return scaled(reduced(operator, chosen.reduce), layer.linear.branch_scale)
+            matrix = layer.linear.branch_scale * operator.dense(chosen.reduce)
+            return given(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))
 
         def relevance(run: Run) -> Tensor:
-            if recipe == "paper":
-                return fold(run.layers, run.weights, step, chosen, self.name)
-            query_at = published.query_positions(run.weights)
-
-            def published_step(layer: Layer, operator: Operator, row: Tensor) -> Tensor:
-                return published.broadcast_fold(
-                    row, published.mean_row(operator, query_at.to(row.device))
+            if recipe == "published_code":
+                query_at = published.query_positions(run.weights)
+                return published.fold(
+                    run.layers,
+                    query_at,
+                    lambda layer, operator: published.mean_row(operator, query_at),
+                    chosen,
+                    self.name,
                 )
-
-            row = fold(run.layers, run.weights, published_step, chosen, self.name)
-            return published.finish(row, query_at.to(row.device))
+            return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 
         return self._attribute(
             inputs,
@@ -143,13 +137,6 @@ class ImplicitAttentionRollout(ImplicitMethod):
             per_token=per_token,
             internal_batch_size=internal_batch_size,
         )
-
-
-def _row_sums(operator: Operator, like: Tensor, reduce: Reduce) -> Tensor:
-    """Row sums (B, L) of the reduced matrix."""
-    if reduce == "mean":
-        return operator.mean_matvec(torch.ones_like(like))
-    return operator.dense(reduce).sum(-1)
 
 
 def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:

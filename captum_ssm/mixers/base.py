@@ -70,12 +70,15 @@ class LinearMixer:
         operator: the frozen map over tokens.
         project: the output projection, (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), or None if no token is padding.
+        branch_scale: constant with which the block multiplies the mixer's output before it joins
+            the residual stream.
     """
 
     values: Tensor
     operator: Operator
     project: Callable[[Tensor], Tensor]
     mask: Tensor | None = None
+    branch_scale: float = 1.0
 
     @property
     def bias(self) -> Tensor:

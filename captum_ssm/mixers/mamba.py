@@ -31,7 +31,7 @@ from .common import (
 )
 
 
-def linearize_transformers(module: Any, call: Call) -> LinearMixer:
+def transformers_mamba(module: Any, call: Call) -> LinearMixer:
     """transformers' MambaMixer and FalconMambaMixer."""
     call.refuse_cache("cache_params")
     hidden = call.hidden_states
@@ -43,7 +43,7 @@ def linearize_transformers(module: Any, call: Call) -> LinearMixer:
     return _linearize(module, projected, mask, run_x_proj=True, run_out_proj=True)
 
 
-def linearize_mamba_ssm(module: Any, call: Call) -> LinearMixer:
+def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
     """mamba_ssm's Mamba, on its fused and its slow path.
 
     The module itself reads in_proj by its raw weight, and on the fused path every projection.

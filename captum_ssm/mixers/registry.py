@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from torch import nn
 
@@ -13,6 +14,12 @@ from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
 
 HOW_TO = "docs/adding_an_architecture.md"
+
+
+#: How a mixer's output joins the residual stream of its block: added to it; added together with
+#: other mixers of the same block that read the same stream; or added only to the input of the
+#: mixer that runs next.
+Joins = Literal["residual", "parallel", "feeds"]
 
 
 @dataclass(frozen=True)
@@ -24,44 +31,44 @@ class Architecture:
         package: distribution the class comes from.
         class_path: fully qualified name of the mixer class.
         tested_version: version of the package the tests ran against; empty for a user's own.
+        joins: how its output joins the residual stream.
     """
 
     family: str
     package: str
     class_path: str
-    tested_version: str
+    tested_version: str = ""
+    joins: Joins = "residual"
 
 
-#: (family, package, class path, version, module under mixers/, adapter function)
-_BUILT_IN = [
-    (
-        "Mamba",
-        "transformers",
-        "transformers.models.mamba.modeling_mamba.MambaMixer",
-        "5.23.0",
-        "mamba:linearize_transformers",
+_VERSIONS = {"transformers": "5.23.0", "mamba-ssm": "2.3.2"}
+
+#: The line of registration: family, package, class path, adapter (module under mixers/:function),
+#: and how the mixer joins the stream where that is not the usual way.
+_BUILT_IN: list[tuple[str, ...]] = [
+    *(
+        (family, "transformers", f"models.{path}", *rest)
+        for family, path, *rest in (
+            ("Mamba", "mamba.modeling_mamba.MambaMixer", "mamba:transformers_mamba"),
+            (
+                "Falcon Mamba",
+                "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",
+                "mamba:transformers_mamba",
+            ),
+        )
     ),
-    (
-        "Falcon Mamba",
-        "transformers",
-        "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",
-        "5.23.0",
-        "mamba:linearize_transformers",
-    ),
-    (
-        "Mamba",
-        "mamba-ssm",
-        "mamba_ssm.modules.mamba_simple.Mamba",
-        "2.3.2",
-        "mamba:linearize_mamba_ssm",
-    ),
+    ("Mamba", "mamba-ssm", "modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
 ]
 
-_architectures = {
-    path: Architecture(family, package, path, version)
-    for family, package, path, version, _ in _BUILT_IN
-}
-_adapters: dict[str, Linearize | str] = {path: adapter for _, _, path, _, adapter in _BUILT_IN}
+_architectures: dict[str, Architecture] = {}
+_adapters: dict[str, Linearize | str] = {}
+
+for _family, _package, _path, _adapter, *_joins in _BUILT_IN:
+    _full = f"{_package.replace('-', '_')}.{_path}"
+    _architectures[_full] = Architecture(
+        _family, _package, _full, _VERSIONS[_package], *cast("list[Joins]", _joins)
+    )
+    _adapters[_full] = _adapter
 
 #: Class names that say "I mix tokens"; used only to refuse what has no adapter.
 _MIXER_NAME = re.compile(
@@ -71,7 +78,11 @@ _MIXER_NAME = re.compile(
 
 
 def register_mixer(
-    mixer: type[nn.Module] | str, linearize: Linearize, *, family: str | None = None
+    mixer: type[nn.Module] | str,
+    linearize: Linearize,
+    *,
+    family: str | None = None,
+    joins: Joins = "residual",
 ) -> None:
     """Teach the package a mixer class; every attribution method then works with it.
 
@@ -83,6 +94,9 @@ def register_mixer(
             :class:`~captum_ssm.mixers.base.Call` that returns a
             :class:`~captum_ssm.mixers.base.LinearMixer`.
         family: name shown by :func:`supported_architectures`. Default: the class name.
+        joins: how the mixer's output joins the residual stream: ``"residual"``, added to it;
+            ``"parallel"``, added together with the other mixers of its block; ``"feeds"``, added
+            only to the input of the mixer that runs next. Default: ``"residual"``.
 
     Example:
         >>> from captum_ssm import register_mixer, supported_architectures
@@ -97,7 +111,7 @@ def register_mixer(
             f"{linearize!r}."
         )
     package, name = path.split(".")[0], path.rsplit(".", 1)[-1]
-    _architectures[path] = Architecture(family or name, package, path, "")
+    _architectures[path] = Architecture(family or name, package, path, joins=joins)
     _adapters[path] = linearize
 
 

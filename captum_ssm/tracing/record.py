@@ -39,6 +39,9 @@ class Layer:
     Attributes:
         name: the mixer's qualified name in the model.
         architecture: the family of the mixer.
+        joins: how its output joins the residual stream; see
+            :class:`~captum_ssm.mixers.Architecture`.
+        block: the module that holds the mixer, or None.
         call: the recorded call.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
@@ -49,6 +52,8 @@ class Layer:
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
+        self.joins = mixer.architecture.joins
+        self.block = mixer.block
         self.call = call
         self.stream = stream
         self._versions = self._current_versions()
