@@ -6,20 +6,14 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
 
 from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
+from .table import BUILT_IN, VERSIONS, Joins
 
 HOW_TO = "docs/adding_an_architecture.md"
-
-
-#: How a mixer's output joins the residual stream of its block: added to it; added together with
-#: other mixers of the same block that read the same stream; or added only to the input of the
-#: mixer that runs next.
-Joins = Literal["residual", "parallel", "feeds"]
 
 
 @dataclass(frozen=True)
@@ -41,34 +35,13 @@ class Architecture:
     joins: Joins = "residual"
 
 
-_VERSIONS = {"transformers": "5.23.0", "mamba-ssm": "2.3.2"}
-
-#: The line of registration: family, package, class path, adapter (module under mixers/:function),
-#: and how the mixer joins the stream where that is not the usual way.
-_BUILT_IN: list[tuple[str, ...]] = [
-    *(
-        (family, "transformers", f"models.{path}", *rest)
-        for family, path, *rest in (
-            ("Mamba", "mamba.modeling_mamba.MambaMixer", "mamba:transformers_mamba"),
-            (
-                "Falcon Mamba",
-                "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",
-                "mamba:transformers_mamba",
-            ),
-        )
-    ),
-    ("Mamba", "mamba-ssm", "modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
-]
-
-_architectures: dict[str, Architecture] = {}
-_adapters: dict[str, Linearize | str] = {}
-
-for _family, _package, _path, _adapter, *_joins in _BUILT_IN:
-    _full = f"{_package.replace('-', '_')}.{_path}"
-    _architectures[_full] = Architecture(
-        _family, _package, _full, _VERSIONS[_package], *cast("list[Joins]", _joins)
+_architectures = {
+    line.class_path: Architecture(
+        line.family, line.package, line.class_path, VERSIONS[line.package], line.joins
     )
-    _adapters[_full] = _adapter
+    for line in BUILT_IN
+}
+_adapters: dict[str, Linearize | str] = {line.class_path: line.adapter for line in BUILT_IN}
 
 #: Class names that say "I mix tokens"; used only to refuse what has no adapter.
 _MIXER_NAME = re.compile(
