@@ -31,7 +31,7 @@ from .common import (
 )
 
 
-def transformers_mamba(module: Any, call: Call) -> LinearMixer:
+def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """transformers' MambaMixer and FalconMambaMixer."""
     call.refuse_cache("cache_params")
     hidden = call.hidden_states

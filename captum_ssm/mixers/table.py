@@ -41,9 +41,7 @@ class Line(NamedTuple):
 VERSIONS = {"transformers": "5.23.0", "mamba-ssm": "2.3.2"}
 
 BUILT_IN = (
-    Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:transformers_mamba"),
-    Line(
-        "Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:transformers_mamba"
-    ),
+    Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
+    Line("Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba-ssm", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
 )
