@@ -1,6 +1,7 @@
 """The mathematics: frozen linear token mixers.  Knows tensors, no model."""
 
-from .base import Chain, Operator, Permute, Shape, Sum
+from .base import Operator, Shape
+from .compose import Chain, Permute, Sum
 from .conv import ShortConv
 from .decay_heads import ScalarDecayHeads, VectorDecayHeads
 from .delta_rule import DeltaRule

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .band import Band, convolve_band, shift_tokens
-from .base import Chain, Operator, Shape
+from .base import Operator, Shape
+from .compose import Chain
 
 
 class ShortConv(Operator):

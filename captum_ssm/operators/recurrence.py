@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .base import Chain, Operator, Shape, Sum, linear_map
+from .base import Operator, Shape, linear_map
+from .compose import Chain, Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
 from .semiseparable import Factors, semiseparable_sum

@@ -142,8 +142,16 @@ class Trace:
 
     @property
     def mask(self) -> Tensor | None:
-        """True for real tokens (B, L) as the first mixer saw them; None if none is padding."""
-        return self.layers[0].linear.mask if self.layers else None
+        """True for real tokens (B, L), or None if none is padding.
+
+        Not every family of mixers is told; the last layer of each is asked, the latest first.
+        """
+        asked = set()
+        for layer in reversed(self.layers):
+            if layer.architecture not in asked and layer.linear.mask is not None:
+                return layer.linear.mask
+            asked.add(layer.architecture)
+        return None
 
 
 @contextmanager
