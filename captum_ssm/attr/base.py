@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import GradientModeError, InputError, OptionError
 from ..operators import Reduce
+from ..operators.base import full_precision
 from ..operators.reduction import check_reduce
 from ..tracing import Graph, Layer, find_mixers, find_model, require_layers, trace
 from .components import parse_components
@@ -164,6 +165,8 @@ class ImplicitMethod(Attribution):
                 probe = ImageProbe(model, find_mixers(model, self.layers))
                 stack.enter_context(probe.watch())
             run = self._run(inputs, target, additional, query, stack)
+            for device in {layer.output.device for layer in run.layers}:
+                stack.enter_context(full_precision(device))
             row = relevance(run)
         if run.mask is not None:
             row = row * run.mask.to(row)

@@ -28,7 +28,7 @@ class ImageProbe:
 
     def __init__(self, model: nn.Module, mixers: list[Mixer]) -> None:
         self.model = model
-        self.blocks = [m.block if m.block is not None else m.module for m in mixers]
+        self.blocks = [block for m in mixers for block in m.blocks or (m.module,)]
         self.grid: tuple[int, int] | None = None
 
     @contextmanager

@@ -21,11 +21,14 @@ class Call:
         args: positional arguments.
         kwargs: keyword arguments.
         output: what the module returned.
+        block: the module that holds the mixer and may scale what it returns; None if the mixer
+            stands alone.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
+    block: nn.Module | None = None
 
     def argument(self, name: str, position: int | None = None) -> Any:
         """The argument called ``name``, also when it was passed by position; None if absent."""
@@ -48,15 +51,20 @@ class Call:
         """The sequence leaving the mixer, (B, L, E)."""
         return first_tensor(self.output)
 
-    def refuse_cache(self, *names: str) -> None:
-        """Raise if one of the named arguments carries a state from an earlier call."""
-        for name in names:
-            if self.argument(name) is not None:
-                raise CachedStateError(
-                    f"The mixer was called with {name}={type(self.argument(name)).__name__}: it "
-                    "continues from a cache, and tokens read earlier cannot be attributed. Pass "
-                    "the whole sequence in one call, without a cache."
-                )
+    def refuse_cache(self, name: str, position: int | None = None) -> None:
+        """Raise if the argument ``name`` carries a state from an earlier call.
+
+        Args:
+            name: what the argument is called.
+            position: where it stands if passed by position. Default: None, by keyword only.
+        """
+        cache = self.argument(name, position)
+        if cache is not None:
+            raise CachedStateError(
+                f"The mixer was called with {name}={type(cache).__name__}: it continues from a "
+                "cache, and tokens read earlier cannot be attributed. Pass the whole sequence in "
+                "one call, without a cache."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +108,8 @@ class LinearMixer:
     def check_finite(self, layer: str) -> None:
         """Raise, naming layer and component, if a coefficient is NaN or infinite."""
         named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
-        for component, tensors in [*named, ("values", {"x": self.values})]:
+        # in the order of computation, so that the first one found is where it began
+        for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
             for name, tensor in tensors.items():
                 if not torch.isfinite(tensor).all():
                     raise NonFiniteError(

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UnsupportedMixerError
+from ..errors import InputError, UnsupportedMixerError
 from ..operators import Diagonal, Operator, Shape, ShortConv
+from .base import Call
 
 
 def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
@@ -65,6 +66,26 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
     return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
 
 
+def frozen(parameter: Tensor, like: Tensor) -> Tensor:
+    """A copy of a parameter in the dtype and on the device of ``like``, outside any graph."""
+    return parameter.detach().to(like, copy=True)
+
+
+def refuse_packed(call: Call, **positions: int) -> None:
+    """Raise if the call says where packed sequences begin, which only some kernels heed.
+
+    Args:
+        call: the recorded call.
+        positions: where an argument stands if passed by position.
+    """
+    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+        if call.argument(name, positions.get(name)) is not None:
+            raise InputError(
+                f"The mixer was called with {name}: several sequences packed into one, which its "
+                "adapter does not tell apart. Explain each sequence by itself."
+            )
+
+
 def padding_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing."""
     if mask is None:
@@ -96,7 +117,7 @@ def causal_conv(
     tokens themselves get exactly nothing.
     """
     weight = conv.weight.flip(-1).to(values).view(*shape[2:], -1)  # (H, P, K), by lag
-    bias = None if conv.bias is None else conv.bias.to(values).view(1, 1, *shape[2:])
+    bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, *shape[2:])
     operator = ShortConv(weight, shape, bias)
     if mask is None:
         return operator, operator.affine(values)

@@ -17,8 +17,7 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
     tokens = x.shape[-3]
     if lag == 0:
         return x
-    if abs(lag) >= tokens:
-        return x.new_zeros(()).expand_as(x)
+    lag = max(-tokens, min(tokens, lag))  # beyond the ends nothing is left
     kept = x[..., : tokens - lag, :, :] if lag > 0 else x[..., -lag:, :, :]
     padding = (lag, 0) if lag > 0 else (0, -lag)
     return F.pad(kept, (0, 0, 0, 0, *padding))

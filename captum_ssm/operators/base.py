@@ -86,7 +86,10 @@ class Operator:
         """The adjoint: alpha-transposed u, by differentiating :meth:`apply`."""
         with torch.inference_mode(False), torch.enable_grad():
             v = torch.zeros_like(u, requires_grad=True)
-            (result,) = torch.autograd.grad(self.apply(v), v, u.clone())
+            out = self.apply(v)
+            if not out.requires_grad:  # every token is mapped to zero
+                return torch.zeros_like(u)
+            (result,) = torch.autograd.grad(out, v, u.clone())
         return result
 
     def offset(self) -> Tensor | None:
@@ -219,7 +222,8 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
         ctx.maps = adjoint, forward
-        return forward(x)
+        with full_precision(x.device):
+            return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -231,5 +235,10 @@ def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
         return out
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(x.device):
         return forward(x)
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
+    return torch.autocast(device.type, enabled=False)

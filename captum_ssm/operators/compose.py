@@ -109,11 +109,14 @@ class Permute(Operator):
     Args:
         order: which token each position reads, a permutation (L,).
         shape: the sizes acted on.
+        component: name of the part it stands for, or None. A reordering around a core that is
+            one term of a sum goes where the core goes, so it bears the core's name.
     """
 
-    def __init__(self, order: Tensor, shape: Shape) -> None:
+    def __init__(self, order: Tensor, shape: Shape, component: str | None = None) -> None:
         self.order = order
         self.shape = shape
+        self.component = component
         self._inverse = torch.argsort(order)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -126,7 +129,8 @@ class Permute(Operator):
         return {}
 
     def select(self, heads: Sequence[int]) -> Operator:
-        return Permute(self.order, self.shape._replace(heads=len(heads)))
+        shape = self.shape._replace(heads=len(heads))
+        return Permute(self.order, shape, self.component)
 
     def rows_of(self, matrix: Tensor) -> Tensor:
         """Permute . matrix."""

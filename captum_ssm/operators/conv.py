@@ -31,9 +31,9 @@ class ShortConv(Operator):
         lags: Sequence[int] | None = None,
         component: str | None = "conv",
     ) -> None:
-        self.weight = weight
+        self.weight = weight.detach()
         self.shape = shape
-        self.bias = bias
+        self.bias = None if bias is None else bias.detach()
         self.lags = tuple(range(weight.shape[-1]) if lags is None else lags)
         self.component = component
 
@@ -70,4 +70,7 @@ class ShortConv(Operator):
         return Chain(self).contract(left, right)
 
     def _taps(self) -> dict[int, Tensor]:
-        return {lag: self.weight[..., k] for k, lag in enumerate(self.lags)}
+        taps: dict[int, Tensor] = {}
+        for lag, weight in zip(self.lags, self.weight.unbind(-1), strict=True):
+            taps[lag] = taps[lag] + weight if lag in taps else weight
+        return taps

@@ -41,7 +41,8 @@ class ScalarDecayHeads(HeadOperator):
         per_head: int,
         component: str | None = "scan",
     ) -> None:
-        self.query, self.key, self.log_decay, self.scale = query, key, log_decay, scale
+        self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
+        self.scale = None if scale is None else scale.detach()
         self.component = component
         self.shape = _shape(log_decay, per_head)
 
@@ -144,7 +145,8 @@ class VectorDecayHeads(HeadOperator):
         bonus: Tensor | None = None,
         component: str | None = "scan",
     ) -> None:
-        self.query, self.key, self.log_decay, self.bonus = query, key, log_decay, bonus
+        self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
+        self.bonus = None if bonus is None else bonus.detach()
         self.component = component
         self.shape = _shape(log_decay, per_head)
 

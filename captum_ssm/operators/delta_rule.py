@@ -39,7 +39,8 @@ class DeltaRule(HeadOperator):
         per_head: int,
         component: str | None = "scan",
     ) -> None:
-        self.query, self.key, self.beta, self.log_decay = query, key, beta, log_decay
+        self.query, self.key, self.beta = query.detach(), key.detach(), beta.detach()
+        self.log_decay = None if log_decay is None else log_decay.detach()
         self.component = component
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
 

@@ -21,7 +21,7 @@ class Diagonal(Operator):
     """
 
     def __init__(self, weight: Tensor, shape: Shape, component: str | None = None) -> None:
-        self.weight = weight
+        self.weight = weight.detach()
         self.shape = shape
         self.component = component
 

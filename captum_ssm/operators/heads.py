@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape
+from .base import Operator, Shape, full_precision
 from .diagonal import Diagonal
 
 #: Elements of the matrices formed at a time (64 MiB in float32).
@@ -33,8 +33,9 @@ class HeadOperator(Operator):
             part = range(start, min(start + size, heads))
             rows = left[:, :, part.start : part.stop].transpose(1, 2)  # (B, h, L, P)
             columns = right[:, :, part.start : part.stop].transpose(1, 2)
-            matrices = self.head_matrices() if size >= heads else _of(self.select(part))
-            out += (matrices * (rows @ columns.transpose(-1, -2))).sum(1)
+            with full_precision(self.device):
+                matrices = self.head_matrices() if size >= heads else _of(self.select(part))
+                out += (matrices * (rows @ columns.transpose(-1, -2))).sum(1)
         return out
 
 
@@ -59,15 +60,17 @@ class DenseHeads(HeadOperator):
     """
 
     def __init__(self, matrices: Tensor, per_head: int, component: str | None = "scan") -> None:
-        self.matrices = matrices
+        self.matrices = matrices.detach()
         self.component = component
         self.shape = Shape(matrices.shape[0], matrices.shape[-1], matrices.shape[1], per_head)
 
     def apply(self, v: Tensor) -> Tensor:
-        return (self.matrices @ v.transpose(-3, -2)).transpose(-3, -2)
+        with full_precision(v.device):
+            return (self.matrices @ v.transpose(-3, -2)).transpose(-3, -2)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return (self.matrices.transpose(-1, -2) @ u.transpose(-3, -2)).transpose(-3, -2)
+        with full_precision(u.device):
+            return (self.matrices.transpose(-1, -2) @ u.transpose(-3, -2)).transpose(-3, -2)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrices": self.matrices}

@@ -32,7 +32,7 @@ class ElementwiseRecurrence(Operator):
     """
 
     def __init__(self, decay: Tensor, component: str | None = "scan") -> None:
-        self.decay = decay
+        self.decay = decay.detach()
         self.component = component
         self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
 

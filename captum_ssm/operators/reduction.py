@@ -23,7 +23,7 @@ _NAMED: dict[str, Callable[[Tensor], Tensor]] = {
 
 def check_reduce(reduce: Reduce) -> None:
     """Raise unless ``reduce`` is one that :func:`reduce_channels` accepts."""
-    if reduce is None or callable(reduce) or reduce == "heads" or reduce in _NAMED:
+    if reduce is None or callable(reduce) or reduce in ("heads", *_NAMED):
         return
     names = ", ".join(repr(name) for name in (*_NAMED, "heads"))
     raise OptionError(
@@ -61,7 +61,8 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
         raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got {ratio!r}.")
 
     def mean_of_largest(values: Tensor) -> Tensor:
-        keep = max(1, values.shape[-1] - int(ratio * values.shape[-1]))
+        dropped = int(ratio * values.shape[-1] + 1e-9)  # 0.29 * 100 is 28.999...
+        keep = max(1, values.shape[-1] - dropped)
         return torch.topk(values, keep, dim=-1, sorted=False).values.mean(-1)
 
     return mean_of_largest

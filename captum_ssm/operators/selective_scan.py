@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape, linear_map
+from .base import Operator, Shape, full_precision, linear_map
 from .semiseparable import Factors, semiseparable_sum
 
 #: Tokens and elements whose decays are held at a time by the scans.
@@ -30,15 +30,16 @@ class SelectiveScan(Operator):
     Args:
         dt: step sizes (B, L, H), not negative.
         a: continuous-time decay rates (H, N), not positive.
-        b: input vectors (B, L, N).
-        c: output vectors (B, L, N).
+        b: input vectors, common to all heads (B, L, N), or (B, L, G, N); G divides H, and each
+            group serves H / G heads in a row.
+        c: output vectors, of the same shape.
         component: name of the part it stands for.
     """
 
     def __init__(
         self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
     ) -> None:
-        self.dt, self.a, self.b, self.c = dt, a, b, c
+        self.dt, self.a, self.b, self.c = (t.detach() for t in (dt, a, b, c))
         self.component = component
         self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
 
@@ -53,11 +54,15 @@ class SelectiveScan(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         chosen = list(heads)
-        return SelectiveScan(self.dt[:, :, chosen], self.a[chosen], self.b, self.c, self.component)
+        b, c = self.b, self.c
+        if b.dim() == 4:
+            b, c = (_per_head(x, self.shape.heads)[:, :, chosen] for x in (b, c))
+        return SelectiveScan(self.dt[:, :, chosen], self.a[chosen], b, c, self.component)
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         batch, tokens = self.shape.batch, self.shape.tokens
-        return semiseparable_sum(self._tree_blocks(left, right), batch, tokens)
+        with full_precision(self.device):
+            return semiseparable_sum(self._tree_blocks(left, right), batch, tokens)
 
     def _forward(self, v: Tensor) -> Tensor:
         return _recurrence(self, v, transposed=False)
@@ -74,8 +79,9 @@ class SelectiveScan(Operator):
         for start in range(0, heads, size):
             part = slice(start, start + size)
             decay = (self.dt[:, :, part, None] * self.a[part]).exp_()  # (B, L, size, N)
-            u = row[:, :, part, None] * self.c[:, :, None]
-            v = column[:, :, part, None] * self.b[:, :, None]
+            b, c = (_per_head(x, heads, part) for x in (self.b, self.c))
+            u = row[:, :, part, None] * c
+            v = column[:, :, part, None] * b
             yield decay.flatten(2), u.flatten(2), v.flatten(2)
 
 
@@ -102,7 +108,8 @@ def _recurrence(operator: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
         part = slice(start, min(start + size, tokens))
         # (tokens of the chunk, [S,] B, N, H)
         steps = (dt[:, part, None, :] * rate).exp_().transpose(0, 1)
-        states = (scaled[:, :, part, None, :] * key[:, part, :, None]).movedim(2, 0).contiguous()
+        keys = _per_head(key[:, part], heads).mT  # (B, tokens, N, 1 or H)
+        states = (scaled[:, :, part, None, :] * keys).movedim(2, 0).contiguous()
         decays, chunk = steps.unbind(), states.unbind()
         order = range(len(chunk))
         for t in reversed(order) if transposed else order:
@@ -112,11 +119,21 @@ def _recurrence(operator: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
             else:
                 carried = chunk[t].addcmul_(decays[t], carried)
         # (tokens, S, B, N, H) contracted over N
-        weights = read[:, part].transpose(0, 1)[:, None, :, None, :]  # (tokens, 1, B, 1, N)
-        out[:, :, part] = (weights @ states).squeeze(-2).movedim(0, 2)
+        weights = _per_head(read[:, part], heads).transpose(0, 1)[:, None]  # (.., 1 or H, N)
+        if read.dim() == 3:
+            out[:, :, part] = (weights @ states).squeeze(-2).movedim(0, 2)
+        else:
+            out[:, :, part] = (weights.mT * states).sum(-2).movedim(0, 2)
     if transposed:
         out = out * dt
     return out.reshape(*lead, *dt.shape, 1)
+
+
+def _per_head(x: Tensor, heads: int, part: slice = slice(None)) -> Tensor:
+    """Input or output vectors of some heads (B, L, heads, N); (B, L, 1, N) where all share them."""
+    if x.dim() == 3:
+        return x[:, :, None]
+    return x.repeat_interleave(heads // x.shape[2], 2)[:, :, part]
 
 
 def _starts(tokens: int, size: int, backwards: bool) -> Sequence[int]:

@@ -27,19 +27,21 @@ class Mixer:
     """A supported token mixer inside a model.
 
     Attributes:
-        name: its qualified name in the model.
+        name: its qualified name in the model, the first of them if it is shared.
         module: the module itself.
         architecture: the registry's entry.
         linearize: the adapter.
-        block: the module that holds it, whose input is the residual stream; None if the model is
-            the mixer itself.
+        names: all its names; a module shared by several blocks has several.
+        blocks: the modules that hold it, whose inputs are the residual stream; empty if the model
+            is the mixer itself.
     """
 
     name: str
     module: nn.Module
     architecture: Architecture
     linearize: Linearize
-    block: nn.Module | None
+    names: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -93,8 +95,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         layers: names or modules of the mixers to use; the user vouches for the rest. Default:
             None, all of them.
     """
-    named = dict(model.named_modules())
-    found = [mixer for name, module in named.items() if (mixer := _mixer(named, name, module))]
+    named = dict(model.named_modules(remove_duplicate=False))
+    found = _mixers(named)
     if layers is not None:
         return [_chosen(found, layer) for layer in layers]
     refuse(_strangers(named, found))
@@ -107,14 +109,23 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
     return found
 
 
-def _mixer(named: dict[str, nn.Module], name: str, module: nn.Module) -> Mixer | None:
-    entry = adapter_for(module)
-    if entry is None:
-        return None
-    return Mixer(name, module, *entry, block=_parent(named, name))
+def _mixers(named: dict[str, nn.Module]) -> list[Mixer]:
+    """The registered mixers among all modules by all their names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in named.items():
+        names.setdefault(module, []).append(name)
+    found = []
+    for module, own in names.items():
+        entry = adapter_for(module)
+        if entry is not None:
+            parents = [parent for name in own if (parent := _parent(named, name)) is not None]
+            blocks = tuple(dict.fromkeys(parents))
+            found.append(Mixer(own[0], module, *entry, names=tuple(own), blocks=blocks))
+    return found
 
 
 def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
+    """The module that holds the one called ``name``, past wrappers of torch.compile."""
     while name:
         name = name.rpartition(".")[0]
         if "_orig_mod" not in named[name]._modules:
@@ -124,7 +135,7 @@ def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
 
 def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
     for mixer in found:
-        if layer == mixer.name or layer is mixer.module:
+        if layer in mixer.names or layer is mixer.module:
             return mixer
     name = layer if isinstance(layer, str) else class_path(type(layer))
     raise NoMixerError(
@@ -135,7 +146,7 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
 
 def _strangers(named: dict[str, nn.Module], found: list[Mixer]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that look like mixers, have no adapter, and neither hold nor belong to one."""
-    names = [mixer.name for mixer in found]
+    names = [name for mixer in found for name in mixer.names]
     for name, module in named.items():
         if not looks_like_a_mixer(module) or adapter_for(module) is not None:
             continue

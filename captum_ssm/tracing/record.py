@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,21 @@ from torch import Tensor, nn
 from ..errors import InputError, NoMixerError, ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..operators import Operator
+from ..operators.base import full_precision
 from .find import Mixer, find_mixers, find_model, has_compiled_parts
 from .repair import repaired_scans
 
 #: Largest max|a - b| / max|b| that ``verify`` accepts, by the dtype the model computed in.
+#: Models in float64 round parts of their recurrences to float32, in transformers and mamba_ssm.
 TOLERANCES = {
-    torch.float64: 1e-10,
+    torch.float64: 1e-6,
     torch.float32: 1e-5,
     torch.bfloat16: 5e-2,
     torch.float16: 1e-2,
 }
+
+#: A forward hook or pre-hook.
+Hook = Callable[..., Any]
 
 #: Which part of a run keeps its autograd graph.
 Graph = Literal["none", "tail", "all"]
@@ -47,13 +53,20 @@ class Layer:
             kept with ``graph="all"`` only, else None.
     """
 
-    def __init__(self, trace: Trace, mixer: Mixer, call: Call, stream: Tensor | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        mixer: Mixer,
+        call: Call,
+        block: nn.Module | None,
+        stream: Tensor | None,
+    ) -> None:
         self._trace = trace
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
         self.joins = mixer.architecture.joins
-        self.block = mixer.block
+        self.block = block
         self.call = call
         self.stream = stream
         self._versions = self._current_versions()
@@ -97,7 +110,7 @@ class Layer:
 
     def reconstruction_error(self) -> float:
         """max|a - b| / max|b| of the operator's output a against the real module's output b."""
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.output.device):
             real = self.output.detach()
             rebuilt = self.linear.output()
             scale = real.abs().max().to(rebuilt).clamp_min(torch.finfo(real.dtype).tiny)
@@ -134,7 +147,7 @@ class Trace:
         if self._last is None or self._last[0] is not layer:
             self._last = None
             layer.check_unchanged()
-            with torch.no_grad():
+            with torch.no_grad(), full_precision(layer.output.device):
                 linear = layer.mixer.linearize(layer.mixer.module, layer.call)
                 linear.check_finite(layer.name)
             self._last = (layer, linear)
@@ -193,20 +206,21 @@ def trace(
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         for wants_cache in module.modules():
             if "use_cache" in _parameters(type(wants_cache).forward):
-                handle = wants_cache.register_forward_pre_hook(_without_cache, with_kwargs=True)
+                before = _in_this_thread(_without_cache)
+                handle = wants_cache.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(handle.remove)
-        streams: dict[int, Tensor] = {}
-        if graph == "all":
-            for block in {m.block for m in mixers if m.block is not None}:
-                handle = block.register_forward_pre_hook(_stream_hook(streams), with_kwargs=True)
-                stack.callback(handle.remove)
+        streams: dict[nn.Module, Tensor] = {}
+        for block in {block for mixer in mixers for block in mixer.blocks}:
+            before = _in_this_thread(_stream_hook(streams, graph))
+            handle = block.register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(handle.remove)
         for mixer in mixers:
-            hook = _mixer_hook(record, mixer, streams, graph, mixer is mixers[-1])
-            stack.callback(mixer.module.register_forward_hook(hook, with_kwargs=True).remove)
+            after = _in_this_thread(_mixer_hook(record, mixer, streams, graph, mixers[-1]))
+            handle = mixer.module.register_forward_hook(after, with_kwargs=True)
+            stack.callback(handle.remove)
         if graph == "all":
             stack.enter_context(repaired_scans())
-        if has_compiled_parts(module):
-            stack.enter_context(_eagerly())
+        stack.enter_context(_eagerly(module))
         yield record
 
 
@@ -220,38 +234,51 @@ def require_layers(record: Trace, model: nn.Module) -> None:
         )
 
 
-def _mixer_hook(
-    record: Trace, mixer: Mixer, streams: dict[int, Tensor], graph: Graph, is_last: bool
-) -> Callable[..., Any]:
+def _in_this_thread(hook: Hook) -> Hook:
+    """The hook, silent while another thread runs the same model."""
     owner = threading.get_ident()
 
+    @functools.wraps(hook)
+    def own(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == owner else None
+
+    return own
+
+
+def _mixer_hook(
+    record: Trace, mixer: Mixer, streams: dict[nn.Module, Tensor], graph: Graph, last: Mixer
+) -> Hook:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if threading.get_ident() != owner:  # another thread runs the same model
-            return None
-        if graph == "tail" and is_last:
+        if graph == "tail" and mixer is last:
             torch.set_grad_enabled(True)  # undone when the trace ends
-        joins = graph == "all" or (graph == "tail" and is_last)
+        joins = graph == "all" or (graph == "tail" and mixer is last)
         kept = _swap_first(output, _in_graph)[0] if joins else _detached(output)
-        call = Call(_detached(args), _detached(kwargs), kept)
-        record.layers.append(Layer(record, mixer, call, streams.get(id(mixer.block))))
+        # the block entered last is the one that runs, also for a mixer shared by several
+        block = next((b for b in reversed(streams) if b in mixer.blocks), None)
+        call = Call(_detached(args), _detached(kwargs), kept, block)
+        stream = streams[block] if block is not None and graph == "all" else None
+        record.layers.append(Layer(record, mixer, call, block, stream))
         return kept if joins else None
 
     return hook
 
 
-def _stream_hook(streams: dict[int, Tensor]) -> Callable[..., Any]:
+def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
     """Keeps the first floating tensor entering a block: the residual stream or one term of it."""
-    owner = threading.get_ident()
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != owner:
-            return None
-        (args, kwargs), stream = _swap_first((args, kwargs), _in_graph)
+        swap = _in_graph if graph == "all" else _itself
+        (args, kwargs), stream = _swap_first((args, kwargs), swap)
+        streams.pop(module, None)
         if stream is not None:
-            streams[id(module)] = stream
-        return args, kwargs
+            streams[module] = stream if graph == "all" else stream.new_empty(0)
+        return (args, kwargs) if graph == "all" else None
 
     return hook
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _in_graph(x: Tensor) -> Tensor:
@@ -309,13 +336,16 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 @contextmanager
-def _eagerly() -> Iterator[None]:
+def _eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled modules as they were written, so that hooks fire."""
     stance = getattr(torch.compiler, "set_stance", None)
-    if stance is None:
+    if stance is not None and "torch._dynamo" in sys.modules:
+        with stance("force_eager"):
+            yield
+        return
+    if has_compiled_parts(model):
         raise NoMixerError(
             "Parts of the model are compiled, and torch before 2.6 cannot run them uncompiled for "
             "the hooks to fire. Explain the model before compiling it, or update torch."
         )
-    with stance("force_eager"):
-        yield
+    yield

@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 _REFERENCE_SCANS = (
     ("transformers.models.mamba.modeling_mamba", "mamba_selective_scan"),
     ("transformers.models.falcon_mamba.modeling_falcon_mamba", "mamba_selective_scan"),
+    ("transformers.models.jamba.modeling_jamba", "mamba_selective_scan"),
+    ("transformers.models.zamba.modeling_zamba", "mamba_selective_scan"),
 )
 #: Tokens whose states are held at a time.
 _CHUNK = 32

@@ -1,0 +1,263 @@
+"""A trace leaves the model, its hooks and the global state as they were, however it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch import Tensor, nn
+
+from captum_ssm import trace
+
+pytest.importorskip("transformers")
+
+GRAPHS = ["none", "tail", "all"]
+
+
+@pytest.fixture
+def model() -> Any:
+    return oracles.transformers_model("mamba", num_hidden_layers=3)
+
+
+def ids() -> Tensor:
+    return torch.randint(19, (2, 5))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("training", [False, True])
+def test_after_success(model: Any, snapshot: Any, graph: Any, training: bool) -> None:
+    model.train(training)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    tokens = ids()
+    before = snapshot(model)
+    with trace(model, graph=graph) as t:
+        model(tokens)
+    before.check()
+    for layer in t.layers:
+        layer.verify()
+        layer.operator.dense()
+        layer.operator.rows([0], None)
+    before.check()
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_hooks_are_there_in_between(model: Any, snapshot: Any, graph: Any) -> None:
+    """Or the other tests would prove nothing."""
+    before = snapshot(model)
+    with trace(model, graph=graph), pytest.raises(AssertionError):
+        before.check()
+    before.check()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_grad_mode_is_kept(model: Any, graph: Any, mode: Callable[[], Any]) -> None:
+    with mode():
+        enabled, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with trace(model, graph=graph if mode is not torch.inference_mode else "none") as t:
+            model(ids())
+        assert torch.is_grad_enabled() == enabled
+        assert torch.is_inference_mode_enabled() == inference
+        t.layers[0].verify()
+        assert torch.is_grad_enabled() == enabled
+        assert torch.is_inference_mode_enabled() == inference
+    assert torch.is_grad_enabled()
+
+
+class Planned(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Planned, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("where", ["layer 0", "layer 2", "mixer", "head", "user"])
+def test_after_an_error(
+    model: Any, snapshot: Any, graph: Any, error: type[BaseException], where: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    place = {
+        "layer 0": model.backbone.layers[0].norm,
+        "layer 2": model.backbone.layers[2].norm,
+        "mixer": model.backbone.layers[1].mixer.x_proj,
+        "head": model.lm_head,
+        "user": model.lm_head,
+    }[where]
+    if where != "user":
+        place.register_forward_pre_hook(fail)
+    tokens = ids()
+    with torch.no_grad():
+        before = snapshot(model)
+        with pytest.raises(error), trace(model, graph=graph):
+            model(tokens)
+            raise error
+        before.check()
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_after_an_error_from_the_hooked_mixer(model: Any, snapshot: Any, graph: Any) -> None:
+    too_wide = torch.randn(2, 4, 7)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError), trace(model, graph=graph):
+        model(inputs_embeds=too_wide)
+    before.check()
+
+
+def test_after_a_refusal(model: Any, snapshot: Any) -> None:
+    model.backbone.layers[1].mixer = nn.LSTM(5, 5)
+    before = snapshot(model)
+    with pytest.raises(TypeError), trace(model):
+        pass
+    before.check()
+    with pytest.raises(ValueError), trace(model, layers=["nowhere"]):
+        pass
+    before.check()
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_nested_and_repeated_traces(model: Any, snapshot: Any, graph: Any) -> None:
+    one, two, three = (torch.randint(19, (1, n)) for n in (3, 4, 5))
+    before = snapshot(model)
+    with trace(model, graph=graph) as outer:
+        model(one)
+        with trace(model, graph=graph) as inner:
+            model(two)
+        model(three)
+    before.check()
+
+    def lengths(t: Any) -> list[int]:
+        return [layer.output.shape[1] for layer in t.layers]
+
+    assert lengths(inner) == [4] * 3
+    assert lengths(outer) == [3] * 3 + [4] * 3 + [5] * 3
+    model(one)
+    assert len(outer.layers) == 9 and len(inner.layers) == 3
+
+
+def test_user_hooks_are_kept_and_run(model: Any, snapshot: Any) -> None:
+    mixer, block = model.backbone.layers[1].mixer, model.backbone.layers[1]
+    seen: list[str] = []
+    mixer.register_forward_hook(lambda *_: seen.append("hook"))
+    mixer.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    mixer.register_forward_hook(lambda *_: seen.append("always"), always_call=True)
+    mixer.register_forward_hook(lambda *_, **__: seen.append("kwargs"), with_kwargs=True)
+    block.register_forward_pre_hook(lambda *_: seen.append("block"))
+    mixer.register_full_backward_hook(lambda *_: None)
+    expected = ["block", "pre", "hook", "always", "kwargs"]
+    tokens = ids()
+    before = snapshot(model)
+    for graph in GRAPHS:
+        seen.clear()
+        with torch.no_grad(), trace(model, graph=graph) as t:
+            model(tokens)
+        assert seen == expected
+        before.check()
+        assert len(t.layers) == 3
+        seen.clear()
+        model(tokens)
+        assert seen == expected
+        before.check()
+
+
+def test_what_user_hooks_change_is_recorded(model: Any) -> None:
+    """A steering hook on the input is part of what the operator reproduces."""
+    mixer = model.backbone.layers[1].mixer
+    shift = torch.randn(5)
+    mixer.register_forward_pre_hook(lambda _, args: (args[0] + shift,))
+    normed: list[Tensor] = []
+    model.backbone.layers[1].norm.register_forward_hook(lambda *a: normed.append(a[2]))
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    assert torch.equal(t.layers[1].call.hidden_states, normed[0] + shift)
+    assert t.layers[1].reconstruction_error() <= 5e-6
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_model_computes_the_same(model: Any, graph: Any) -> None:
+    tokens = ids()
+    with torch.no_grad():
+        plain = model(tokens).logits
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), trace(model, graph=graph):
+            traced = model(tokens).logits
+        if graph == "all":  # with a scan of another order of additions
+            assert oracles.relative_error(traced, plain) <= 1e-6
+        else:
+            assert torch.equal(traced, plain)
+
+
+def test_linearising_fires_no_foreign_hooks_into_the_record(model: Any) -> None:
+    """Asking for operators while the trace is open adds nothing to it."""
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+        for layer in t.layers:
+            assert layer.reconstruction_error() <= 5e-6
+    assert len(t.layers) == 3
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_another_thread_is_not_recorded(model: Any, graph: Any) -> None:
+    mine, other = torch.randint(19, (1, 4)), torch.randint(19, (3, 6))
+    found: dict[str, Any] = {}
+
+    def elsewhere() -> None:
+        found["grad"] = torch.is_grad_enabled()
+        out = model(other, use_cache=True)
+        found["logits"], found["cache"] = out.logits, out.cache_params
+
+    with torch.no_grad():
+        wanted = model(other).logits
+    with torch.no_grad(), trace(model, graph=graph) as t:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        model(mine)
+    assert [layer.output.shape for layer in t.layers] == [(1, 4, 5)] * 3
+    assert torch.allclose(found["logits"], wanted, atol=1e-6)
+    assert found["grad"] is True
+
+
+def test_another_thread_keeps_its_cache(model: Any) -> None:
+    """Only the traced run is asked to do without."""
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        found.append(model(ids(), use_cache=True).cache_params)
+
+    with torch.no_grad(), trace(model):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert found[0] is not None
+
+
+def test_two_threads_trace_the_same_model(model: Any, snapshot: Any) -> None:
+    """Each record holds its own runs."""
+    before = snapshot(model)
+    records: dict[int, Any] = {}
+    ready = threading.Barrier(3)
+
+    def work(length: int) -> None:
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        with torch.no_grad(), trace(model) as t:
+            ready.wait(20)
+            for _ in range(3):
+                model(tokens)
+            ready.wait(20)
+        records[length] = t
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for length, t in records.items():
+        assert [layer.output.shape for layer in t.layers] == [(1, length, 5)] * 9
+    assert len(records) == 3
+    before.check()

@@ -1,0 +1,488 @@
+"""What a trace records: which calls, in which order, with what."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import mamba1_parts, padded_batch, relative_error
+from torch import Tensor, nn
+
+from captum_ssm import trace
+from captum_ssm.errors import (
+    InputError,
+    ModelNotFoundError,
+    NoMixerError,
+    ReconstructionError,
+)
+from captum_ssm.mixers import Call, LinearMixer, register_mixer, registry
+from captum_ssm.tracing import find_mixers, find_model, require_layers
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
+    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+
+
+@pytest.fixture
+def model() -> Any:
+    return oracles.transformers_model("mamba", num_hidden_layers=3)
+
+
+def ids(batch: int = 2, tokens: int = 5) -> Tensor:
+    return torch.randint(19, (batch, tokens))
+
+
+def names(t: Any) -> list[str]:
+    return [layer.name for layer in t.layers]
+
+
+class Residual(nn.Module):
+    """Blocks run in a given order: hidden += mixer(hidden)."""
+
+    def __init__(self, blocks: list[nn.Module], order: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.order = order
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for i in self.order:
+            hidden = hidden + self.blocks[i](hidden)
+        return hidden
+
+
+class Block(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mixer(2 * hidden)
+
+
+def mixers(count: int) -> list[Any]:
+    model = oracles.transformers_model("mamba", num_hidden_layers=count)
+    return [block.mixer for block in model.backbone.layers]
+
+
+# --- order and names -------------------------------------------------------------------------
+
+
+def test_names_architectures_and_order(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    assert names(t) == [f"backbone.layers.{i}.mixer" for i in range(3)]
+    assert {layer.architecture for layer in t.layers} == {"Mamba"}
+    for i, layer in enumerate(t.layers):
+        assert layer.mixer.module is model.backbone.layers[i].mixer
+        assert layer.block is model.backbone.layers[i]
+        assert layer.name in repr(layer) and "Mamba" in repr(layer)
+
+
+def test_the_order_is_that_of_the_run() -> None:
+    model = Residual(mixers(3), [2, 0, 1])
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randn(1, 4, 5))
+    assert names(t) == ["blocks.2", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("graph", ["none", "tail", "all"])
+def test_a_module_called_twice_is_recorded_twice(graph: Any) -> None:
+    model = Residual(mixers(2), [0, 1, 0, 0])
+    hidden = torch.randn(2, 4, 5)
+    with torch.no_grad(), trace(model, graph=graph) as t:
+        out = model(hidden)
+    assert names(t) == ["blocks.0", "blocks.1", "blocks.0", "blocks.0"]
+    stream = hidden
+    for i, layer in zip([0, 1, 0, 0], t.layers, strict=True):
+        assert torch.equal(layer.call.hidden_states, stream)
+        parts = mamba1_parts(model.blocks[i], stream)
+        assert relative_error(layer.values.flatten(2), parts.values) <= 5e-6
+        assert layer.reconstruction_error() <= 5e-6
+        stream = stream + layer.output
+    assert torch.equal(stream, out)
+
+
+def test_two_runs_are_recorded_one_after_the_other(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids(1, 3))
+        model(ids(1, 6))
+    assert [layer.output.shape[1] for layer in t.layers] == [3, 3, 3, 6, 6, 6]
+    assert t.layers[4].reconstruction_error() <= 5e-6
+
+
+def test_a_mixer_of_two_names_has_one_entry() -> None:
+    mixer, other = mixers(2)
+    model = Residual([Block(mixer), Block(other), Block(mixer)], [0, 1, 2])
+    assert [m.name for m in find_mixers(model)] == ["blocks.0.mixer", "blocks.1.mixer"]
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randn(1, 4, 5))
+    assert [layer.mixer.module for layer in t.layers] == [mixer, other, mixer]
+    assert all(layer.reconstruction_error() <= 5e-6 for layer in t.layers)
+
+
+def test_a_shared_mixer_can_be_chosen_by_either_name() -> None:
+    mixer, other = mixers(2)
+    model = Residual([Block(mixer), Block(other), Block(mixer)], [0, 1, 2])
+    for name in ("blocks.0.mixer", "blocks.2.mixer"):
+        with torch.no_grad(), trace(model, layers=[name]) as t:
+            model(torch.randn(1, 4, 5))
+        assert [layer.mixer.module for layer in t.layers] == [mixer, mixer]
+
+
+def test_the_stream_of_a_shared_mixer_is_that_of_its_own_block() -> None:
+    mixer, other = mixers(2)
+    model = Residual([Block(mixer), Block(other), Block(mixer)], [0, 1, 2])
+    with trace(model, graph="all") as t:
+        model(torch.randn(1, 4, 5))
+    for layer in t.layers:
+        assert layer.stream is not None
+        assert torch.equal(2 * layer.stream, layer.call.hidden_states)
+
+
+def test_some_layers_only(model: Any) -> None:
+    chosen: list[Any]
+    for chosen in (["backbone.layers.1.mixer"], [model.backbone.layers[1].mixer]):
+        with torch.no_grad(), trace(model, layers=chosen) as t:
+            model(ids())
+        assert names(t) == ["backbone.layers.1.mixer"]
+    both = [model.backbone.layers[2].mixer, "backbone.layers.0.mixer"]
+    with torch.no_grad(), trace(model, layers=both) as t:
+        model(ids())
+    assert names(t) == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
+
+
+def test_the_mixer_itself_as_the_model() -> None:
+    (mixer,) = mixers(1)
+    hidden = torch.randn(2, 6, 5)
+    with torch.no_grad(), trace(mixer) as t:
+        out = mixer(hidden)
+    assert names(t) == [""]
+    assert t.layers[0].block is None
+    assert torch.equal(t.layers[0].output, out)
+    assert torch.equal(t.layers[0].call.hidden_states, hidden)
+
+
+def test_nothing_ran(model: Any) -> None:
+    with trace(model) as t:
+        pass
+    assert t.layers == [] and t.mask is None
+    with pytest.raises(NoMixerError, match=r"backbone\.layers\.0\.mixer"):
+        require_layers(t, model)
+
+
+# --- what a call holds -----------------------------------------------------------------------
+
+
+def test_arguments_are_recorded(model: Any) -> None:
+    tokens, mask = padded_batch([5, 3])
+    with torch.no_grad(), trace(model) as t:
+        model(tokens, attention_mask=mask)
+    for layer in t.layers:
+        assert torch.equal(layer.call.kwargs["attention_mask"], mask)
+        assert torch.equal(layer.call.argument("attention_mask", 2), mask)
+        assert layer.call.argument("cache_params", 1) is None
+        assert layer.call.argument("nothing") is None
+        assert len(layer.call.args) == 1
+    assert torch.equal(t.mask, mask.bool())
+
+
+def test_arguments_by_position_and_by_name() -> None:
+    (mixer,) = mixers(1)
+    hidden = torch.randn(2, 4, 5)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    outputs = []
+    for args, kwargs in [
+        ((hidden, None, mask), {}),
+        ((hidden,), {"attention_mask": mask}),
+        ((), {"attention_mask": mask, "hidden_states": hidden}),
+    ]:
+        with torch.no_grad(), trace(mixer) as t:
+            mixer(*args, **kwargs)
+        (layer,) = t.layers
+        assert torch.equal(layer.call.hidden_states, hidden)
+        assert torch.equal(layer.linear.mask, mask.bool())
+        assert layer.reconstruction_error() <= 5e-6
+        outputs.append(layer.linear.output())
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_the_record_keeps_no_graph(model: Any) -> None:
+    with trace(model) as t:
+        out = model(ids())
+    assert out.logits.requires_grad, "the model's own graph stays"
+    for layer in t.layers:
+        assert not layer.output.requires_grad
+        assert not layer.call.hidden_states.requires_grad
+        assert layer.stream is None
+
+
+@pytest.mark.parametrize("given", [{}, {"use_cache": True}, {"use_cache": None}])
+def test_the_cache_is_off(model: Any, given: dict[str, Any]) -> None:
+    model.config.use_cache = True
+    tokens = ids()
+    assert model(tokens, **given).cache_params is not None
+    with torch.no_grad(), trace(model) as t:
+        assert model(tokens, **given).cache_params is None
+        assert model(tokens, None, None, None, None, None, None, True).cache_params is None
+        assert model.backbone(tokens, None, None, True).cache_params is None
+    assert len(t.layers) == 9
+    for layer in t.layers:
+        assert layer.call.argument("cache_params") is None
+        assert layer.reconstruction_error() <= 5e-6
+    assert model.config.use_cache is True
+    assert model(tokens).cache_params is not None
+
+
+def test_the_other_arguments_are_kept_beside_use_cache(model: Any) -> None:
+    tokens, mask = padded_batch([6, 2])
+    with torch.no_grad():
+        wanted = model(tokens, mask, use_cache=False, output_hidden_states=True)
+        with trace(model):
+            found = model(tokens, mask, None, None, None, True, None, True)
+    assert torch.equal(found.logits, wanted.logits)
+    assert len(found.hidden_states) == 4
+
+
+# --- graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_every_mixer(model: Any, frozen: bool) -> None:
+    """Against the same run with the mixers' outputs replaced by leaves."""
+    model.requires_grad_(not frozen)
+    tokens = ids()
+    with trace(model, graph="all") as t:
+        score = model(tokens).logits[:, -1, 3].sum()
+    outputs = [layer.output for layer in t.layers]
+    streams = [layer.stream for layer in t.layers]
+    found = torch.autograd.grad(score, [*outputs, *streams])
+
+    leaves = [layer.output.detach().clone().requires_grad_() for layer in t.layers]
+    handles = [
+        block.mixer.register_forward_hook(lambda m, a, out, leaf=leaf: leaf + (out - out.detach()))
+        for block, leaf in zip(model.backbone.layers, leaves, strict=True)
+    ]
+    again = model(tokens).logits[:, -1, 3].sum()
+    for got, wanted in zip(found, torch.autograd.grad(again, leaves), strict=False):
+        assert relative_error(got, wanted) <= 1e-5
+    for handle in handles:
+        handle.remove()
+
+    for i, stream in enumerate(streams):
+        replaced = stream.detach().clone().requires_grad_()
+        handle = model.backbone.layers[i].register_forward_pre_hook(
+            lambda m, a, new=replaced: (new, *a[1:])
+        )
+        again = model(tokens).logits[:, -1, 3].sum()
+        (wanted,) = torch.autograd.grad(again, replaced)
+        assert relative_error(found[3 + i], wanted) <= 1e-5
+        handle.remove()
+
+
+def test_gradient_of_the_last_mixer_inside_no_grad(model: Any) -> None:
+    tokens = ids()
+    with torch.no_grad(), trace(model, graph="tail") as t:
+        score = model(tokens).logits[:, -1, 3].sum()
+    assert not torch.is_grad_enabled() or score.requires_grad
+    last = t.layers[-1].output
+    (found,) = torch.autograd.grad(score, last)
+    leaf = last.detach().clone().requires_grad_()
+    model.backbone.layers[-1].mixer.register_forward_hook(lambda *_: leaf)
+    (wanted,) = torch.autograd.grad(model(tokens).logits[:, -1, 3].sum(), leaf)
+    assert relative_error(found, wanted) <= 1e-5
+    assert not t.layers[0].output.requires_grad
+
+
+# --- tampering -------------------------------------------------------------------------------
+
+
+class Overwriting(nn.Module):
+    """Changes its mixer's input or output in place after the call."""
+
+    def __init__(self, mixer: nn.Module, what: str) -> None:
+        super().__init__()
+        self.mixer, self.what = mixer, what
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = hidden * 1
+        out = self.mixer(inner)
+        if self.what == "output":
+            out += hidden
+        elif self.what == "slice":
+            out[:, 0] = 0
+        elif self.what == "input":
+            inner.mul_(2)
+        else:
+            out = out + inner
+        return out
+
+
+@pytest.mark.parametrize("what", ["output", "slice", "input", "nothing"])
+def test_changes_in_place_are_noticed(what: str) -> None:
+    model = Overwriting(mixers(1)[0], what)
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randn(2, 4, 5))
+    (layer,) = t.layers
+    if what == "nothing":
+        layer.verify()
+        return
+    for ask in (lambda: layer.operator, lambda: layer.values, layer.reconstruction_error):
+        with pytest.raises(InputError, match="in place") as caught:
+            ask()
+    assert repr(layer.name) in str(caught.value)
+
+
+def test_changes_in_place_after_the_trace_are_noticed(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    t.layers[1].output.zero_()
+    t.layers[0].verify()
+    with pytest.raises(InputError):
+        _ = t.layers[1].operator
+
+
+# --- operators on demand ---------------------------------------------------------------------
+
+
+def test_the_operator_is_made_once_and_only_the_latest_is_kept(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    first = t.layers[0].linear
+    assert t.layers[0].linear is first
+    assert t.layers[0].operator is first.operator and t.layers[0].values is first.values
+    gone = weakref.ref(first)
+    del first
+    _ = t.layers[1].linear
+    gc.collect()
+    assert gone() is None
+    assert t.layers[0].reconstruction_error() <= 5e-6
+
+
+def test_bias_is_the_constant_term(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    for layer in t.layers:
+        parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states)
+        values = parts.values
+        wanted = parts.before_projection - torch.einsum(
+            "bdij,bjd->bid", oracles.alpha(parts, "exact"), values
+        )
+        assert relative_error(layer.bias.flatten(2), wanted) <= 5e-6
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameter", ["out_proj.weight", "D", "conv1d.weight", "in_proj.weight"])
+def test_verify_notices_other_weights(model: Any, parameter: str) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    t.layers[1].verify()
+    with torch.no_grad():
+        model.get_parameter(f"backbone.layers.1.mixer.{parameter}").mul_(1.01)
+    t.layers[0].verify()
+    with pytest.raises(ReconstructionError) as caught:
+        t.layers[1].verify()
+    assert "'backbone.layers.1.mixer'" in str(caught.value) and "Mamba" in str(caught.value)
+    assert f"{t.layers[1].reconstruction_error():.1e}" in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)
+    t.layers[1].verify(tolerance=1.0)
+
+
+def test_verify_notices_a_wrong_adapter(model: Any) -> None:
+    right = registry.adapter_for(model.backbone.layers[0].mixer)
+    assert right is not None
+
+    def without_skip(module: Any, call: Call) -> LinearMixer:
+        return right[1](module, call).restrict({"conv", "activation", "scan", "gate"})
+
+    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    for layer in t.layers:
+        assert layer.reconstruction_error() > 1e-2
+        with pytest.raises(ReconstructionError, match=r"more than 1e-05"):
+            layer.verify()
+
+
+def test_verify_takes_a_tolerance(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+    error = t.layers[0].reconstruction_error()
+    assert 0 < error <= 5e-6
+    t.layers[0].verify(tolerance=error)
+    with pytest.raises(ReconstructionError):
+        t.layers[0].verify(tolerance=error / 2)
+
+
+def test_verify_notices_nan(model: Any) -> None:
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.out_proj.weight[0, 0] = float("nan")
+        with trace(model) as t:
+            model(ids())
+    with pytest.raises(ReconstructionError, match="nan"):
+        t.layers[1].verify()
+
+
+def test_the_reconstruction_error_is_the_largest_difference(model: Any) -> None:
+    """max|a - b| / max|b|, worked out on an output changed by a known amount."""
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+        layer = t.layers[0]
+        scale = layer.output.abs().max()
+        model.backbone.layers[0].mixer.out_proj = with_offset(
+            model.backbone.layers[0].mixer.out_proj, 0.25 * scale
+        )
+    assert layer.reconstruction_error() == pytest.approx(0.25, rel=1e-5)
+
+
+def with_offset(projection: nn.Linear, amount: Tensor) -> nn.Linear:
+    new = nn.Linear(projection.in_features, projection.out_features)
+    with torch.no_grad():
+        new.weight.copy_(projection.weight)
+        new.bias.zero_()
+        new.bias[2] = amount
+    return new
+
+
+# --- from what the user passes to the model -----------------------------------------------------
+
+
+def test_bound_methods_and_partials(model: Any) -> None:
+    tokens = ids()
+    for function in (
+        model,
+        model.forward,
+        model.__call__,
+        functools.partial(model, use_cache=True),
+    ):
+        assert find_model(function) is model
+        with torch.no_grad(), trace(function) as t:
+            model(tokens)
+        assert len(t.layers) == 3
+    nested = functools.partial(functools.partial(model.forward), use_cache=False)
+    assert find_model(nested) is model
+
+
+@pytest.mark.parametrize("function", [lambda x: x, "model", None, 3])
+def test_what_is_no_model_is_refused(function: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match="model=") as caught, trace(function):
+        pass
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_given_model_must_be_one(model: Any) -> None:
+    assert find_model(lambda x: x, model) is model
+    with pytest.raises(ModelNotFoundError, match="dict"):
+        find_model(model, {})
