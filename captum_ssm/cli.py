@@ -31,11 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument(
         "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
     )
-    commands.add_parser(
+    architectures = commands.add_parser(
         "architectures",
         help="list the supported mixers",
-        description="List the supported mixers. Example: captum-ssm architectures",
+        description="List the supported mixers. Example: captum-ssm architectures --markdown",
     )
+    architectures.add_argument("--markdown", action="store_true", help="print a markdown table")
 
     options = parser.parse_args(arguments)
     try:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             run(options.prompt, options.out)
         else:
-            print(architectures_table())
+            print(architectures_table(options.markdown))
     except (CaptumSSMError, ValueError, ImportError, OSError) as error:
         if options.debug:
             raise
@@ -53,16 +54,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def architectures_table() -> str:
-    """The supported architectures, one line each."""
+def architectures_table(markdown: bool = False) -> str:
+    """The supported architectures, one line each.
+
+    Args:
+        markdown: as a markdown table. Default: False, aligned columns.
+    """
     from .mixers import supported_architectures
 
-    rows = [("family", "package", "tested", "mixer class")]
-    rows += [
-        (a.family, a.package, a.tested_version, a.class_path) for a in supported_architectures()
+    head = ("family", "package", "tested", "mixer class")
+    rows = [
+        (a.family, a.package, a.tested_version, f"`{a.class_path}`" if markdown else a.class_path)
+        for a in supported_architectures()
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    if markdown:
+        lines = [head, ("---",) * 4, *rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-        for row in rows
+        for row in (head, *rows)
     )
