@@ -47,6 +47,10 @@ class GradientModeError(CaptumSSMError, RuntimeError):
     """A gradient is needed where autograd cannot record one."""
 
 
+class CheckpointError(CaptumSSMError, ValueError):
+    """A file of weights does not fit the model it is loaded into."""
+
+
 class CachedStateError(CaptumSSMError, ValueError):
     """The forward pass continued from a cache, so earlier tokens are out of sight."""
 

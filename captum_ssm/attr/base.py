@@ -15,7 +15,7 @@ from ..errors import GradientModeError, InputError, OptionError
 from ..operators import Reduce
 from ..operators.base import full_precision
 from ..operators.reduction import check_reduce
-from ..tracing import Graph, Layer, find_mixers, find_model, require_layers, trace
+from ..tracing import Graph, Layer, find_mixers, find_model, repaired_scans, require_layers, trace
 from .components import parse_components
 from .fold import Options
 from .forward import as_tuple, call_model, check_batch, single_input
@@ -162,8 +162,11 @@ class ImplicitMethod(Attribution):
         model = find_model(self.forward_func, self.model)
         with ExitStack() as stack:
             if is_image:
-                probe = ImageProbe(model, find_mixers(model, self.layers))
+                probe = ImageProbe(model)
                 stack.enter_context(probe.watch())
+            if self.needs_gradient:
+                # until the backward is done: checkpointed layers run their forward again in it
+                stack.enter_context(repaired_scans())
             run = self._run(inputs, target, additional, query, stack)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
@@ -172,7 +175,12 @@ class ImplicitMethod(Attribution):
             row = row * run.mask.to(row)
         if probe is None:
             return spread_over_features(row, inputs, per_token)
-        index, grid = probe.patches(self.forward_func, inputs, additional, row.shape[1])
+        try:
+            index, grid = probe.patches(self.forward_func, inputs, additional, row.shape[1])
+        except InputError:
+            if per_token:
+                return row
+            raise
         patches = row[:, index.to(row.device)].view(-1, *grid)
         return patches if per_token else spread_over_image(patches, inputs)
 
@@ -220,7 +228,8 @@ class _Cut:
         return value
 
     def target(self, target: Any) -> Any:
-        if isinstance(target, list) and len(target) == self.batch:
+        per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
+        if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
             return target[self.part]
         return self(target)
 
@@ -247,6 +256,8 @@ def options(
         raise OptionError(f"recipe={recipe!r} is not known. Use one of {RECIPES}.")
     if recipe == "published_code" and reduce != "mean":
         raise OptionError("recipe='published_code' fixes the reduction; leave reduce='mean'.")
+    if isinstance(heads, int):
+        raise OptionError(f"heads={heads} must be a list of heads, for example heads=[{heads}].")
     chosen = None if heads is None else tuple(heads)
     return Options(
         parse_components(components), reduce, chosen, start_layer, recipe, show_progress, verify

@@ -27,19 +27,18 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
     """
     if isinstance(components, str):
         preset, *removed = components.split("-")
-        chosen = PRESETS.get(preset)
-        if chosen is None or not COMPONENTS.issuperset(removed):
+        if preset not in PRESETS or not COMPONENTS.issuperset(removed):
             raise OptionError(
                 f"components={components!r} is not known. Use {', '.join(map(repr, PRESETS))}, one "
                 "of them without some parts ('unified-conv'), or a set of names out of "
                 f"{sorted(COMPONENTS)}."
             )
-        chosen = chosen - set(removed)
+        chosen = PRESETS[preset] - set(removed)
     else:
-        chosen = frozenset(components)
+        chosen = frozenset(components) if isinstance(components, Collection) else frozenset()
     if not chosen or not chosen <= COMPONENTS:
         raise OptionError(
-            f"components={sorted(map(str, chosen))} must be a non-empty set of names out of "
+            f"components={components!r} must leave at least one component, and name none but "
             f"{sorted(COMPONENTS)}."
         )
     return chosen

@@ -44,7 +44,8 @@ def single_input(inputs: Any) -> tuple[Tensor, bool]:
 def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
     """Raise if an additional tensor cannot belong to this batch."""
     for i, value in enumerate(additional):
-        if isinstance(value, Tensor) and value.dim() > 0 and len(value) not in (1, len(inputs)):
+        # a vector may be anything, such as the target tokens Captum's wrappers pass along
+        if isinstance(value, Tensor) and value.dim() > 1 and len(value) not in (1, len(inputs)):
             raise InputError(
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
                 f"{len(value)} (shape {tuple(value.shape)})."
@@ -63,7 +64,7 @@ def call_model(
     if not (isinstance(function, nn.Module) and inputs.is_floating_point() and inputs.dim() == 3):
         return function(inputs, *additional)
     try:
-        bound = inspect.signature(function.forward).bind(inputs, *additional)
+        bound = inspect.signature(_own_forward(function)).bind(inputs, *additional)
     except TypeError as error:
         raise InputError(f"additional_forward_args do not fit the model: {error}.") from error
     given = dict(bound.arguments)
@@ -78,6 +79,13 @@ def call_model(
     with _embedded(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
         return function(ids, *additional)
+
+
+def _own_forward(model: nn.Module) -> Callable[..., Any]:
+    """The forward that says which parameters there are: past a PEFT wrapper, that of its base."""
+    base = getattr(model, "get_base_model", None)
+    forward: Callable[..., Any] = model.forward if base is None else base().forward
+    return forward
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:

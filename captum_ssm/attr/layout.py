@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..tracing.find import Mixer
+from ..tracing.find import registered_mixers
 from .forward import call_model
 
 
@@ -23,12 +23,13 @@ class ImageProbe:
 
     Args:
         model: the model.
-        mixers: its mixers.
     """
 
-    def __init__(self, model: nn.Module, mixers: list[Mixer]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.blocks = [block for m in mixers for block in m.blocks or (m.module,)]
+        # a model may call a block's parts itself, so that only the mixer's own call is seen
+        mixers = registered_mixers(model)
+        self.blocks = list(dict.fromkeys(x for m in mixers for x in (*m.blocks, m.module)))
         self.grid: tuple[int, int] | None = None
 
     @contextmanager

@@ -97,8 +97,8 @@ class MambaAttribution(ImplicitMethod):
             recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute:
                 with ``components="s6"`` that of the hidden-attention paper, else that of the
                 unified paper. Default: ``"paper"``.
-            per_token: one number per token, (B, L) or the patch grid (B, h, w), whatever the
-                inputs' shape. Default: False.
+            per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
+                there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
             verify: check that every operator reproduces its module's output; a number is the

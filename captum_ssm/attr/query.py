@@ -22,6 +22,10 @@ def check_query(query: Query, batch: int) -> None:
             f"query={query!r} is not known. Use None, 'cls', 'last', 'mean', a position, a list of "
             "positions, or a tensor of positions per example."
         )
+    if isinstance(query, list | tuple | range) and not query:
+        raise OptionError("query is an empty list of positions.")
+    if not isinstance(query, type(None) | str | int | list | tuple | range | Tensor):
+        raise OptionError(f"query={query!r} is neither a name nor positions.")
     if isinstance(query, Tensor) and query.dim() > 0 and len(query) != batch:
         raise QueryError(
             f"query has positions for {len(query)} examples, but the batch holds {batch}. Use an "
@@ -79,8 +83,6 @@ def _chosen(
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
-    if positions.shape[1] == 0:
-        raise OptionError("query is an empty list of positions.")
     return _at(positions.expand(batch, -1), keep)
 
 
@@ -97,7 +99,7 @@ def tokens_read(output: Tensor, tail: Tensor) -> Tensor:
     # unequal weights, since a softmax's outputs sum to a constant
     weights = torch.linspace(1, 2, output[0].numel(), dtype=output.dtype, device=output.device)
     with torch.enable_grad():
-        probe = (output.flatten(1) * weights).sum()
+        probe = (output.reshape(len(output), -1) * weights).sum()
     (gradient,) = torch.autograd.grad(probe, tail, retain_graph=True, allow_unused=True)
     if gradient is None or not bool(gradient.any()):
         raise QueryError(

@@ -1,15 +1,17 @@
-"""Mamba-1: transformers' mamba and falcon_mamba, mamba_ssm's Mamba.
+"""Mamba-1: transformers' mamba, falcon_mamba, jamba and zamba, mamba_ssm's Mamba.
 
     x, z = in_proj(mask h)             u = conv(x) + b            v = mask SiLU(u)
     t, B, C = x_proj(v)                dt = softplus(W t + b_dt)  A = -exp(A_log)
     y = SiLU(z) (alpha + D) v          output = out_proj(y)
 
-Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).
+Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalise t, B
+and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .common import (
     activation_ratio,
     as_heads,
     causal_conv,
+    frozen,
     linear,
     masked,
     padding_mask,
@@ -29,18 +32,27 @@ from .common import (
     run,
     working_dtype,
 )
+from .vim import published_fork
+
+#: dt, B and C.
+Selected = tuple[Tensor, Tensor, Tensor]
 
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
-    """transformers' MambaMixer and FalconMambaMixer."""
-    call.refuse_cache("cache_params")
-    hidden = call.hidden_states
-    hidden = hidden.to(working_dtype(module, hidden))
-    mask = padding_mask(call.argument("attention_mask", 2), hidden)
-    if mask is not None:
-        hidden = hidden * mask[:, :, None]
-    projected = run(module.in_proj, hidden)
-    return _linearize(module, projected, mask, run_x_proj=True, run_out_proj=True)
+    """transformers' MambaMixer, FalconMambaMixer and JambaMambaMixer."""
+    projected, mask = _hf_projected(module, call)
+    return _linearize(module, projected, mask, _x_proj(module, as_module=True), run_out_proj=True)
+
+
+def hf_zamba(module: Any, call: Call) -> LinearMixer:
+    """transformers' ZambaMambaMixer, whose in_proj returns x and z channel by channel in turn."""
+    projected, mask = _hf_projected(module, call)
+    projected = torch.cat([projected[..., 0::2], projected[..., 1::2]], -1)
+
+    def select(activated: Tensor) -> Selected:
+        return _zamba_parameters(module, activated)
+
+    return _linearize(module, projected, mask, select, run_out_proj=True)
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
@@ -48,18 +60,38 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
     The module itself reads in_proj by its raw weight, and on the fused path every projection.
     """
-    call.refuse_cache("inference_params")
+    if hasattr(module, "bimamba_type"):  # the fork published with Vision Mamba
+        return published_fork(module, call)
+    call.refuse_cache("inference_params", position=1)
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
     projected = linear(hidden, module.in_proj.weight, module.in_proj.bias)
     kernels = sys.modules[type(module).__module__]
     fused = module.use_fast_path and getattr(kernels, "causal_conv1d_fn", None) is not None
-    return _linearize(module, projected, None, run_x_proj=not fused, run_out_proj=not fused)
+    select = _x_proj(module, as_module=not fused)
+    return _linearize(module, projected, None, select, run_out_proj=not fused)
+
+
+def _hf_projected(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The output of in_proj (B, L, 2 D), and the mask."""
+    call.refuse_cache("cache_params", position=1)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    mask = padding_mask(call.argument("attention_mask", 2), hidden)
+    if mask is not None:
+        hidden = hidden * mask[:, :, None]
+    return run(module.in_proj, hidden), mask
 
 
 def _linearize(
-    module: Any, projected: Tensor, mask: Tensor | None, *, run_x_proj: bool, run_out_proj: bool
+    module: Any,
+    projected: Tensor,
+    mask: Tensor | None,
+    select: Callable[[Tensor], Selected],
+    *,
+    run_out_proj: bool,
 ) -> LinearMixer:
+    """The mixer from the output of in_proj (B, L, 2 D), with dt, B and C selected from v."""
     x, z = projected.chunk(2, dim=-1)
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
@@ -68,9 +100,9 @@ def _linearize(
     activated = (u * ratio).squeeze(-1)  # (B, L, D)
     if mask is not None:
         activated = activated * mask[:, :, None]
-    dt, b, c = _selective_parameters(module, _call(module.x_proj, activated, run_x_proj))
-    a = -torch.exp(module.A_log.to(values))
-    skip = module.D.to(values).view(1, 1, -1, 1)
+    dt, b, c = select(activated)
+    a = -torch.exp(module.A_log.to(values)).flatten(0, -2)
+    skip = frozen(module.D, values).view(1, 1, -1, 1)
     operator = Chain(
         Diagonal(as_heads(F.silu(z)), shape, "gate"),
         Sum(SelectiveScan(dt, a, b, c), Diagonal(skip, shape, "skip")),
@@ -86,15 +118,46 @@ def _linearize(
     return LinearMixer(values, operator, project, mask)
 
 
-def _selective_parameters(module: Any, selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _x_proj(module: Any, as_module: bool) -> Callable[[Tensor], Selected]:
+    """How the selected parameters follow from v."""
+
+    def select(activated: Tensor) -> Selected:
+        return _selective_parameters(module, _call(module.x_proj, activated, as_module))
+
+    return select
+
+
+def _selective_parameters(module: Any, selected: Tensor) -> Selected:
     """dt (B, L, D), B and C (B, L, N) from the output of x_proj."""
     rank, state = module.dt_proj.weight.shape[1], module.A_log.shape[1]
     t, b, c = torch.split(selected, [rank, state, state], dim=-1)
     if hasattr(module, "rms_eps"):  # falcon_mamba normalises all three
         t, b, c = (rms_norm(s, module.rms_eps) for s in (t, b, c))
+    elif hasattr(module, "dt_layernorm"):  # so does jamba, with weights
+        norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
+        t, b, c = (
+            rms_norm(s, norm.variance_epsilon) * norm.weight.to(s)
+            for s, norm in zip((t, b, c), norms, strict=True)
+        )
     # the models read dt_proj by its weight too, so an adapter around it would change nothing
     dt = F.softplus(linear(t, module.dt_proj.weight, module.dt_proj.bias))
     return dt, b, c
+
+
+def _zamba_parameters(module: Any, activated: Tensor) -> Selected:
+    """dt (B, L, D), B and C (B, L, G, N) from v, for the G heads of zamba."""
+    heads = as_heads(activated, module.n_mamba_heads)
+    weight, dt_weight, dt_bias = (
+        w.to(activated) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)
+    )
+    with torch.autocast(activated.device.type, enabled=False):
+        selected = torch.einsum("blgp,grp->blgr", heads, weight)
+        state = module.ssm_state_size
+        t, b, c = torch.split(selected, [dt_weight.shape[-1], state, state], dim=-1)
+        dt = F.softplus(torch.einsum("blgr,gpr->blgp", t, dt_weight) + dt_bias)
+    if module.n_mamba_heads == 1:
+        b, c = b.squeeze(2), c.squeeze(2)
+    return dt.flatten(2), b, c
 
 
 def _call(projection: Any, x: Tensor, as_module: bool) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from .. import __version__
+
 #: How a mixer's output joins the residual stream of its block: added to it; added together with
 #: other mixers of the same block that read the same stream; or added only to the input of the
 #: mixer that runs next.
@@ -38,10 +40,137 @@ class Line(NamedTuple):
 
 
 #: Versions that the tests run against.
-VERSIONS = {"transformers": "5.23.0", "mamba-ssm": "2.3.2"}
+VERSIONS = {
+    "captum-ssm": __version__,
+    "transformers": "5.23.0",
+    "mamba-ssm": "2.3.2",
+    "timm": "1.0.31",
+    "flash-linear-attention": "0.6.0",
+}
 
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
     Line("Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba-ssm", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
+    Line("Vision Mamba", "captum-ssm", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer"),
+    Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
+    Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
+    Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),
+    Line("Zamba", "transformers", "zamba.ZambaAttention", "attention:hf_attention", "feeds"),
+    Line("Zamba 2", "transformers", "zamba2.Zamba2Attention", "attention:hf_attention", "feeds"),
+    Line("Bamba", "transformers", "bamba.BambaAttention", "attention:hf_attention"),
+    Line(
+        "Falcon-H1",
+        "transformers",
+        "falcon_h1.FalconH1Attention",
+        "attention:falcon_h1_attention",
+        "parallel",
+    ),
+    Line(
+        "Granite 4",
+        "transformers",
+        "granitemoehybrid.GraniteMoeHybridAttention",
+        "attention:granite_attention",
+    ),
+    Line("Nemotron-H", "transformers", "nemotron_h.NemotronHAttention", "attention:hf_attention"),
+    Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextAttention", "attention:hf_attention"),
+    Line(
+        "OLMo Hybrid",
+        "transformers",
+        "olmo_hybrid.OlmoHybridAttention",
+        "attention:hf_attention",
+    ),
+    Line(
+        "Kimi Linear",
+        "transformers",
+        "kimi_linear.KimiLinearAttention",
+        "attention:hf_attention",
+    ),
+    Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
+    Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
+    Line(
+        "Griffin",
+        "transformers",
+        "recurrent_gemma.RecurrentGemmaAttention",
+        "attention:hf_attention",
+    ),
+    Line("BERT", "transformers", "bert.BertSelfAttention", "attention:hf_attention"),
+    Line("GPT-NeoX", "transformers", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),
+    Line("GPT-2", "transformers", "gpt2.GPT2Attention", "attention:hf_attention"),
+    Line("Llama", "transformers", "llama.LlamaAttention", "attention:hf_attention"),
+    Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
+    Line("ViT", "transformers", "vit.ViTAttention", "attention:hf_attention"),
+    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:hf_attention"),
+    Line("ViT", "timm", "timm.layers.attention.Attention", "timm_attention:timm_attention"),
+    Line(
+        "Griffin",
+        "transformers",
+        "recurrent_gemma.RecurrentGemmaRecurrentBlock",
+        "griffin:recurrent_gemma",
+    ),
+    Line("RWKV-4", "transformers", "rwkv.RwkvSelfAttention", "rwkv:rwkv4"),
+    Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
+    Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
+    Line(
+        "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_linear"
+    ),
+    Line(
+        "MiniMax",
+        "transformers",
+        "minimax.MiniMaxLightningAttention",
+        "minimax:lightning_attention",
+    ),
+    Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
+    Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
+    Line(
+        "RetNet",
+        "flash-linear-attention",
+        "fla.layers.multiscale_retention.MultiScaleRetention",
+        "retnet:fla_retention",
+    ),
+    Line("HGRN", "flash-linear-attention", "fla.layers.hgrn.HGRNAttention", "hgrn:fla_hgrn"),
+    Line("HGRN2", "flash-linear-attention", "fla.layers.hgrn2.HGRN2Attention", "gla:fla_hgrn2"),
+    Line("GLA", "flash-linear-attention", "fla.layers.gla.GatedLinearAttention", "gla:fla_gla"),
+    Line("RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "rwkv6:fla_rwkv6"),
+    Line(
+        "DeltaNet",
+        "flash-linear-attention",
+        "fla.layers.delta_net.DeltaNet",
+        "fla_delta:fla_delta_net",
+    ),
+    Line(
+        "Gated DeltaNet",
+        "flash-linear-attention",
+        "fla.layers.gated_deltanet.GatedDeltaNet",
+        "fla_delta:fla_gated_delta_net",
+    ),
+    Line("Mamba-2", "transformers", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
+    Line("Bamba", "transformers", "bamba.BambaMixer", "mamba2:hf_mamba2"),
+    Line("Zamba 2", "transformers", "zamba2.Zamba2MambaMixer", "mamba2:hf_mamba2"),
+    Line(
+        "Falcon-H1",
+        "transformers",
+        "falcon_h1.FalconH1Mixer",
+        "mamba2:falcon_h1_mamba2",
+        "parallel",
+    ),
+    Line(
+        "Granite 4",
+        "transformers",
+        "granitemoehybrid.GraniteMoeHybridMambaLayer",
+        "mamba2:granite_mamba2",
+    ),
+    Line("Nemotron-H", "transformers", "nemotron_h.NemotronHMamba2Mixer", "mamba2:hf_mamba2"),
+    Line(
+        "Mamba-2",
+        "mamba-ssm",
+        "mamba_ssm.modules.mamba2.Mamba2",
+        "mamba2_ssm:mamba_ssm_mamba2",
+    ),
+    Line(
+        "Mamba-2",
+        "mamba-ssm",
+        "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
+        "mamba2_ssm:mamba_ssm_mamba2_simple",
+    ),
 )

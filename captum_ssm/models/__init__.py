@@ -1,5 +1,6 @@
-"""The small trained model that ships with the package, and how it was made."""
+"""Models: Vision Mamba in plain PyTorch, and the small trained one that ships with the package."""
 
 from captum_ssm.models.bundled import load_bundled
+from captum_ssm.models.vim import VisionMamba, load_vim, vim_small, vim_tiny
 
-__all__ = ["load_bundled"]
+__all__ = ["VisionMamba", "load_bundled", "load_vim", "vim_small", "vim_tiny"]

@@ -95,11 +95,15 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         layers: names or modules of the mixers to use; the user vouches for the rest. Default:
             None, all of them.
     """
-    named = dict(model.named_modules(remove_duplicate=False))
-    found = _mixers(named)
+    found = registered_mixers(model)
     if layers is not None:
+        if isinstance(layers, str) or not layers:
+            raise NoMixerError(
+                f"layers={layers!r} must be a non-empty list of names or modules. The model's "
+                f"mixers are: {', '.join(mixer.name for mixer in found) or 'none'}."
+            )
         return [_chosen(found, layer) for layer in layers]
-    refuse(_strangers(named, found))
+    refuse(_strangers(model, found))
     if not found:
         known = ", ".join(a.class_path for a in supported_architectures())
         raise NoMixerError(
@@ -109,8 +113,9 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
     return found
 
 
-def _mixers(named: dict[str, nn.Module]) -> list[Mixer]:
-    """The registered mixers among all modules by all their names."""
+def registered_mixers(model: nn.Module) -> list[Mixer]:
+    """The mixers of a model that have an adapter, in module order; whatever else it holds."""
+    named = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Module, list[str]] = {}
     for name, module in named.items():
         names.setdefault(module, []).append(name)
@@ -144,10 +149,10 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
     )
 
 
-def _strangers(named: dict[str, nn.Module], found: list[Mixer]) -> Iterator[tuple[str, nn.Module]]:
+def _strangers(model: nn.Module, found: list[Mixer]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that look like mixers, have no adapter, and neither hold nor belong to one."""
     names = [name for mixer in found for name in mixer.names]
-    for name, module in named.items():
+    for name, module in model.named_modules():
         if not looks_like_a_mixer(module) or adapter_for(module) is not None:
             continue
         inside = any(_contains(outer, name) for outer in names)

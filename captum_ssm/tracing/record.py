@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, NoMixerError, ReconstructionError
+from ..errors import InputError, NoMixerError, NonFiniteError, ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..operators import Operator
 from ..operators.base import full_precision
@@ -149,9 +149,19 @@ class Trace:
             layer.check_unchanged()
             with torch.no_grad(), full_precision(layer.output.device):
                 linear = layer.mixer.linearize(layer.mixer.module, layer.call)
-                linear.check_finite(layer.name)
+                try:
+                    linear.check_finite(layer.name)
+                except NonFiniteError:
+                    self._blame_first(layer)
+                    raise
             self._last = (layer, linear)
         return self._last[1]
+
+    def _blame_first(self, layer: Layer) -> None:
+        """Raise for the first layer that is not finite: the later ones only inherited it."""
+        for earlier in self.layers[: self.layers.index(layer)]:
+            linear = earlier.mixer.linearize(earlier.mixer.module, earlier.call)
+            linear.check_finite(earlier.name)
 
     @property
     def mask(self) -> Tensor | None:

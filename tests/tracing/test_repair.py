@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
 from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
+from transformers.models.zamba import modeling_zamba
 
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.repair import selective_scan
@@ -68,16 +79,46 @@ def test_optional_parts_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_class", "config_class", "module"),
+    ("model_class", "config_class", "module", "options"),
     [
-        (MambaForCausalLM, MambaConfig, modeling_mamba),
-        (FalconMambaForCausalLM, FalconMambaConfig, modeling_falcon_mamba),
+        (MambaForCausalLM, MambaConfig, modeling_mamba, {"state_size": 3}),
+        (FalconMambaForCausalLM, FalconMambaConfig, modeling_falcon_mamba, {"state_size": 3}),
+        (
+            JambaForCausalLM,
+            JambaConfig,
+            modeling_jamba,
+            {
+                "mamba_d_state": 3,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "intermediate_size": 8,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "num_experts": 1,
+            },
+        ),
+        (
+            ZambaForCausalLM,
+            ZambaConfig,
+            modeling_zamba,
+            {
+                "mamba_d_state": 3,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "intermediate_size": 8,
+                "layers_block_type": ["hybrid", "hybrid"],
+            },
+        ),
     ],
 )
 def test_whole_models_and_their_gradients(
-    model_class: Any, config_class: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+    model_class: Any,
+    config_class: Any,
+    module: Any,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = config_class(vocab_size=11, hidden_size=8, state_size=3, num_hidden_layers=2)
+    config = config_class(vocab_size=11, hidden_size=8, num_hidden_layers=2, **options)
     model = model_class(config)
     ids = torch.randint(0, 11, (2, 40))
     mask = torch.ones_like(ids)

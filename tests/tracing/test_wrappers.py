@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    with torch.compiler.set_stance("default"):
+        yield
     torch._dynamo.reset()
 
 
@@ -158,6 +160,29 @@ def test_compilation_goes_on_after_a_trace() -> None:
         assert counter.frame_count == before
         compiled(torch.randn(2, 4, 5))
     assert counter.frame_count == before
+
+
+def test_compilation_goes_on_after_traces_in_two_threads() -> None:
+    """The first to begin is the first to end, so that the two are not nested."""
+    from torch._dynamo.testing import CompileCounter
+
+    net, counter = Net(), CompileCounter()
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def one() -> None:
+        with trace(net):
+            first_is_in.set()
+            second_is_in.wait(20)
+
+    thread = threading.Thread(target=one)
+    thread.start()
+    first_is_in.wait(20)
+    with trace(net):
+        second_is_in.set()
+        thread.join()
+    with torch.no_grad():
+        torch.compile(net, backend=counter)(torch.randn(2, 4, 5))
+    assert counter.frame_count > 0, "everything runs uncompiled from now on"
 
 
 def test_compiled_transformers_model() -> None:

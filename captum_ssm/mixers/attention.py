@@ -1,0 +1,216 @@
+"""Softmax attention of transformers, in its transformers and in its hybrids.
+
+    alpha = softmax(scaling q k^T + mask)      output = o_proj(gate alpha v)
+
+One adapter serves every class that hands its queries, keys and values to transformers' attention
+interface: the recorded call is run again on a shallow copy of the module, under an attention
+function that only notes what it receives.  Rotations, norms of queries and keys, latent keys and
+values and adapters around the projections are thereby the module's own, whichever attention
+function (eager, sdpa, flash, flex) the model itself uses.
+
+Frozen: the probabilities, and the gate where a model has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedMixerError
+from ..operators import Chain, Diagonal, Shape
+from .base import Call, LinearMixer, first_tensor
+from .common import as_heads, run, working_dtype
+from .softmax import softmax_attention
+
+#: The name under which the attention function that takes notes is registered.
+_NOTING = "captum_ssm"
+#: What the classes call their output projection; a class that has none leaves it to its parent.
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+#: Arguments of attention functions that change the scores in ways not covered here.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes")
+
+
+def hf_attention(module: Any, call: Call) -> LinearMixer:
+    """The self-attention classes of transformers."""
+    _refuse_cache(module, call)
+    noted, factor = _replay(module, call)
+    query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
+    core, mask = softmax_attention(query, key, values, noted.scaling, _pairs(module, noted))
+    gate = as_heads(factor, values.shape[2])
+    operator = core
+    if not bool((gate == 1).all()):
+        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate"), core)
+    output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
+
+    def project(y: Tensor) -> Tensor:
+        return y.flatten(2) if output is None else run(output, y.flatten(2))
+
+    return LinearMixer(values, operator, project, mask)
+
+
+def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:
+    """FalconH1Attention, whose block scales what it returns."""
+    scale = float(module.config.attention_out_multiplier)
+    return replace(hf_attention(module, call), branch_scale=scale)
+
+
+def granite_attention(module: Any, call: Call) -> LinearMixer:
+    """GraniteMoeHybridAttention, whose block scales what it returns."""
+    scale = float(module.config.residual_multiplier)
+    return replace(hf_attention(module, call), branch_scale=scale)
+
+
+def minimax_attention(module: Any, call: Call) -> LinearMixer:
+    """MiniMaxAttention, whose block adds beta times what it returns to alpha times the stream."""
+    config = module.config
+    scale = float(config.full_attn_beta_factor / config.full_attn_alpha_factor)
+    return replace(hf_attention(module, call), branch_scale=scale)
+
+
+def _refuse_cache(module: Any, call: Call) -> None:
+    """Raise if there is a cache, to which running the call again would add a second time."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    for name in ("past_key_values", "layer_past"):
+        if name in names:
+            call.refuse_cache(name, names.index(name))
+
+
+@dataclass(frozen=True, eq=False)
+class _Noted:
+    """What the attention function received, keys and values repeated to the query heads."""
+
+    query: Tensor  # (B, H, L, N)
+    key: Tensor  # (B, H, L, N)
+    value: Tensor  # (B, H, L, P)
+    mask: Any
+    scaling: float
+    causal: bool
+    window: int | None
+
+
+class _Settings:
+    """A model's configuration with the attention function exchanged; nothing is written to it."""
+
+    _attn_implementation = _NOTING
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+
+def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
+    """What the attention function received, and the factor (B, L, H P) put on what it returns."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NOTING, _note)
+    dtype = working_dtype(module, call.hidden_states)
+    twin = copy.copy(module)
+    twin.config = _Settings(module.config)
+    twin.training = False  # no dropout, and no random numbers drawn for it
+    twin._modules = {name: _prepared(name, sub, dtype) for name, sub in module._modules.items()}
+    with torch.autocast(call.hidden_states.device.type, enabled=False):
+        # by the class: neither the module's hooks nor a wrapper around its own forward run
+        out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
+    noted = twin.__dict__.get("noted")
+    if noted is None:
+        raise UnsupportedMixerError(
+            f"{type(module).__name__} does not use transformers' attention interface; is it of an "
+            "older version of transformers?"
+        )
+    return noted, first_tensor(out)
+
+
+def _note(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function that returns ones, so that a gate behind it shows."""
+    for name in _UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise UnsupportedMixerError(f"{type(module).__name__}: attention with {name}.")
+    batch, heads, tokens, width = query.shape
+    if key.shape[-2] != tokens:
+        raise UnsupportedMixerError(
+            f"{type(module).__name__}: {tokens} queries read {key.shape[-2]} keys; only "
+            "self-attention of a whole sequence is supported."
+        )
+    causal = kwargs.get("is_causal")
+    groups = heads // key.shape[1]
+    module.noted = _Noted(
+        query,
+        key.repeat_interleave(groups, 1),
+        value.repeat_interleave(groups, 1),
+        attention_mask,
+        width**-0.5 if scaling is None else scaling,
+        bool(getattr(module, "is_causal", True) if causal is None else causal),
+        kwargs.get("sliding_window"),
+    )
+    return query.new_ones(batch, tokens, heads, value.shape[-1]), None
+
+
+def _pairs(module: Any, noted: _Noted) -> Tensor | None:
+    """The mask over pairs of tokens that the module's own attention function would have used.
+
+    Eager attention takes its mask as it is; the other functions apply causality themselves where
+    they are given none, and flash attention also the window and a mask of tokens.
+    """
+    mask, tokens = noted.mask, noted.query.shape[2]
+    if hasattr(mask, "mask_mod"):  # flex attention's description of a mask
+        from torch.nn.attention.flex_attention import create_mask
+
+        batch = noted.query.shape[0]
+        mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, noted.query.device.type)
+    implementation = module.config._attn_implementation or "eager"
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return mask[..., :tokens]
+    if mask is None and implementation == "eager":
+        return None
+    if mask is not None and (implementation == "eager" or mask.dim() != 2):
+        raise UnsupportedMixerError(
+            f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)}."
+        )
+    position = torch.arange(tokens, device=noted.query.device)
+    distance = position[:, None] - position
+    pairs = torch.ones_like(distance, dtype=torch.bool)
+    if noted.causal:
+        pairs = distance >= 0
+    if noted.window is not None and "flash" in implementation:
+        pairs = pairs & (distance.abs() < noted.window)
+    if mask is not None:
+        keep = mask.bool()[:, None]
+        pairs = pairs & keep[..., None] & keep[..., None, :]
+    pairs = pairs.expand(1, 1, -1, -1) if pairs.dim() == 2 else pairs
+    return None if bool(pairs.all()) else pairs
+
+
+def _prepared(name: str, submodule: Any, dtype: torch.dtype) -> Any:
+    """A submodule for the shallow copy: no output projection and dropout, half precision wider."""
+    if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
+        return nn.Identity()
+    half = (torch.float16, torch.bfloat16)
+    if submodule is not None and any(p.dtype in half for p in submodule.parameters()):
+        return copy.deepcopy(submodule).to(dtype)
+    return submodule
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors inside tuples, lists and mappings in ``dtype``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

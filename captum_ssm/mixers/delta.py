@@ -1,0 +1,145 @@
+"""The gated delta rule: transformers' qwen3_next, olmo_hybrid and kimi_linear.
+
+    q, k, v = SiLU(conv(W (mask h)))       q = q / |q| / sqrt(N)       k = k / |k|
+    S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
+    y = act(z) w s / rms(s)                output = W_o y
+
+with beta = sigmoid(b), twice that in olmo_hybrid if negative eigenvalues are allowed, and
+log decay = -exp(A_log) softplus(a + dt_bias), one per head or, in kimi_linear, one per head and
+key channel.  The norm is per head.  Frozen: q, k, beta, the decays, the mask, the ratio
+SiLU(u) / u, 1 / rms and the gate act(z).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operators import Chain, DeltaRule, Diagonal, Shape, ShortConv
+from .base import Call, LinearMixer
+from .common import (
+    activation_ratio,
+    as_heads,
+    causal_conv,
+    masked,
+    padding_mask,
+    refuse_packed,
+    run,
+    working_dtype,
+)
+
+#: Added to the squared norm of queries and keys, by the models and by their kernels.
+_NORM_EPS = 1e-6
+
+
+def qwen3_next(module: Any, call: Call) -> LinearMixer:
+    """transformers' Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
+    hidden, mask = _hidden(module, call)
+    split = module.fix_query_key_value_ordering
+    query, key, value, z, b, a = split(
+        run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
+    )
+    mixed = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], -1)
+    operands = torch.sigmoid(b), _log_decay(a, module.A_log, module.dt_bias)
+    return _linearize(module, mixed, mask, operands, z, module.norm, module.out_proj)
+
+
+def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
+    """transformers' OlmoHybridGatedDeltaNet."""
+    hidden, mask = _hidden(module, call)
+    beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
+    operands = beta, _log_decay(run(module.a_proj, hidden), module.A_log, module.dt_bias)
+    gate = as_heads(run(module.g_proj, hidden), module.num_v_heads)
+    mixed = _mixed(module, hidden)
+    return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
+
+
+def kimi_linear(module: Any, call: Call) -> LinearMixer:
+    """transformers' KimiLinearDeltaAttention."""
+    hidden, mask = _hidden(module, call)
+    forget, heads = module.forget_gate, module.num_heads
+    a = as_heads(run(forget.f_b_proj, run(forget.f_a_proj, hidden)), heads)
+    a = a + forget.dt_bias.to(a).view(heads, -1)
+    # the model's own softplus, which rounds log(1 + exp(a)) where a is very negative
+    steps = torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
+    operands = torch.sigmoid(run(module.b_proj, hidden)), -forget.A_log.to(a).exp() * steps
+    gate = as_heads(run(module.g_b_proj, run(module.g_a_proj, hidden)), heads)
+    mixed = _mixed(module, hidden)
+    return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
+
+
+def _hidden(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+    call.refuse_cache("cache_params", position=1)
+    refuse_packed(call)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    mask = padding_mask(call.argument("attention_mask", 2), hidden)
+    return hidden if mask is None else hidden * mask[:, :, None], mask
+
+
+def _mixed(module: Any, hidden: Tensor) -> Tensor:
+    return torch.cat([run(p, hidden) for p in (module.q_proj, module.k_proj, module.v_proj)], -1)
+
+
+def _log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    return -a_log.to(a).exp() * F.softplus(a + dt_bias.to(a))
+
+
+def _linearize(
+    module: Any,
+    mixed: Tensor,
+    mask: Tensor | None,
+    operands: tuple[Tensor, Tensor],
+    z: Tensor,
+    norm: Any,
+    out_proj: Any,
+) -> LinearMixer:
+    """From what enters the convolution (queries, keys, values), (beta, log decay) and gate."""
+    heads, per_head = z.shape[-2:]
+    beta, log_decay = operands
+    shape = Shape(mixed.shape[0], mixed.shape[1], heads, per_head)
+    width = heads * per_head  # the values come last
+    channels = as_heads(mixed)
+    conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
+    ratio = activation_ratio(_activation(module.activation), module.activation, u)
+    query, key = (u * ratio)[:, :, :-width, 0].chunk(2, -1)
+    value = (u * ratio)[:, :, -width:].view(shape)
+    key_heads = getattr(module, "num_k_heads", heads)
+    scan = DeltaRule(
+        _unit(query, key_heads, heads) * (query.shape[-1] // key_heads) ** -0.5,
+        _unit(key, key_heads, heads),
+        beta,
+        log_decay,
+        per_head,
+    )
+    mixing = scan.apply(value)
+    rms = torch.rsqrt(mixing.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    bias = conv.bias
+    if bias is not None:
+        bias = bias[:, :, -width:].reshape(*bias.shape[:2], heads, per_head)
+    operator = Chain(
+        Diagonal(_activation(norm.activation)(z), shape, "gate"),
+        Diagonal(rms * norm.weight.to(rms), shape, "norm"),
+        scan,
+        Diagonal(ratio[:, :, -width:].view(shape), shape, "activation"),
+        ShortConv(conv.weight[-width:].view(heads, per_head, -1), shape, bias),
+        *masked(mask, shape, mixed),
+    )
+    values = mixed[:, :, -width:].reshape(shape)
+    return LinearMixer(values, operator, lambda y: run(out_proj, y.flatten(2)), mask)
+
+
+def _unit(x: Tensor, key_heads: int, heads: int) -> Tensor:
+    """Vectors of length one per key head, each repeated for the value heads it serves."""
+    x = as_heads(x, key_heads)
+    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+    return x.repeat_interleave(heads // key_heads, 2)
+
+
+def _activation(name: str) -> Any:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]

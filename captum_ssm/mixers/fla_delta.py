@@ -1,0 +1,111 @@
+"""The delta rule: fla's DeltaNet and GatedDeltaNet.
+
+    q, k, v = SiLU(conv(.))           q, k on the unit sphere       beta = sigmoid(b_proj h)
+    S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
+    y = SiLU(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
+
+Beta doubles where negative eigenvalues are allowed.  DeltaNet has no decay, other activations and
+norms of q and k as options, and the gate as one; GatedDeltaNet has one decay per head,
+exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as an option.  Frozen:
+q, k, beta, the decays, SiLU(u) / u of the values, the norm's statistics and the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operators import Chain, DeltaRule
+from .base import Call, LinearMixer
+from .common import as_heads, run
+from .fla_common import (
+    closing,
+    convolved,
+    entering_unpadded,
+    o_norm_and_gate,
+    steps,
+    value_stream,
+)
+
+
+def fla_delta_net(module: Any, call: Call) -> LinearMixer:
+    """fla's DeltaNet."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k = (_delta_net_key(module, name, hidden) for name in ("q", "k"))
+    beta = torch.ones_like(q[..., 0])
+    if module.use_beta:
+        beta = torch.sigmoid(run(module.b_proj, hidden))
+    if module.allow_neg_eigval:
+        beta = 2 * beta
+    return _delta_rule(module, hidden, mask, q, k, beta, None)
+
+
+def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
+    """fla's GatedDeltaNet."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k = (_activated(module, name, hidden) for name in ("q", "k"))
+    shared = module.num_v_heads // module.num_heads
+    q, k = (_unit(as_heads(x, module.num_heads)).repeat_interleave(shared, 2) for x in (q, k))
+    beta = torch.sigmoid(run(module.b_proj, hidden))
+    if module.allow_neg_eigval:
+        beta = 2 * beta
+    rate = F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
+    log_decay = -module.A_log.to(hidden).exp() * rate
+    return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
+
+
+def _delta_rule(
+    module: Any,
+    hidden: Tensor,
+    mask: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+) -> LinearMixer:
+    scan = DeltaRule(
+        q * module.head_k_dim**-0.5,
+        k,
+        beta,
+        None if log_decay is None else steps(log_decay, mask),
+        module.head_v_dim,
+    )
+    values, before = value_stream(
+        run(module.v_proj, hidden),
+        getattr(module, "v_conv1d", None),
+        mask,
+        module.head_v_dim,
+        silu=True,
+    )
+    core = Chain(scan, *before)
+    after = o_norm_and_gate(module, hidden, core.affine(values))
+    return closing(module, values, core, after, mask)
+
+
+def _delta_net_key(module: Any, name: str, hidden: Tensor) -> Tensor:
+    """Queries or keys (B, L, H, N) of DeltaNet."""
+    if module.qk_activation == "silu":
+        x = _activated(module, name, hidden)
+    else:
+        x = run(getattr(module, f"{name}_proj"), hidden)
+        x = convolved(getattr(module, f"{name}_conv1d", None), x)
+        if module.qk_activation == "relu":
+            x = F.relu(x)
+        elif module.qk_activation == "elu":
+            x = F.elu(x) + 1
+    x = as_heads(x, module.num_heads)
+    return _unit(x) if module.qk_norm == "l2" else F.normalize(x, p=1.0, dim=-1, eps=1e-6)
+
+
+def _activated(module: Any, name: str, hidden: Tensor) -> Tensor:
+    """A projection with its short convolution, or SiLU alone where there is none."""
+    x = run(getattr(module, f"{name}_proj"), hidden)
+    conv = getattr(module, f"{name}_conv1d", None)
+    return F.silu(x) if conv is None else convolved(conv, x)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,59 @@
+"""Griffin: transformers' recurrent_gemma.
+
+    u = conv(W_x h) + b
+    i, r = sigmoid(block-diagonal maps of u)      a = exp(-8 r softplus(c))
+    s[t] = (1 - reset[t]) a[t] s[t-1] + m[t] i[t] u[t]
+    y = gelu(W_y h) s                             output = W_o y
+
+where m = sqrt(1 - a^2), or 1 at a reset, and a reset is a token at position 0: the beginning, or
+that of the next of several packed sequences.  Frozen: a, m, i and the gate.  The recurrent block
+is told of no padding, so padded tokens take part like any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from .base import Call, LinearMixer
+from .common import as_heads, causal_conv, linear, run, working_dtype
+
+
+def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
+    """transformers' RecurrentGemmaRecurrentBlock."""
+    call.refuse_cache("past_key_values")
+    hidden = call.argument("input_states", 0)
+    hidden = hidden.to(working_dtype(module, hidden))
+    values = as_heads(run(module.linear_x, hidden))  # (B, L, D, 1)
+    shape = Shape(*values.shape)
+    conv, u = causal_conv(module.conv_1d, values, None, shape)
+    reset = call.argument("position_ids", 1)[..., None] == 0  # (1 or B, L, 1)
+    decay, written = _coefficients(module.rg_lru, u.squeeze(-1), reset)
+    operator = Chain(
+        Diagonal(as_heads(module.act_fn(run(module.linear_y, hidden))), shape, "gate"),
+        ElementwiseRecurrence(decay),
+        Diagonal(as_heads(written), shape, "scan"),
+        conv,
+    )
+    return LinearMixer(values, operator, lambda y: run(module.linear_out, y.flatten(2)))
+
+
+def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+    """The decay and the factor m i on the input, (B, L, D)."""
+    i = _block_gate(u, rg_lru.input_gate_weight, rg_lru.input_gate_bias)
+    r = _block_gate(u, rg_lru.recurrent_gate_weight, rg_lru.recurrent_gate_bias)
+    log_decay = -8.0 * r * F.softplus(rg_lru.recurrent_param.to(u))
+    # not by expm1: near a = 1 the model's own rounding is to be reproduced
+    m = torch.sqrt(1 - torch.exp(2 * log_decay))
+    decay = torch.exp(log_decay).masked_fill(reset, 0.0)
+    return decay, i * m.masked_fill(reset, 1.0)
+
+
+def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """sigmoid of one linear map per head, weights (H, D / H, D / H)."""
+    maps: Tensor = torch.block_diag(*weight)  # type: ignore[no-untyped-call]
+    return torch.sigmoid(linear(u, maps.T, bias.flatten()))

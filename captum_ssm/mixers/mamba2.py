@@ -1,0 +1,186 @@
+"""Mamba-2: transformers' mamba2, bamba, zamba2, falcon_h1, granitemoehybrid and nemotron_h.
+
+    z, xBC, dt = in_proj(mask h)       x, B, C = mask SiLU(conv(xBC) + b)
+    dt = clamp(softplus(dt + b_dt))    A = -exp(A_log)
+    alpha[i, j] = C[i] . B[j] exp(A sum of dt over j+1..i) dt[j]
+    s = SiLU(z) (alpha + D) x          y = w s / rms(s)             output = out_proj(y)
+
+with one decay per head, B and C shared by the heads of a group, and the norm per group of heads;
+some put the gate behind the norm, or have no norm.  Frozen: dt, B, C, the mask, the ratios
+SiLU(u) / u and SiLU(z), and 1 / rms.  B and C pass through the same convolution as x; only the
+part of x belongs to the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape, ShortConv, Sum
+from .base import Call, LinearMixer
+from .common import (
+    activation_ratio,
+    as_heads,
+    causal_conv,
+    frozen,
+    masked,
+    padding_mask,
+    refuse_packed,
+    run,
+    working_dtype,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The RMSNorm at the end.
+
+    Attributes:
+        weight: its weight (D,).
+        eps: added to the mean square.
+        groups: how many groups of channels are normalised each by itself.
+        before_gate: whether it acts before the gate.
+    """
+
+    weight: Tensor
+    eps: float
+    groups: int
+    before_gate: bool = False
+
+
+def hf_mamba2(module: Any, call: Call) -> LinearMixer:
+    """The Mamba-2 mixers of transformers, but for Falcon-H1's and Granite's."""
+    hidden, mask = _hidden(module, call)
+    norm = Norm(module.norm.weight, module.norm.variance_epsilon, module.n_groups)
+    return _hf_linearize(module, run(module.in_proj, hidden), mask, norm)
+
+
+def granite_mamba2(module: Any, call: Call) -> LinearMixer:
+    """GraniteMoeHybridMambaLayer, whose block scales what it returns."""
+    scale = float(getattr(call.block, "residual_multiplier", 1.0))
+    return replace(hf_mamba2(module, call), branch_scale=scale)
+
+
+def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
+    """FalconH1Mixer: scaled before and after in_proj, and by its block; the norm is optional."""
+    hidden, mask = _hidden(module, call)
+    projected = run(module.in_proj, hidden * module.ssm_in_multiplier)
+    projected = projected * module.mup_vector.to(projected)
+    norm = None
+    if module.mamba_rms_norm:
+        own = module.norm
+        norm = Norm(own.weight, own.variance_epsilon, own.n_groups, own.norm_before_gate)
+    linear = _hf_linearize(module, projected, mask, norm)
+    scale = float(getattr(call.block, "ssm_out_multiplier", 1.0))
+    return replace(linear, branch_scale=scale)
+
+
+def _hidden(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The sequence entering in_proj, padding silenced, and the mask."""
+    call.refuse_cache("cache_params", position=1)
+    refuse_packed(call)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    mask = padding_mask(call.argument("attention_mask", 2), hidden)
+    return hidden if mask is None else hidden * mask[:, :, None], mask
+
+
+def _hf_linearize(
+    module: Any, projected: Tensor, mask: Tensor | None, norm: Norm | None
+) -> LinearMixer:
+    return linearize(
+        module,
+        projected,
+        mask,
+        groups=module.n_groups,
+        dt_limit=module.time_step_limit,
+        norm=norm,
+        project=lambda y: run(module.out_proj, y.flatten(2)),
+    )
+
+
+def linearize(
+    module: Any,
+    projected: Tensor,
+    mask: Tensor | None,
+    *,
+    groups: int,
+    dt_limit: tuple[float, float],
+    norm: Norm | None,
+    project: Callable[[Tensor], Tensor],
+    initial: Tensor | None = None,
+) -> LinearMixer:
+    """The mixer from what in_proj returns.
+
+    Args:
+        module: the mixer, for conv1d, act, activation, dt_bias, A_log and D.
+        projected: z, x, B, C and dt (B, L, 2 D + 2 G N + H).
+        mask: True for real tokens (B, L), or None.
+        groups: groups of heads that share B and C, G.
+        dt_limit: smallest and largest dt.
+        norm: the norm at the end, or None.
+        project: the output projection.
+        initial: the states before the first token (H, P, N), or None for zeros.
+    """
+    heads, mixed = len(module.dt_bias), module.conv1d.in_channels
+    width = projected.shape[-1] - mixed - heads
+    z, stream, dt = torch.split(projected, [width, mixed, heads], -1)
+    shape = Shape(projected.shape[0], projected.shape[1], heads, width // heads)
+    channels = as_heads(stream)  # (B, L, D + 2 G N, 1)
+    conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
+    ratio = activation_ratio(module.act, module.activation, u)
+    activated = u * ratio if mask is None else u * ratio * mask[:, :, None, None]
+    x, key, query = activated.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
+    dt = F.softplus(dt + module.dt_bias.to(dt)).clamp(*dt_limit)
+    log_decay = -torch.exp(module.A_log.to(dt)) * dt
+    query, key = as_heads(query, groups), as_heads(key, groups)
+    scan = ScalarDecayHeads(query, key, log_decay, dt, shape.per_head)
+    skip = frozen(module.D, dt).view(1, 1, heads, -1)
+    core: Operator = Sum(scan, Diagonal(skip, shape, "skip"))
+    if initial is not None:
+        core = Chain(_remembered(initial, query, log_decay, shape), core)
+    gate = Diagonal(as_heads(F.silu(z), heads), shape, "gate")
+    operator = Chain(
+        *_gate_and_norm(gate, norm, core.affine(x.view(shape))),
+        core,
+        *masked(mask, shape, x),
+        Diagonal(ratio[:, :, :width].view(shape), shape, "activation"),
+        _first_channels(conv, shape),
+        *masked(mask, shape, x),
+    )
+    return LinearMixer(stream[:, :, :width].reshape(shape), operator, project, mask)
+
+
+def _first_channels(conv: ShortConv, shape: Shape) -> ShortConv:
+    """The convolution on its first channels only, cut into heads."""
+    width = shape.heads * shape.per_head
+    bias = conv.bias
+    if bias is not None:
+        bias = bias[:, :, :width].reshape(*bias.shape[:2], *shape[2:])
+    return ShortConv(conv.weight[:width].view(*shape[2:], -1), shape, bias)
+
+
+def _remembered(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
+    """The constant that states from before the first token add to what the scan returns."""
+    query = query.repeat_interleave(shape.heads // query.shape[2], 2)
+    read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
+    constant = log_decay.double().cumsum(1).exp().to(read)[..., None] * read
+    one_tap = torch.ones_like(constant[0, 0, :, :, None])
+    return ShortConv(one_tap, shape, constant, component="scan")
+
+
+def _gate_and_norm(gate: Diagonal, norm: Norm | None, mixed: Tensor) -> list[Operator]:
+    """The gate and, with 1 / rms frozen, the norm of what the scan and the skip return."""
+    if norm is None:
+        return [gate]
+    entering = mixed if norm.before_gate else gate.apply(mixed)
+    grouped = as_heads(entering.flatten(2), norm.groups)
+    rms = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.eps).expand_as(grouped)
+    weight = rms.flatten(2) * norm.weight.to(rms)
+    scaling = Diagonal(weight.view(mixed.shape), gate.shape, "norm")
+    return [gate, scaling] if norm.before_gate else [scaling, gate]

@@ -1,0 +1,79 @@
+"""RetNet: fla's MultiScaleRetention.
+
+    q, k = rotate(q), rotate(k)                        gamma[h] = 1 - 2^(-5 - h)
+    alpha_h[i, j] = gamma[h]^(i - j) q_h[i] . k_h[j] / sqrt(N),   j <= i
+    y = SiLU(g) RMSNorm_h(alpha v)                     output = o_proj(y)
+
+Queries, keys and values each pass a short convolution with SiLU if the layer has them, and
+groups of heads share keys and values if num_kv_heads is smaller than num_heads.  Frozen: q and k,
+the convolution's SiLU(u) / u, the norm's statistics and the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import Chain, ScalarDecayHeads
+from .base import Call, LinearMixer
+from .common import as_heads, run
+from .fla_common import (
+    closing,
+    convolved,
+    entering_unpadded,
+    norm_and_gate,
+    steps,
+    value_stream,
+)
+
+
+def fla_retention(module: Any, call: Call) -> LinearMixer:
+    """fla's MultiScaleRetention."""
+    hidden, mask = entering_unpadded(module, call)
+    groups = module.num_kv_groups
+    q = convolved(getattr(module, "q_conv1d", None), run(module.q_proj, hidden))
+    k = convolved(getattr(module, "k_conv1d", None), run(module.k_proj, hidden))
+    q, k = as_heads(q, module.num_heads), as_heads(k, module.num_kv_heads)
+    if module.feature_map_fn is not None:
+        q, k = module.feature_map_fn(q), module.feature_map_fn(k)
+    q, k = _rotate(module.rotary, mask, q), _rotate(module.rotary, mask, k)
+
+    head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
+    log_decay = torch.log1p(-(2.0 ** (-5 - head))).expand(*q.shape[:3])
+    scan = ScalarDecayHeads(
+        q * module.head_k_dim**-0.5,
+        k.repeat_interleave(groups, 2),
+        steps(log_decay, mask),
+        None,
+        module.head_v_dim,
+    )
+    values, before = value_stream(
+        run(module.v_proj, hidden),
+        getattr(module, "v_conv1d", None),
+        mask,
+        module.head_v_dim,
+        repeat=groups,
+    )
+    core = Chain(scan, *before)
+    return closing(module, values, core, norm_and_gate(module, hidden, core.affine(values)), mask)
+
+
+def _rotate(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
+    """Rotary embedding of (B, L, H, N), whose first half pairs with its second half.
+
+    Positions count real tokens. As in the model, angles are float32 whatever x is.
+    """
+    if mask is None:
+        position = torch.arange(x.shape[1], device=x.device)[None]
+    else:
+        position = (mask.cumsum(1) - 1).clamp_min(0)
+    frequency = rotary.inv_freq
+    if frequency.dtype != torch.float32:
+        exponent = torch.arange(0, rotary.dim, 2, device=x.device, dtype=torch.float32) / rotary.dim
+        frequency = 1.0 / rotary.base**exponent
+    angle = position.float()[:, :, None, None] * frequency.to(x.device)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,0 +1,49 @@
+"""RWKV-4: transformers' rwkv.
+
+    k, v, r = maps of h mixed with the previous token's h (the token shift)
+    y = sigmoid(r) alpha v          output = W_o y
+
+where alpha[i, j] is the softmax over j of (i - 1 - j) w + k[j] for j < i and u + k[i] for j = i,
+with w = -exp(time_decay) and u = time_first.  Frozen: k and the gate.
+
+The values are the v that enter alpha, so a token's value holds a part of the token before it, as
+in the unified paper, which leaves the shift over the values out.  The shift acts on the channels
+of h and the value projection then mixes them: no convolution per value channel equals it.
+
+In evaluation the model halves its stream every few blocks and scales the output projections of
+later blocks to fit, in place at its first run; h is normalised, so this reaches W_o alone.  The
+model is told of no padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import Chain, Diagonal, Shape, wkv
+from .base import Call, LinearMixer
+from .common import as_heads, run, working_dtype
+
+
+def rwkv4(module: Any, call: Call) -> LinearMixer:
+    """transformers' RwkvSelfAttention."""
+    call.refuse_cache("state", position=1)
+    hidden = call.argument("hidden", 0)
+    hidden = hidden.to(working_dtype(module, hidden))
+    before = torch.nn.functional.pad(hidden, (0, 0, 1, -1))
+
+    def shifted(mix: Tensor) -> Tensor:
+        mix = mix.to(hidden)
+        mixture: Tensor = hidden * mix + before * (1 - mix)
+        return mixture
+
+    key = run(module.key, shifted(module.time_mix_key))
+    values = as_heads(run(module.value, shifted(module.time_mix_value)))  # (B, L, D, 1)
+    gate = torch.sigmoid(run(module.receptance, shifted(module.time_mix_receptance)))
+    operator = Chain(
+        Diagonal(as_heads(gate), Shape(*values.shape), "gate"),
+        wkv(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key)),
+    )
+    return LinearMixer(values, operator, lambda y: run(module.output, y.flatten(2)))

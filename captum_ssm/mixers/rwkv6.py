@@ -1,0 +1,86 @@
+"""RWKV-6: fla's RWKV6Attention.
+
+    r, w, k, v, g = maps of h mixed with the previous token's h, each by its own mu(h)
+    alpha_h[i, j] = r_h[i] . (product of exp(-exp(w_h)) over j+1..i-1) k_h[j],   j < i
+    alpha_h[i, i] = r_h[i] . (bonus_h k_h[i])
+    y = SiLU(g) GroupNorm(alpha v)                        output = o_proj(y)
+
+Frozen: r, w, k, the norm's statistics and the gate.  As in RWKV-4, the values are the v that
+enter alpha, so a token's value holds a part of the token before it: the mixing acts on the
+channels of h before the projection, which no convolution per value channel equals.
+
+The norm subtracts each head's mean, so it mixes the channels of a head; its bias counts as bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import (
+    Chain,
+    Diagonal,
+    HeadCentering,
+    Operator,
+    Shape,
+    ShortConv,
+    VectorDecayHeads,
+)
+from .base import Call, LinearMixer
+from .common import as_heads, frozen, linear, masked, run
+from .fla_common import entering, steps
+
+
+def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
+    """fla's RWKV6Attention; padded tokens write nothing, but the state decays over them."""
+    hidden, mask = entering(module, call)
+    hidden = steps(hidden, mask)
+    delta = torch.nn.functional.pad(hidden, (0, 0, 1, -1)) - hidden
+    r, w, k, v, g = (
+        run(getattr(module, f"{name}_proj").linear, hidden + delta * mu)
+        for name, mu in zip("rwkvg", _mixing(module, hidden, delta), strict=True)
+    )
+    heads = module.num_heads
+    values = as_heads(v, heads)
+    shape = Shape(*values.shape)
+    scan = VectorDecayHeads(
+        as_heads(r, heads),
+        as_heads(k, heads),
+        as_heads(-torch.exp(w), heads),
+        shape.per_head,
+        frozen(module.bonus, values),
+    )
+    core = Chain(scan, *masked(mask, shape, values))
+    operator = Chain(
+        Diagonal(as_heads(module.gate_fn(g), heads), shape, "gate"),
+        *_group_norm(module.g_norm, core.affine(values), shape),
+        core,
+    )
+    return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
+
+
+def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
+    """mu, how much of the previous token each of r, w, k, v and g takes, each (B, L, E)."""
+    lerp, activation, up = module.x_proj
+    rank = module.proj_low_rank_dim
+    x = activation(run(lerp.linear, hidden + delta * lerp.mu.to(hidden)))
+    # the layer reads the last map by its weight: one matrix per mu
+    weights = up.weight.view(module.hidden_size, 5, rank).unbind(1)
+    parts = zip(x.split(rank, -1), weights, module.x_bias.to(hidden), strict=True)
+    return [linear(part, weight, bias) for part, weight, bias in parts]
+
+
+def _group_norm(norm: Any, o: Tensor, shape: Shape) -> list[Operator]:
+    """A LayerNorm of each head of o (B, L, H, P), its statistics frozen."""
+    variance = o.var(-1, correction=0, keepdim=True)
+    parts: list[Operator] = [
+        Diagonal(torch.rsqrt(variance + norm.eps), shape, "norm"),
+        HeadCentering(shape, o),
+    ]
+    if norm.weight is None:
+        return parts
+    weight = frozen(norm.weight, o).view(*o.shape[2:], 1)
+    bias = None if norm.bias is None else frozen(norm.bias, o).view(1, 1, *o.shape[2:])
+    return [ShortConv(weight, shape, bias, component="norm"), *parts]

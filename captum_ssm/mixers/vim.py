@@ -1,0 +1,137 @@
+"""Vision Mamba: captum_ssm's VimMixer, and Mamba in the published fork of mamba_ssm.
+
+x, z = in_proj(h)                  y = SiLU(z) (alpha_f + D + ...) x, output = out_proj(y)
+
+f(x) = (scan + D) SiLU(conv(x) + b), with frozen ratios as in mamba.py, P the flip of tokens:
+
+none   alpha = SiLU(z) f
+v1     alpha = SiLU(z) (scan + P scan_b P + 2 D) SiLU conv, where scan_b differs in A only
+v2     alpha = SiLU(z) (f + P f_b P) / 2, where f_b has weights of its own
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UnsupportedMixerError
+from ..operators import Chain, Diagonal, Operator, Permute, SelectiveScan, Shape, ShortConv, Sum
+from .base import Call, LinearMixer
+from .common import as_heads, causal_conv, frozen, linear, run, working_dtype
+
+#: Above this error an output is not the sum of two directions; rounding stays far below.
+_ANOTHER_FUNCTION = 0.25
+
+
+def vim_mixer(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.vim's VimMixer."""
+    hidden = call.hidden_states
+    projected = run(module.in_proj, hidden.to(working_dtype(module, hidden)))
+    return _linearize(module, projected, run_projections=True)
+
+
+def published_fork(module: Any, call: Call) -> LinearMixer:
+    """Mamba of the mamba_ssm fork that is published with Vision Mamba."""
+    call.refuse_cache("inference_params", position=1)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    projected = linear(hidden, module.in_proj.weight, module.in_proj.bias)
+    mixer = _linearize(module, projected, run_projections=not module.use_fast_path)
+    if module.bimamba_type != "none" and not module.use_fast_path:
+        _check_both_directions(module, mixer, call.output_tensor)
+    return mixer
+
+
+def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> None:
+    """Some copies of the fork read one direction only on the slow path, without a word."""
+    with torch.no_grad():
+        rebuilt = mixer.output()
+        difference = (rebuilt - output.to(rebuilt)).abs().max()
+    if bool(difference > _ANOTHER_FUNCTION * output.to(rebuilt).abs().max()):
+        raise UnsupportedMixerError(
+            f"{type(module).__name__} with bimamba_type={module.bimamba_type!r} did not compute "
+            "the sum of both directions: with use_fast_path=False the published fork drops the "
+            "backward one, so the model's own predictions are wrong. Use use_fast_path=True, or "
+            "load the weights with captum_ssm.models.load_vim, which runs anywhere."
+        )
+
+
+def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> LinearMixer:
+    x, z = projected.chunk(2, dim=-1)
+    values = as_heads(x)  # (B, L, D, 1)
+    shape = Shape(*values.shape)
+    ahead = _direction(module, "", values, run_projections)
+    flip = torch.arange(shape.tokens - 1, -1, -1, device=values.device)
+    both: tuple[Operator, ...]
+    if module.bimamba_type == "v2":
+        back = _direction(module, "_b", values.flip(1), run_projections)
+        turn = Permute(flip, shape)
+        # structural, so that the share of each direction outlives every ablation
+        share = Diagonal(values.new_full((1, 1, 1, 1), 0.5 if _halves(module) else 1.0), shape)
+        ahead_part = Chain(share, *ahead.operators())
+        both = (Sum(ahead_part, Chain(turn, share, *back.operators(), turn)),)
+    elif module.bimamba_type == "v1":
+        scan = ahead.scan
+        a_b = -torch.exp(module.A_b_log.to(values))
+        back_scan = SelectiveScan(scan.dt.flip(1), a_b, scan.b.flip(1), scan.c.flip(1))
+        turn = Permute(flip, shape, "scan")
+        skip = Diagonal(2 * ahead.skip.weight, shape, "skip")
+        core = Sum(scan, Chain(turn, back_scan, turn), skip)
+        both = (core, ahead.activation, ahead.conv)
+    else:
+        both = ahead.operators()
+    operator = Chain(Diagonal(as_heads(F.silu(z)), shape, "gate"), *both)
+    gamma = getattr(module, "gamma", None)
+
+    def project(y: Tensor) -> Tensor:
+        out = _call(module.out_proj, y.flatten(2), run_projections)
+        return out if gamma is None else out * gamma.to(out)
+
+    return LinearMixer(values, operator, project)
+
+
+class _Direction(NamedTuple):
+    """One direction's parts, without the gate."""
+
+    scan: SelectiveScan
+    skip: Diagonal
+    activation: Diagonal
+    conv: ShortConv
+
+    def operators(self) -> tuple[Operator, ...]:
+        return Sum(self.scan, self.skip), self.activation, self.conv
+
+
+def _direction(module: Any, suffix: str, values: Tensor, run_projections: bool) -> _Direction:
+    """The parts for values in the order in which this direction reads them."""
+    shape = Shape(*values.shape)
+    conv, u = causal_conv(getattr(module, f"conv1d{suffix}"), values, None, shape)
+    ratio = torch.sigmoid(u)
+    dt_proj = getattr(module, f"dt_proj{suffix}")
+    a = -torch.exp(getattr(module, "A_b_log" if suffix else "A_log").to(values))  # (D, N)
+    x_proj = getattr(module, f"x_proj{suffix}")
+    selected = _call(x_proj, (u * ratio).squeeze(-1), run_projections)
+    rank, state = dt_proj.weight.shape[1], a.shape[1]
+    t, b, c = torch.split(selected, [rank, state, state], dim=-1)
+    dt = F.softplus(linear(t, dt_proj.weight, dt_proj.bias))
+    skip = frozen(getattr(module, f"D{suffix}"), values).view(1, 1, -1, 1)
+    return _Direction(
+        SelectiveScan(dt, a, b, c),
+        Diagonal(skip, shape, "skip"),
+        Diagonal(ratio, shape, "activation"),
+        conv,
+    )
+
+
+def _halves(module: Any) -> bool:
+    """Whether the sum is halved; the attribute's name differs between published copies."""
+    return bool(getattr(module, "if_divide_out", getattr(module, "if_devide_out", False)))
+
+
+def _call(projection: Any, x: Tensor, as_module: bool) -> Tensor:
+    if as_module:
+        return run(projection, x)
+    return linear(x, projection.weight, projection.bias)

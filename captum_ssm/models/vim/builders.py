@@ -1,0 +1,82 @@
+"""The released sizes of Vision Mamba, also under their published names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from captum_ssm.errors import OptionError
+
+from .model import VisionMamba
+
+#: What timm.create_model passes to every model.
+_OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
+def vim_tiny(**options: Any) -> VisionMamba:
+    """Vim-Ti: E = 192, 24 blocks, 7 million parameters, random weights.
+
+    Args:
+        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
+    """
+    return VisionMamba(**({"embed_dim": 192} | options))
+
+
+def vim_small(**options: Any) -> VisionMamba:
+    """Vim-S: E = 384, 24 blocks, 26 million parameters, random weights.
+
+    Args:
+        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
+    """
+    return VisionMamba(**({"embed_dim": 384} | options))
+
+
+def vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
+    pretrained: bool = False, **options: Any
+) -> VisionMamba:
+    """Vim-Ti by its published name and keywords."""
+    return vim_tiny(**_from_published(pretrained, options))
+
+
+def vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
+    pretrained: bool = False, **options: Any
+) -> VisionMamba:
+    """Vim-S by its published name and keywords."""
+    return vim_small(**_from_published(pretrained, options))
+
+
+def register_with_timm() -> list[str]:
+    """Let ``timm.create_model`` find the published names; timm must be installed.
+
+    Returns:
+        The names.
+    """
+    from timm.models import is_model, model_entrypoint, register_model
+
+    entries = (
+        vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2,
+        vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2,
+    )
+    for entry in entries:
+        if not is_model(entry.__name__) or model_entrypoint(entry.__name__) is not entry:
+            register_model(entry)
+    return [entry.__name__ for entry in entries]
+
+
+def _from_published(pretrained: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """The published keywords as those of :class:`VisionMamba`."""
+    if pretrained:
+        raise OptionError(
+            "pretrained=True: nothing is downloaded here. Download the checkpoint and call "
+            "captum_ssm.models.load_vim(path)."
+        )
+    options = {name: value for name, value in options.items() if name not in _OF_TIMM}
+    # the published names differ from copy to copy
+    if "if_devide_out" in options:
+        options["if_divide_out"] = options.pop("if_devide_out")
+    if "if_abs_pos_embed" in options:
+        options["pos_embed"] = options.pop("if_abs_pos_embed")
+    has_cls = options.pop("if_cls_token", True)
+    double = options.pop("use_double_cls_token", False)
+    middle = options.pop("use_middle_cls_token", True)
+    place = "double" if double else "middle" if middle else "head"
+    return {"final_pool_type": "mean", "cls_token": place if has_cls else "none"} | options

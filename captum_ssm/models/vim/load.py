@@ -1,0 +1,181 @@
+"""Loading of Vision Mamba checkpoints, whose sizes are read off the weights."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import mode
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import CheckpointError
+
+from .model import VisionMamba
+
+#: Keys that an error names at most.
+_SHOWN = 8
+#: Image side of the released models.
+_RELEASED = 224
+
+Weights = Mapping[str, Tensor]
+
+
+def load_vim(path: str | Path, **options: Any) -> VisionMamba:
+    """Loads a Vision Mamba checkpoint, such as the official ones; nothing is downloaded.
+
+    All sizes are inferred from the weights.  What weights do not tell is given as options: where a
+    single cls token stands (``cls_token``, default ``"middle"``; ``"none"`` if there is none),
+    ``pos_embed=False`` if there are no position embeddings, ``final_pool_type``,
+    ``if_divide_out``, ``norm_epsilon``; ``img_size`` where the patch grid is not square, and
+    ``stride`` where patches overlap, other than by half in images of 224 x 224.
+
+    Args:
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"``. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba` that override what was
+            inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a Vision Mamba; it names the keys.
+    """
+    weights = _read(Path(path))
+    try:
+        with torch.device("meta"):  # the weights come from the file
+            model = VisionMamba(**_sizes(weights, options))
+        _check(model.state_dict(), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} does not fit a Vision Mamba: {error}") from None
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval()
+
+
+def _read(path: Path) -> Weights:
+    content: Any
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ImportError(f"{path} needs safetensors: pip install safetensors") from error
+        content = load_file(path)
+    else:
+        # checkpoints of the published training script hold its command line beside the weights
+        allow = getattr(torch.serialization, "safe_globals", None)
+        with nullcontext() if allow is None else allow([argparse.Namespace]):
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read without running code in it, which is refused. If you "
+                    'trust it, save its weights alone: torch.save({"model": weights}, path).'
+                ) from error
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
+        raise CheckpointError(
+            f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
+        )
+    return content
+
+
+def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of VisionMamba: what the weights tell, and the user's options."""
+
+    def anywhere(name: str) -> bool:  # so that a key that one layer lacks is found missing
+        return any(name in key for key in weights)
+
+    embed_dim, channels, patch, _ = _shape(weights, "patch_embed.proj.weight", 4)
+    numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
+    second = "v1" if anywhere(".A_b_log") else "none"
+    sizes: dict[str, Any] = {
+        "embed_dim": embed_dim,
+        "channels": channels,
+        "patch_size": patch,
+        "d_inner": _usual(weights, "in_proj.weight", 2)[0] // 2,
+        "d_state": _usual(weights, "A_log", 2)[1],
+        "d_conv": _usual(weights, "conv1d.weight", 3)[2],
+        "dt_rank": _usual(weights, "dt_proj.weight", 2)[1],
+        "depth": 1 + max((int(n) for n in numbers if n.isdigit()), default=0),
+        "num_classes": _shape(weights, "head.weight", 2)[0] if anywhere("head.") else 0,
+        "cls_token": "double" if "cls_token_head" in weights else "middle",
+        "pos_embed": True,
+        "rms_norm": not anywhere("norm_f.bias"),
+        "bimamba_type": "v2" if anywhere("_b.") else second,
+        "bias": anywhere("in_proj.bias"),
+        "conv_bias": anywhere("conv1d.bias"),
+        "init_layer_scale": 1.0 if anywhere(".gamma") else None,
+    }
+    sizes |= options
+    if sizes["pos_embed"]:
+        tokens = _shape(weights, "pos_embed", 3)[1]
+        patches = tokens - {"none": 0, "double": 2}.get(sizes["cls_token"], 1)
+        sizes |= _image(patches, sizes["patch_size"], options)
+    return sizes
+
+
+def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Image size and stride with so many patches; released models overlap by half or not at all."""
+    side = math.isqrt(patches)
+    strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
+    image = options.get("img_size", _RELEASED)
+    height, width = (image, image) if isinstance(image, int) else image
+    for stride in strides:
+        if ((height - patch) // stride + 1) * ((width - patch) // stride + 1) == patches:
+            return {"img_size": image, "stride": stride}
+    if side**2 != patches or "img_size" in options:
+        raise CheckpointError(
+            f"'pos_embed' is for {patches} patches; give the size of the images that have so many "
+            "with img_size=(height, width), and stride=... if patches overlap."
+        )
+    return {"img_size": (side - 1) * strides[0] + patch, "stride": strides[0]}
+
+
+def _usual(weights: Weights, name: str, dims: int) -> torch.Size:
+    """The shape that most layers have, so that the odd one out is found wrong."""
+    keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
+    if not keys:
+        raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
+    usual = mode(weights[key].shape for key in keys)
+    return _shape(weights, next(key for key in keys if weights[key].shape == usual), dims)
+
+
+def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
+    if key not in weights:
+        raise CheckpointError(f"its weights lack {key!r}.")
+    shape = weights[key].shape
+    if len(shape) != dims:
+        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
+    return shape
+
+
+def _check(wanted: Weights, found: Weights) -> None:
+    """Raise, naming the keys, unless both hold the same names and shapes."""
+    complaints = [
+        _listed("it lacks", [repr(k) for k in wanted if k not in found]),
+        _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
+        _listed(
+            "shapes differ in",
+            [
+                f"{k!r} ({tuple(found[k].shape)} instead of {tuple(w.shape)})"
+                for k, w in wanted.items()
+                if k in found and found[k].shape != w.shape
+            ],
+        ),
+    ]
+    if any(complaints):
+        raise CheckpointError("; ".join(c for c in complaints if c) + ".")
+
+
+def _listed(what: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{what} {', '.join(items[:_SHOWN])}{more}"

@@ -1,0 +1,162 @@
+"""The mixer of Vision Mamba: a Mamba that reads the tokens from both ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from captum_ssm.errors import OptionError
+from captum_ssm.tracing.repair import selective_scan
+
+#: Which weights the second direction has of its own: there is none, A alone, or all but the
+#: projections in and out.
+BimambaType = Literal["none", "v1", "v2"]
+
+#: dt starts log-uniformly between these.
+_DT_MIN, _DT_MAX = 1e-3, 1e-1
+
+
+class VimMixer(nn.Module):
+    """Vision Mamba's mixer, with the parameter names of the published code.
+
+    With x, z = in_proj(h), u = SiLU(conv(x)) and f(x, z) = SiLU(z) (scan(u) + D u), it returns
+    out_proj(y) for
+
+        none   y = f(x, z)
+        v1     y = f(x, z) + SiLU(z) (flip scan_b(flip u) + D u), where scan_b differs in A only
+        v2     y = (f(x, z) + flip f_b(flip x, flip z)) / 2, where f_b has weights of its own
+
+    Args:
+        d_model: E.
+        d_state: N.
+        d_conv: taps of the convolutions.
+        d_inner: D, channels. Default: None, 2 E.
+        dt_rank: rank of the projection to dt. Default: None, E / 16 rounded up.
+        bias: whether the projections in and out have biases. Default: False.
+        conv_bias: whether the convolutions have. Default: True.
+        bimamba_type: ``"none"``, ``"v1"`` or ``"v2"``. Default: ``"v2"``.
+        if_divide_out: whether v2 halves the sum. Default: True.
+        init_layer_scale: initial factor gamma on the output. Default: None, no factor.
+    """
+
+    A_log: nn.Parameter
+    gamma: nn.Parameter | None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        d_inner: int | None = None,
+        dt_rank: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = True,
+        bimamba_type: BimambaType = "v2",
+        if_divide_out: bool = True,
+        init_layer_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if bimamba_type not in ("none", "v1", "v2"):
+            raise OptionError(
+                f"bimamba_type={bimamba_type!r} is not known. Use 'none', 'v1' or 'v2'."
+            )
+        self.bimamba_type = bimamba_type
+        self.if_divide_out = if_divide_out
+        inner = 2 * d_model if d_inner is None else d_inner
+        rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
+        self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias)
+        for suffix in ("", "_b") if bimamba_type == "v2" else ("",):
+            conv = nn.Conv1d(inner, inner, d_conv, groups=inner, padding=d_conv - 1, bias=conv_bias)
+            self.add_module(f"conv1d{suffix}", conv)
+            self.add_module(f"x_proj{suffix}", nn.Linear(inner, rank + 2 * d_state, bias=False))
+            self.add_module(f"dt_proj{suffix}", _dt_proj(rank, inner))
+            self.register_parameter(f"D{suffix}", nn.Parameter(torch.ones(inner)))
+        for name in ("A_log",) if bimamba_type == "none" else ("A_log", "A_b_log"):
+            rates = torch.arange(1, d_state + 1, dtype=torch.float32).log()
+            self.register_parameter(name, nn.Parameter(rates.expand(inner, -1).clone()))
+        self.out_proj = nn.Linear(inner, d_model, bias=bias)
+        gamma = None
+        if init_layer_scale is not None:
+            gamma = nn.Parameter(torch.full((d_model,), float(init_layer_scale)))
+        self.register_parameter("gamma", gamma)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, L, E) to (B, L, E)."""
+        x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # (B, D, L)
+        parts = (*self._select(x, ""), z)
+        y = self._scan(parts, "A_log", "")
+        if self.bimamba_type == "v1":
+            y = y + self._scan([part.flip(-1) for part in parts], "A_b_log", "").flip(-1)
+        elif self.bimamba_type == "v2":
+            parts = (*self._select(x.flip(-1), "_b"), z.flip(-1))
+            y = y + self._scan(parts, "A_b_log", "_b").flip(-1)
+            y = y / 2 if self.if_divide_out else y
+        out: Tensor = self.out_proj(y.transpose(1, 2).to(hidden_states.dtype))
+        return out if self.gamma is None else out * self.gamma
+
+    def _select(self, x: Tensor, suffix: str) -> tuple[Tensor, ...]:
+        """u and dt before bias and softplus (B, D, L), B and C (B, N, L)."""
+        conv, x_proj, dt_proj = self._modules_of(suffix)
+        u = F.silu(conv(x)[..., : x.shape[-1]])
+        rank, state = dt_proj.weight.shape[1], self.A_log.shape[1]
+        t, b, c = x_proj(u.transpose(1, 2)).split([rank, state, state], dim=-1)
+        return u, F.linear(t, dt_proj.weight).mT, b.mT, c.mT
+
+    def _scan(self, parts: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
+        """SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
+        u = parts[0]
+        precise = torch.promote_types(u.dtype, torch.float32)
+        scan = _scan_function(u.is_cuda and precise == torch.float32)
+        # the kernel computes in float32 inside; it wants what varies over tokens as it comes
+        dtype = precise if scan is selective_scan else u.dtype
+        skip, dt_bias = getattr(self, f"D{suffix}"), self._modules_of(suffix)[2].bias
+        with torch.autocast(u.device.type, enabled=False):
+            u, dt, b, c, z = (part.to(dtype) for part in parts)
+            a = -torch.exp(getattr(self, a_log).to(precise))
+            y: Tensor = scan(
+                u,
+                dt,
+                a,
+                b,
+                c,
+                skip.to(precise),
+                z=z,
+                delta_bias=dt_bias.to(precise),
+                delta_softplus=True,
+            )
+        return y
+
+    def _modules_of(self, suffix: str) -> tuple[Any, Any, Any]:
+        conv, x_proj, dt_proj = (
+            getattr(self, name + suffix) for name in ("conv1d", "x_proj", "dt_proj")
+        )
+        return conv, x_proj, dt_proj
+
+
+@cache
+def _scan_function(cuda: bool) -> Callable[..., Any]:
+    """mamba_ssm's kernel where there is one, else the scan of this package."""
+    if not cuda:
+        return selective_scan
+    try:
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+    except ImportError:
+        return selective_scan
+    kernel: Callable[..., Any] = selective_scan_fn
+    return kernel
+
+
+def _dt_proj(rank: int, inner: int) -> nn.Linear:
+    layer = nn.Linear(rank, inner)
+    with torch.no_grad():
+        nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)
+        low, high = math.log(_DT_MIN), math.log(_DT_MAX)
+        dt = torch.exp(low + (high - low) * torch.rand_like(layer.bias))
+        layer.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+    return layer

@@ -1,0 +1,224 @@
+"""Vision Mamba: patches and cls tokens, residual blocks of mixers, a norm, a head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from captum_ssm.errors import OptionError
+
+from .mixer import BimambaType, VimMixer
+
+#: Where the cls token stands: behind the first half of the patches, in front of them, behind
+#: them; two of them, in front and behind; or nowhere.
+ClsToken = Literal["middle", "head", "end", "double", "none"]
+
+CLS_TOKENS = ("middle", "head", "end", "double", "none")
+POOLS = ("none", "mean", "max", "all")
+
+_SMALL = 0.02  # standard deviation of embeddings and head before training
+
+
+class PatchEmbed(nn.Module):
+    """Images (B, C, H, W) to a grid of embedded patches (B, E, h, w)."""
+
+    def __init__(self, channels: int, embed_dim: int, patch_size: int, stride: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, embed_dim, patch_size, stride)
+        nn.init.normal_(self.proj.weight, std=self.proj.weight[0].numel() ** -0.5)
+        nn.init.zeros_(self.proj.bias)  # type: ignore[arg-type]
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.proj(images)
+        return out
+
+
+class VimBlock(nn.Module):
+    """x + mixer(norm(x)), where x keeps at least the precision of float32."""
+
+    def __init__(self, norm: nn.Module, mixer: VimMixer) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mixer(_normed(self.norm, x))
+        return out
+
+
+class VisionMamba(nn.Module):
+    """Vision Mamba, with the parameter names of the official checkpoints.
+
+    Images of another size than ``img_size`` are accepted: the position embeddings are
+    interpolated.
+
+    Args:
+        img_size: height and width of the images, or one number for both. Default: 224.
+        patch_size: side of the patches. Default: 16.
+        stride: distance between patches. Default: None, the patch size.
+        depth: number of blocks. Default: 24.
+        embed_dim: E. Default: 192.
+        channels: colour channels of the images. Default: 3.
+        num_classes: classes; 0 for the pooled features alone. Default: 1000.
+        cls_token: ``"middle"``, ``"head"``, ``"end"``, ``"double"`` (the mean of the first and the
+            last token is read) or ``"none"``. Default: ``"middle"``.
+        final_pool_type: what is read where there is no cls token: ``"none"`` (the last token),
+            ``"mean"`` of the tokens, ``"max"`` over tokens of each logit, ``"all"`` tokens.
+            Default: ``"none"``.
+        pos_embed: whether there are position embeddings. Default: True.
+        rms_norm: RMSNorm if True, else LayerNorm. Default: True.
+        norm_epsilon: their epsilon. Default: 1e-5.
+        bimamba_type: see :class:`~captum_ssm.models.vim.VimMixer`. Default: ``"v2"``.
+        if_divide_out: whether the sum of both directions is halved (v2 only). Default: True.
+        **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import VisionMamba
+        >>> model = VisionMamba(img_size=32, patch_size=8, depth=2, embed_dim=16, num_classes=5)
+        >>> model(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 5])
+    """
+
+    pos_embed: nn.Parameter | None
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        stride: int | None = None,
+        depth: int = 24,
+        embed_dim: int = 192,
+        channels: int = 3,
+        num_classes: int = 1000,
+        *,
+        cls_token: ClsToken = "middle",
+        final_pool_type: str = "none",
+        pos_embed: bool = True,
+        rms_norm: bool = True,
+        norm_epsilon: float = 1e-5,
+        bimamba_type: BimambaType = "v2",
+        if_divide_out: bool = True,
+        **mixer_options: Any,
+    ) -> None:
+        super().__init__()
+        for name, value, known in (
+            ("cls_token", cls_token, CLS_TOKENS),
+            ("final_pool_type", final_pool_type, POOLS),
+        ):
+            if value not in known:
+                raise OptionError(f"{name}={value!r} is not known. Use one of {known}.")
+        self.cls = cls_token
+        self.final_pool_type = final_pool_type
+        stride = patch_size if stride is None else stride
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.grid = (height - patch_size) // stride + 1, (width - patch_size) // stride + 1
+        self.patch_embed = PatchEmbed(channels, embed_dim, patch_size, stride)
+
+        def small(tokens: int) -> nn.Parameter:
+            return nn.Parameter(
+                nn.init.trunc_normal_(torch.empty(1, tokens, embed_dim), std=_SMALL)
+            )
+
+        if cls_token == "double":
+            self.cls_token_head, self.cls_token_tail = small(1), small(1)
+        elif cls_token != "none":
+            self.cls_token = small(1)
+        patches = math.prod(self.grid)
+        positions = small(patches + len(self.cls_positions(patches))) if pos_embed else None
+        self.register_parameter("pos_embed", positions)
+
+        def norm() -> nn.Module:
+            return (nn.RMSNorm if rms_norm else nn.LayerNorm)(embed_dim, eps=norm_epsilon)
+
+        def block() -> VimBlock:
+            mixer = VimMixer(
+                embed_dim,
+                bimamba_type=bimamba_type,
+                if_divide_out=if_divide_out,
+                **mixer_options,
+            )
+            with torch.no_grad():
+                mixer.out_proj.weight /= math.sqrt(depth)
+            return VimBlock(norm(), mixer)
+
+        self.layers = nn.ModuleList(block() for _ in range(depth))
+        self.norm_f = norm()
+        self.head: nn.Module = nn.Identity()
+        if num_classes > 0:
+            self.head = nn.Linear(embed_dim, num_classes)
+            nn.init.trunc_normal_(self.head.weight, std=_SMALL)
+            nn.init.zeros_(self.head.bias)
+
+    def cls_positions(self, patches: int) -> list[int]:
+        """The places of the cls tokens in the sequence, given the number of patches."""
+        positions: dict[str, list[int]] = {
+            "middle": [patches // 2],
+            "head": [0],
+            "end": [patches],
+            "double": [0, patches + 1],
+            "none": [],
+        }
+        return positions[self.cls]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) to logits (B, classes), or (B, L, classes) where all are read."""
+        out: Tensor = self.head(self.forward_features(images))
+        pooled_last = self.cls == "none" and self.final_pool_type == "max"
+        return out.amax(1) if pooled_last else out
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """What the head reads, (B, E) or (B, L, E)."""
+        x: Tensor = self.patch_embed(images)
+        grid = x.shape[2], x.shape[3]
+        x = self._with_cls(x.flatten(2).transpose(1, 2))  # (B, L, E)
+        if self.pos_embed is not None:
+            x = x + self._resized(self.pos_embed, grid)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        for layer in self.layers:
+            x = layer(x)
+        x = _normed(self.norm_f, x)
+        at = self.cls_positions(math.prod(grid))
+        if at:
+            return x[:, at].mean(1)
+        if self.final_pool_type == "none":
+            return x[:, -1]
+        return x.mean(1) if self.final_pool_type == "mean" else x
+
+    def _with_cls(self, x: Tensor) -> Tensor:
+        if self.cls == "none":
+            return x
+        if self.cls == "double":
+            first = self.cls_token_head.expand(len(x), -1, -1)
+            last = self.cls_token_tail.expand(len(x), -1, -1)
+            return torch.cat([first, x, last], dim=1)
+        (at,) = self.cls_positions(x.shape[1])
+        return torch.cat([x[:, :at], self.cls_token.expand(len(x), -1, -1), x[:, at:]], dim=1)
+
+    def _resized(self, embeddings: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The position embeddings, of the patches bicubic where the grid is another one."""
+        if grid == self.grid:
+            return embeddings
+        old_cls, old_patches = self._layout(self.grid)
+        new_cls, new_patches = self._layout(grid)
+        patches = embeddings[:, old_patches].mT.reshape(1, -1, *self.grid)  # (1, E, h, w)
+        patches = F.interpolate(patches, size=grid, mode="bicubic", align_corners=False)
+        out = embeddings.new_empty(1, len(new_cls) + len(new_patches), patches.shape[1])
+        out[:, new_patches] = patches.flatten(2).mT
+        out[:, new_cls] = embeddings[:, old_cls]
+        return out
+
+    def _layout(self, grid: tuple[int, int]) -> tuple[list[int], list[int]]:
+        """Places of the cls tokens and of the patches."""
+        patches = math.prod(grid)
+        cls = self.cls_positions(patches)
+        return cls, [t for t in range(patches + len(cls)) if t not in cls]
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    out: Tensor = norm(x.to(norm.weight.dtype))
+    return out

@@ -1,0 +1,237 @@
+"""Small real models of transformers that hold softmax attention, with random parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from oracles import randomise
+
+#: Families whose attention the adapter for transformers serves: model, config, options.
+_BASE: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+}
+_GROUPED = {**_BASE, "num_key_value_heads": 2}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+_IMAGES = {k: v for k, v in _BASE.items() if k != "vocab_size"} | {
+    "image_size": 12,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", "BertConfig", {**_BASE, "num_labels": 3}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _BASE),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 23,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attention_bias": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 4}),
+    "vit": ("ViTForImageClassification", "ViTConfig", _IMAGES),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", _IMAGES),
+    "jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 3,
+            "mamba_dt_rank": 2,
+        },
+    ),
+    "zamba": (
+        "ZambaForCausalLM",
+        "ZambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 5,
+            "layers_block_type": [
+                "linear_attention",
+                "hybrid",
+                "linear_attention",
+                "hybrid",
+                "linear_attention",
+            ],
+            "mamba_d_state": 3,
+            "mamba_dt_rank": 2,
+            "n_mamba_heads": 2,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        {
+            **_BASE,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "mamba_d_state": 4,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 3,
+            "use_mem_rope": True,
+            "num_mem_blocks": 1,
+        },
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        "BambaConfig",
+        {**_GROUPED, **_MAMBA2, "attn_layer_indices": [1], "attention_bias": True},
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {
+            **_GROUPED,
+            **_MAMBA2,
+            "mamba_d_ssm": 32,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.7,
+            "key_multiplier": 0.6,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            **_MAMBA2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **{k: v for k, v in _GROUPED.items() if k != "num_hidden_layers"},
+            "head_dim": 5,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "ssm_state_size": 4,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **_GROUPED,
+            **_DELTA,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "full_attention"],
+            "num_experts": 0,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {
+            **_GROUPED,
+            **_DELTA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "pad_token_id": 0,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **_BASE,
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "q_lora_rank": None,
+            "kv_lora_rank": 6,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 5,
+            "pad_token_id": 0,
+        },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {
+            **_GROUPED,
+            "layer_types": ["full_attention", "full_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "full_attn_alpha_factor": 2.0,
+            "full_attn_beta_factor": 3.0,
+        },
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {**_GROUPED, "layer_types": ["full_attention", "full_attention"]},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        {
+            **_GROUPED,
+            "head_dim": 4,
+            "attention_window_size": 4,
+            "sliding_window": 4,
+            "lru_width": 16,
+            "block_types": ["attention"],
+        },
+    ),
+}
+IMAGES = ("vit", "deit")
+TEXTS = tuple(family for family in FAMILIES if family not in IMAGES)
+#: Models of attention alone.
+TRANSFORMERS = ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit")
+
+
+def attention_model(family: str, attention: str = "sdpa", **options: Any) -> Any:
+    """The family's model with random parameters, running the given attention function."""
+    model_class, config_class, small = FAMILIES[family]
+    config = getattr(transformers, config_class)(**small | options)
+    config._experts_implementation = "eager"  # the others know no float64
+    model = randomise(getattr(transformers, model_class)(config))
+    model.set_attn_implementation(attention)
+    for name, module in model.named_modules():
+        if name.endswith("linear_attn"):  # runs on a GPU alone, and is not what is tested here
+            module.forward = lambda hidden_states, **_: hidden_states
+    return model
+
+
+def attention_names(model: Any) -> list[str]:
+    """Names of the model's modules of softmax attention."""
+    found = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.endswith("Attention") and hasattr(module, "scaling"):
+            found.append(name)
+    return found

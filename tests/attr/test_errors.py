@@ -1,0 +1,622 @@
+"""Errors of every kind: what they are, and what they tell the user.
+
+Each row of the tables is a call, the builtin a Captum user would expect, and fragments of the
+message: the argument by its name, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+
+import pytest
+import torch
+from small_models import (
+    WIDTH,
+    classifier,
+    images,
+    mamba_lm,
+    mixers_of,
+    token_ids,
+    vision,
+)
+from torch import nn
+from transformers import DynamicCache
+
+from captum_ssm import (
+    CaptumSSMError,
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    MambaAttribution,
+    discard_smallest,
+)
+
+METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+
+
+def check(call, builtin, fragments):
+    with pytest.raises(CaptumSSMError) as caught:
+        call()
+    assert isinstance(caught.value, builtin)
+    message = str(caught.value)
+    assert not [f for f in fragments if f not in message], message
+    assert message.endswith((".", "?", ")"))
+
+
+# --- arguments of attribute ----------------------------------------------------------------------
+
+ANY_METHOD = {
+    # components
+    "unknown preset": ({"components": "unifed"}, ["components='unifed'", "'unified'", "'s6'"]),
+    "unknown part": ({"components": "unified-gates"}, ["components='unified-gates'", "'gate'"]),
+    "unknown name": ({"components": {"scan", "gates"}}, ["components=", "'gates'", "'gate'"]),
+    "no component": ({"components": set()}, ["components=set()", "at least one", "'scan'"]),
+    "no component left": ({"components": "s6-scan"}, ["components='s6-scan'"]),
+    "components that are no names": ({"components": 7}, ["components=7"]),
+    # reduce
+    "unknown reduction": ({"reduce": "median"}, ["reduce='median'", "'mean'", "discard_smallest"]),
+    "a number as reduction": ({"reduce": 3}, ["reduce=3", "'mean'"]),
+    "a list as reduction": ({"reduce": ["mean"]}, ["reduce=['mean']", "'mean'"]),
+    "no reduction": ({"reduce": None}, ["reduce=None", "several matrices", "'mean'"]),
+    "reduction by heads": ({"reduce": "heads"}, ["reduce='heads'", "several matrices", "'mean'"]),
+    # recipe
+    "unknown recipe": ({"recipe": "code"}, ["recipe='code'", "'paper'", "'published_code'"]),
+    "recipe and reduction": (
+        {"recipe": "published_code", "reduce": "max"},
+        ["recipe='published_code'", "reduce='mean'"],
+    ),
+    # start_layer
+    "start beyond the end": ({"start_layer": 3}, ["start_layer=3", "the model has 3", "0 to 2"]),
+    "negative start": ({"start_layer": -1}, ["start_layer=-1", "0 to 2"]),
+    # heads
+    "head outside": ({"heads": [3, 20]}, ["heads=[3, 20]", "between 0 and 19"]),
+    "negative head outside": ({"heads": [-21]}, ["heads=[-21]", "0 and 19"]),
+    "no heads": ({"heads": []}, ["heads=[]", "0 and 19"]),
+    "one head": ({"heads": 3}, ["heads=3"]),
+    # query
+    "unknown query": ({"query": "first"}, ["query='first'", "'cls'", "'last'", "'mean'"]),
+    "query outside": ({"query": 7}, ["query position 7", "7 tokens", "from -7 to 6"]),
+    "negative query outside": ({"query": -8}, ["query position -8", "from -7 to 6"]),
+    "list query outside": ({"query": [0, 9]}, ["query position 9", "7 tokens"]),
+    "tensor query outside": ({"query": torch.tensor([0, 12])}, ["query position 12", "7 tokens"]),
+    "query of another batch": (
+        {"query": torch.tensor([0, 1, 2])},
+        ["query", "3 examples", "the batch holds 2", "an int"],
+    ),
+    "float query": ({"query": 1.5}, ["query=1.5", "neither a name nor positions"]),
+    "no query": ({"query": []}, ["query is an empty list"]),
+    "a mapping as query": ({"query": {"token": 1}}, ["query="]),
+    # batches
+    "no examples at a time": ({"internal_batch_size": 0}, ["internal_batch_size=0", "at least 1"]),
+    "fewer than none": ({"internal_batch_size": -2}, ["internal_batch_size=-2", "at least 1"]),
+    "mask of another batch": (
+        {"additional_forward_args": torch.ones(3, 7)},
+        ["batch of 2", "additional_forward_args[0] has 3", "(3, 7)"],
+    ),
+    "second argument of another batch": (
+        {"additional_forward_args": (None, torch.ones(5, 7, WIDTH))},
+        ["batch of 2", "additional_forward_args[1] has 5", "(5, 7, 10)"],
+    ),
+    # target
+    "int on logits": ({"target": 3}, ["target=3", "(2, 7, 19)", "(position, token)", "(-1, 3)"]),
+    "position outside": ({"target": (7, 3)}, ["target=(7, 3)", "out of range", "(2, 7, 19)"]),
+    "token outside": ({"target": (0, 19)}, ["target=(0, 19)", "out of range", "[-19, 19)"]),
+    "float target": ({"target": 1.5}, ["target=1.5", "integers", "Accepted targets"]),
+}
+
+
+@pytest.mark.parametrize("case", ANY_METHOD)
+@pytest.mark.parametrize("method", METHODS)
+def test_arguments(method, case):
+    options, fragments = ANY_METHOD[case]
+    model, ids = mamba_lm(), token_ids(2, 7)
+    options = {"target": (-1, 3)} | options
+    check(lambda: method(model).attribute(ids, **options), ValueError, fragments)
+
+
+ONE_METHOD = {
+    "ratio of one": (ImplicitAttentionRollout, {"discard_ratio": 1.0}, ["discard_ratio=1.0"]),
+    "negative ratio": (
+        ImplicitAttentionRollout,
+        {"discard_ratio": -0.1},
+        ["discard_ratio=-0.1", "at least 0", "below 1"],
+    ),
+    "ratio of nan": (ImplicitAttentionRollout, {"discard_ratio": float("nan")}, ["discard_ratio"]),
+    "recipe and normalisation": (
+        ImplicitAttentionRollout,
+        {"recipe": "published_code", "normalize_rows": True},
+        ["recipe='published_code'", "normalize_rows"],
+    ),
+    "recipe and absolute values": (
+        ImplicitAttentionRollout,
+        {"recipe": "published_code", "absolute": True},
+        ["recipe='published_code'", "absolute"],
+    ),
+    "recipe and ratio": (
+        ImplicitAttentionRollout,
+        {"recipe": "published_code", "discard_ratio": 0.1},
+        ["recipe='published_code'", "discard_ratio"],
+    ),
+    "unknown clamp": (
+        MambaAttribution,
+        {"clamp": "gelu"},
+        ["clamp='gelu'", "'relu'", "'abs'", "'none'"],
+    ),
+    "no clamp": (MambaAttribution, {"clamp": None}, ["clamp=None", "'none'"]),
+    "recipe and clamp": (
+        MambaAttribution,
+        {"recipe": "published_code", "clamp": "abs"},
+        ["recipe='published_code'", "clamp"],
+    ),
+    "recipe and row sums": (
+        MambaAttribution,
+        {"recipe": "published_code", "normalize_rows": True},
+        ["recipe='published_code'", "normalize_rows"],
+    ),
+    "no target": (
+        MambaAttribution,
+        {"target": None},
+        ["(7, 19)", "a target is needed", "(B, L, V)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONE_METHOD)
+def test_arguments_of_one_method(case):
+    method, options, fragments = ONE_METHOD[case]
+    model, ids = mamba_lm(), token_ids(2, 7)
+    options = {"target": (-1, 3)} | options
+    check(lambda: method(model).attribute(ids, **options), ValueError, fragments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_queries_and_the_published_recipe(method):
+    model, ids = mamba_lm(), token_ids(2, 7)
+    check(
+        lambda: method(model).attribute(ids, (-1, 3), query=[1, 2], recipe="published_code"),
+        ValueError,
+        ["recipe='published_code'", "one query token", "'last'"],
+    )
+
+
+def test_matrices():
+    model, ids = mamba_lm(), token_ids(2, 7)
+    matrices = ImplicitAttention(model).matrices
+    for options, fragments in [
+        ({"layers": [3]}, ["layers names 3", "3 mixers", "0 to 2"]),
+        ({"layers": [0, -4]}, ["layers names -4", "3 mixers"]),
+        ({"reduce": "median"}, ["reduce='median'", "'heads'", "None"]),
+        ({"components": "all"}, ["components='all'", "'exact'"]),
+        ({"heads": [20]}, ["heads=[20]", "0 and 19"]),
+        ({"additional_forward_args": torch.ones(3, 7)}, ["batch of 2", "has 3"]),
+    ]:
+        check(lambda options=options: matrices(ids, **options), ValueError, fragments)
+    check(lambda: matrices(ids[0]), ValueError, ["(7,)", "batch dimension"])
+
+
+@pytest.mark.parametrize("ratio", [1.0, -0.5, 7])
+def test_discard_smallest(ratio):
+    check(lambda: discard_smallest(ratio), ValueError, ["discard_smallest", "0 <= ratio < 1"])
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+INPUTS = {
+    "no batch dimension": (
+        lambda: token_ids()[0],
+        ["inputs", "(11,)", "batch dimension", "(B, L)"],
+    ),
+    "a number": (lambda: torch.tensor(3), ["inputs", "()", "batch dimension"]),
+    "no tokens": (lambda: torch.empty(2, 0).long(), ["inputs is empty", "(2, 0)"]),
+    "no examples": (lambda: torch.empty(0, 5).long(), ["inputs is empty", "(0, 5)"]),
+    "no embedded tokens": (lambda: torch.empty(2, 0, WIDTH), ["inputs is empty", "(2, 0, 10)"]),
+    "two inputs": (
+        lambda: (token_ids(), token_ids()),
+        ["inputs holds 2 tensors", "additional_forward_args"],
+    ),
+    "empty tuple": (lambda: (), ["inputs holds 0 tensors"]),
+    "a list": (lambda: token_ids().tolist(), ["inputs must be a tensor", "list"]),
+    "a tuple of a list": (lambda: (token_ids().tolist(),), ["inputs must be a tensor", "list"]),
+    "text": (lambda: "hello", ["inputs must be a tensor", "str"]),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs(method, case):
+    make, fragments = INPUTS[case]
+    model = mamba_lm()
+    check(lambda: method(model).attribute(make(), target=(-1, 3)), ValueError, fragments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_embeddings_twice(method):
+    model, embeddings = mamba_lm(), torch.randn(2, 5, WIDTH)
+    check(
+        lambda: method(model).attribute(embeddings, (-1, 3), (None, embeddings)),
+        ValueError,
+        ["additional_forward_args", "both hold embeddings"],
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_that_became_fewer_tokens(method):
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm = classifier("last")
+
+        def forward(self, series):
+            return self.lm(inputs_embeds=series[:, ::2])
+
+    model, series = Strided(), torch.randn(2, 9, WIDTH)
+    check(
+        lambda: method(model).attribute(series, target=1),
+        ValueError,
+        ["(2, 9, 10)", "5 tokens", "per_token=True"],
+    )
+    assert method(model).attribute(series, target=1, per_token=True).shape == (2, 5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_examples_that_are_not_explained_by_themselves(method):
+    """The model makes another batch of its input: each image in two crops, say."""
+    model, ids = mamba_lm(), token_ids(2, 6)
+    twice = method(lambda x: model(x.repeat(2, 1)), model=model)
+    check(lambda: twice.attribute(ids, target=(-1, 3)), ValueError, ["batch of 2", "batch of 4"])
+    summed = method(lambda x: model(x).logits.sum(0, keepdim=True), model=model)
+    check(
+        lambda: summed.attribute(ids, target=(-1, 3)),
+        ValueError,
+        ["batch of 2", "output has", "batch of 1"],
+    )
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+class SomeSSM(nn.Module):
+    """A mixer without adapter, by its name."""
+
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+def with_(extra):
+    model = nn.ModuleDict({"lm": mamba_lm(), "extra": extra})
+    return model
+
+
+MODELS = {
+    "no mixer": (
+        lambda method: method(nn.Sequential(nn.Linear(3, 2))),
+        ValueError,
+        ["No token mixer", "Sequential", "MambaMixer", "register_mixer"],
+    ),
+    "unsupported mixer alone": (
+        lambda method: method(nn.Sequential(SomeSSM())),
+        TypeError,
+        ["'0'", "SomeSSM", "no adapter", "MambaMixer", "FalconMambaMixer", "docs/", "register_"],
+    ),
+    "unsupported mixer beside a supported one": (
+        lambda method: method(with_(SomeSSM())),
+        TypeError,
+        ["'extra'", "SomeSSM", "no adapter", "register_mixer"],
+    ),
+    "recurrent layer": (
+        lambda method: method(with_(nn.LSTM(3, 3))),
+        TypeError,
+        ["'extra'", "LSTM", "no adapter"],
+    ),
+    "gru": (lambda method: method(with_(nn.GRU(3, 3))), TypeError, ["'extra'", "GRU"]),
+    "function without a module": (
+        lambda method: method(lambda x: x),
+        TypeError,
+        ["forward_func", "lambda", "model=module"],
+    ),
+    "model that is no module": (
+        lambda method: method(lambda x: x, model="mamba"),
+        TypeError,
+        ["model must be a torch.nn.Module", "str"],
+    ),
+    "unknown layer": (
+        lambda method: method(mamba_lm(), layers=["backbone.layers.7.mixer"]),
+        ValueError,
+        ["layers", "'backbone.layers.7.mixer'", "backbone.layers.0.mixer"],
+    ),
+    "layer that is no mixer": (
+        lambda method: method(mamba_lm(), layers=["lm_head"]),
+        ValueError,
+        ["layers", "'lm_head'", "backbone.layers.2.mixer"],
+    ),
+    "layer of another model": (
+        lambda method: method(mamba_lm(), layers=[mixers_of(mamba_lm())[0]]),
+        ValueError,
+        ["layers", "MambaMixer", "backbone.layers.2.mixer"],
+    ),
+    "no layers": (lambda method: method(mamba_lm(), layers=[]), ValueError, ["layers"]),
+    "a name instead of a list": (
+        lambda method: method(mamba_lm(), layers="backbone.layers.0.mixer"),
+        ValueError,
+        ["layers"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_models(method, case):
+    call, builtin, fragments = MODELS[case]
+    check(lambda: call(method), builtin, fragments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_vouch_for_other_mixers(method):
+    """The error can be overridden by naming the layers."""
+    model = with_(SomeSSM())
+    ids = token_ids()
+    chosen = [f"lm.backbone.layers.{i}.mixer" for i in range(3)]
+    found = method(lambda x: model["lm"](x), model=model, layers=chosen)
+    expected = method(model["lm"]).attribute(ids, target=(-1, 3))
+    assert torch.equal(found.attribute(ids, target=(-1, 3)), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_function_that_runs_another_model(method):
+    other, ids = mamba_lm(), token_ids()
+    wrong = method(lambda x: other(x), model=mamba_lm())
+    check(
+        lambda: wrong.attribute(ids, target=(-1, 3)),
+        ValueError,
+        ["called none of them", "backbone.layers.0.mixer", "forward_func"],
+    )
+
+
+Pair = namedtuple("Pair", "a b")
+OUTPUTS = {
+    "nothing": lambda out: None,
+    "text": lambda out: "cat",
+    "dict": lambda out: {"prediction": out},
+    "empty tuple": lambda out: (),
+    "tuple of text": lambda out: ("cat", out),
+    "array": lambda out: out.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs(method, case):
+    model, ids = mamba_lm(), token_ids()
+    odd = method(lambda x: OUTPUTS[case](model(x).logits), model=model)
+    name = type(OUTPUTS[case](torch.zeros(1))).__name__
+    check(
+        lambda: odd.attribute(ids, target=(-1, 3)),
+        TypeError,
+        [name, "neither a tensor nor", "logits", "forward_func", "model=module"],
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cache(method):
+    model, ids = mamba_lm(), token_ids(1, 5)
+    cache = DynamicCache(config=model.config)
+    check(
+        lambda: method(model).attribute(ids, (-1, 3), (None, None, cache)),
+        ValueError,
+        ["cache_params=DynamicCache", "the whole sequence", "without a cache"],
+    )
+
+
+@pytest.mark.parametrize("method", METHODS[:2])  # autograd refuses such a model by itself
+def test_a_model_that_writes_into_a_mixers_input(method):
+    model, ids = mamba_lm(), token_ids()
+
+    class Overwrites(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model.backbone.layers[1].norm
+            self.weight = self.inner.weight
+
+        def forward(self, x):
+            self.seen = self.inner(x)
+            return self.seen
+
+    norm = model.backbone.layers[1].norm = Overwrites()
+
+    class Head(nn.Module):
+        def forward(self, x):
+            norm.seen.detach().mul_(2)
+            return x
+
+    model.backbone.norm_f = Head()
+    check(
+        lambda: method(model).attribute(ids, target=(-1, 3)),
+        (ValueError, RuntimeError),
+        ["backbone.layers.1.mixer", "in place"],
+    )
+
+
+# --- numbers that are not finite -----------------------------------------------------------------
+
+
+def spoil_gate(mixer):
+    mixer.in_proj.weight[mixer.intermediate_size :] = torch.nan
+
+
+def spoil_scan(mixer):
+    mixer.A_log.fill_(torch.nan)
+
+
+def spoil_skip(mixer):
+    mixer.D[3] = torch.inf
+
+
+def spoil_convolution(mixer):
+    mixer.conv1d.weight[2, 0, 1] = torch.nan
+
+
+SPOILS = {"gate": spoil_gate, "scan": spoil_scan, "skip": spoil_skip, "conv": spoil_convolution}
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("component", SPOILS)
+@pytest.mark.parametrize("method", METHODS)
+def test_not_finite(method, component, layer):
+    """The layer where it begins, and the component at fault."""
+    model, ids = mamba_lm(), token_ids()
+    with torch.no_grad():
+        SPOILS[component](mixers_of(model)[layer])
+    check(
+        lambda: method(model).attribute(ids, target=(-1, 3)),
+        (ValueError, ArithmeticError),
+        [f"'backbone.layers.{layer}.mixer'", f"the {component} component", "NaN or infinity"],
+    )
+
+
+@pytest.mark.parametrize("cls", ["middle", None])
+@pytest.mark.parametrize("method", METHODS)
+def test_not_finite_in_a_model_whose_query_has_to_be_found(method, cls):
+    model, pictures = vision(cls), images()
+    with torch.no_grad():
+        mixers_of(model)[1].A_log.fill_(torch.nan)
+    check(
+        lambda: method(model).attribute(pictures, target=1),
+        (ValueError, ArithmeticError),
+        ["'blocks.1.mixer'", "the scan component", "NaN or infinity"],
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_that_are_not_finite(method):
+    model, embeddings = mamba_lm(), torch.randn(2, 5, WIDTH)
+    embeddings[1, 2, 3] = torch.nan
+    check(
+        lambda: method(model).attribute(embeddings, target=(-1, 3)),
+        (ValueError, ArithmeticError),
+        ["'backbone.layers.0.mixer'", "component", "NaN or infinity", "Check the input"],
+    )
+
+
+def test_not_finite_matrices():
+    model, ids = mamba_lm(), token_ids()
+    with torch.no_grad():
+        mixers_of(model)[2].D[0] = torch.nan
+    check(
+        lambda: ImplicitAttention(model).matrices(ids),
+        (ValueError, ArithmeticError),
+        ["'backbone.layers.2.mixer'", "the skip component"],
+    )
+
+
+# --- verification --------------------------------------------------------------------------------
+
+
+def changed_mixers(model, factor):
+    """Mixers of a subclass whose output is not what the adapter expects."""
+    for mixer in mixers_of(model):
+        base = type(mixer)
+
+        class Changed(base):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **kwargs) * factor
+
+        mixer.__class__ = Changed
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reconstruction(method):
+    ids = token_ids()
+    model = changed_mixers(mamba_lm(), 1.01)
+    check(
+        lambda: method(model).attribute(ids, target=(-1, 3), verify=True),
+        RuntimeError,
+        ["'backbone.layers.2.mixer'", "Mamba", "error of", "more than 1e-05"],
+    )
+    method(model).attribute(ids, target=(-1, 3))
+    method(model).attribute(ids, target=(-1, 3), verify=0.02)
+    check(
+        lambda: method(model).attribute(ids, target=(-1, 3), verify=0.005),
+        RuntimeError,
+        ["'backbone.layers.2.mixer'", "more than 5e-03"],
+    )
+    check(
+        lambda: ImplicitAttention(model).matrices(ids, layers=[1], verify=True),
+        RuntimeError,
+        ["'backbone.layers.1.mixer'"],
+    )
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["paper", "published_code"])
+def test_inference_mode(recipe):
+    model, ids = mamba_lm(), token_ids()
+    with torch.inference_mode():
+        check(
+            lambda: MambaAttribution(model).attribute(ids, target=(-1, 3), recipe=recipe),
+            RuntimeError,
+            ["Mamba Attribution", "torch.inference_mode()", "no_grad"],
+        )
+
+
+@pytest.mark.parametrize("recipe", ["paper", "published_code"])
+def test_models_that_cut_the_gradient(recipe):
+    model, ids = mamba_lm(), token_ids()
+
+    def without_grad(x):
+        with torch.no_grad():
+            return model(x)
+
+    def detached(x):
+        return model(x).logits.detach()
+
+    for function in (without_grad, detached):
+        check(
+            lambda function=function: MambaAttribution(function, model=model).attribute(
+                ids, target=(-1, 3), recipe=recipe
+            ),
+            RuntimeError,
+            ["no gradients", "no_grad", "detach"],
+        )
+
+
+@pytest.mark.parametrize("recipe", ["paper", "published_code"])
+def test_a_layer_out_of_the_gradients_reach(recipe):
+    model, ids = mamba_lm(), token_ids()
+
+    class Cut(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, *args, **kwargs):
+            return self.block(*args, **kwargs).detach()
+
+    model.backbone.layers[1] = Cut(model.backbone.layers[1])
+    check(
+        lambda: MambaAttribution(model).attribute(ids, target=(-1, 3), recipe=recipe),
+        RuntimeError,
+        ["No gradient of the target reaches", "'backbone.layers.0.mixer'", "layers=[...]"],
+    )
+    last = MambaAttribution(model, layers=["backbone.layers.2.mixer"])
+    assert last.attribute(ids, target=(-1, 3), recipe=recipe).any()
+
+
+def test_a_mixer_without_a_block_and_the_published_recipe():
+    mixer = mixers_of(copy.deepcopy(mamba_lm()))[0]
+    hidden = torch.randn(2, 5, WIDTH)
+    check(
+        lambda: MambaAttribution(mixer).attribute(hidden, target=(-1, 3), recipe="published_code"),
+        RuntimeError,
+        ["recipe='published_code'", "stands alone", "recipe='paper'"],
+    )
+    assert MambaAttribution(mixer).attribute(hidden, target=(-1, 3)).shape == (2, 5, WIDTH)
+
+
+@pytest.mark.parametrize("name", ["attribute_future", "compute_convergence_delta"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_offered_says_so(method, name):
+    with pytest.raises(NotImplementedError, match=method.get_name()):
+        getattr(method(mamba_lm()), name)()

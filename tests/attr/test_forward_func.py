@@ -1,0 +1,213 @@
+"""What may be given as forward_func, and what a model may return."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
+from torch import nn
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+
+METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+
+pytestmark = pytest.mark.parametrize("method", METHODS)
+
+
+class Holder:
+    """An object that is no module but has one."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def logits(self, ids):
+        return self.model(ids).logits
+
+
+WAYS = {
+    "bound method": lambda model: (model.forward, None),
+    "bound __call__": lambda model: (model.__call__, None),
+    "partial": lambda model: (partial(model, use_cache=True), None),
+    "partial of a bound method": lambda model: (partial(partial(model.forward)), None),
+    "lambda": lambda model: (lambda ids: model(ids), model),
+    "lambda of logits": lambda model: (lambda ids: model(ids).logits, model),
+    "lambda and a part of the model": lambda model: (lambda ids: model(ids), model.backbone),
+    "method of another object": lambda model: (Holder(model).logits, model),
+    "DataParallel": lambda model: (nn.DataParallel(model), None),
+    "lambda and DataParallel": lambda model: (lambda ids: model(ids), nn.DataParallel(model)),
+    "inside another module": lambda model: (nn.Sequential(model), None),
+    "compiled": lambda model: (torch.compile(model, backend="eager"), None),
+    "DataParallel of compiled": lambda model: (
+        nn.DataParallel(torch.compile(model, backend="eager")),
+        None,
+    ),
+    "compiled without hooks": lambda model: (
+        lambda ids: model(ids),
+        torch.compile(model, backend="eager"),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_name_the_same_model(method, way):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    function, named = WAYS[way](model)
+    expected = method(model).attribute(ids, target=(3, 2))
+    found = method(function, model=named).attribute(ids, target=(3, 2))
+    assert torch.equal(found, expected)
+    assert method(function, named).model is named
+
+
+@pytest.mark.parametrize("part", ["block", "mixer", "model"])
+def test_models_compiled_in_place(method, part):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    expected = method(model).attribute(ids, target=(3, 2))
+    compiled = {"block": model.backbone.layers[1], "mixer": mixers_of(model)[0], "model": model}
+    compiled[part].compile(backend="eager")
+    with torch.no_grad():
+        model(ids)  # compiled code without hooks exists
+    found = method(model).attribute(ids, target=(3, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_that_ran_before(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    expected = method(model).attribute(ids, target=(3, 2))
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(ids)
+    assert torch.equal(method(compiled).attribute(ids, target=(3, 2)), expected)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_lora(method, task):
+    ids = token_ids(2, 5)
+    base = mamba_lm()
+    before = method(base).attribute(ids, target=(3, 2))
+    adapter = LoraConfig(r=2, target_modules=["in_proj", "x_proj"], task_type=task)
+    model = get_peft_model(base, adapter).eval()
+    untouched = method(model).attribute(ids, target=(3, 2))  # LoRA starts as no change
+    torch.testing.assert_close(untouched, before, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    found = method(model).attribute(ids, target=(3, 2), verify=True)
+    assert not torch.allclose(found, before, rtol=1e-2)
+    embeddings = model.get_input_embeddings()(ids)
+    of_embeddings = method(model).attribute(embeddings, target=(3, 2), per_token=True)
+    torch.testing.assert_close(of_embeddings, found, rtol=1e-5, atol=1e-6)
+    merged = model.merge_and_unload()
+    expected = method(merged).attribute(ids, target=(3, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_chosen_layers(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    options = {"target": (3, 2), "components": "s6"}
+    late = method(model).attribute(ids, start_layer=1, **options)
+    names = ["backbone.layers.1.mixer", "backbone.layers.2.mixer"]
+    for layers in (names, [model.backbone.layers[1].mixer, names[1]], names[::-1], tuple(names)):
+        found = method(model, layers=layers).attribute(ids, **options)
+        torch.testing.assert_close(found, late, rtol=1e-5, atol=1e-6)
+    one = method(model, layers=[names[0]]).attribute(ids, **options)
+    assert not torch.allclose(one, late, rtol=1e-3)
+
+
+def test_chosen_layers_of_a_wrapped_model(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    layer = model.backbone.layers[1].mixer
+    expected = method(model, layers=[layer]).attribute(ids, target=(3, 2))
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        for layers in ([layer], ["backbone.layers.1.mixer"]):
+            found = method(wrapped, layers=layers).attribute(ids, target=(3, 2))
+            assert torch.equal(found, expected)
+
+
+def test_the_position_of_the_last_chosen_layer_does_not_hide_the_query(method):
+    model, pictures = vision("middle", layers=3), images(2)
+    for layers in (["blocks.0.mixer"], ["blocks.0.mixer", "blocks.1.mixer"]):
+        some = method(model, layers=layers)
+        assert some.attribute(pictures, target=1, query=6, per_token=True).shape == (2, 3, 4)
+
+
+class Returning(nn.Module):
+    def __init__(self, model, form):
+        super().__init__()
+        self.model = model
+        self.form = form
+
+    def forward(self, ids):
+        return self.form(self.model(ids))
+
+
+FORMS = {
+    "tensor": lambda out: out.logits,
+    "tuple": lambda out: (out.logits, "more"),
+    "list": lambda out: [out.logits],
+    "HF tuple": lambda out: out.to_tuple(),
+    "HF output": lambda out: out,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_output(method, form):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    expected = method(model).attribute(ids, target=(3, 2))
+    found = method(Returning(model, FORMS[form])).attribute(ids, target=(3, 2))
+    assert torch.equal(found, expected)
+
+
+def test_return_dict_false(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    expected = method(model).attribute(ids, target=(3, 2))
+    model.config.return_dict = False
+    assert torch.equal(method(model).attribute(ids, target=(3, 2)), expected)
+
+
+def test_base_models(method):
+    """Without a head the target is a feature of a position of the last hidden state."""
+    model, ids = classifier().backbone, token_ids(2, 5)
+    found = method(model).attribute(ids, target=(3, 9))
+    by_hand = method(lambda x: model(x)[0][:, 3, 9, None], model=model)
+    assert torch.equal(found, by_hand.attribute(ids, target=0, query=3))
+
+
+def test_the_first_call_is_not_special(method):
+    """A method object may be used again, also after a failed call, and on another batch size."""
+    model = mamba_lm()
+    attribution = method(model)
+    for batch, tokens in [(1, 4), (3, 7), (2, 1)]:
+        ids = token_ids(batch, tokens)
+        expected = method(model).attribute(ids, target=(-1, 2))
+        with pytest.raises(ValueError):
+            attribution.attribute(ids, target=(tokens, 2))
+        assert torch.equal(attribution.attribute(ids, target=(-1, 2)), expected)
+
+
+def test_the_model_may_change_between_calls(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    attribution = method(model)
+    before = attribution.attribute(ids, target=(3, 2))
+    with torch.no_grad():
+        for mixer in mixers_of(model):
+            mixer.A_log.add_(1)
+    after = attribution.attribute(ids, target=(3, 2))
+    assert torch.equal(after, method(model).attribute(ids, target=(3, 2)))
+    assert not torch.allclose(after, before, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_models_in_training_mode(method):
+    """No dropout, so nothing changes; the flag must not choose another path."""
+    model, ids = mamba_lm(), token_ids(2, 5)
+    expected = method(model).attribute(ids, target=(3, 2))
+    model.train()
+    found = method(model).attribute(ids, target=(3, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = method(model).attribute(ids, target=(3, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,178 @@
+"""Targets in all of Captum's forms, held to Captum's own selection."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from captum._utils.common import _select_targets
+from small_models import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+
+BATCH = 4
+#: name: (target, the class it means for each example)
+CLASS_TARGETS = {
+    "int": (3, [3] * 4),
+    "negative int": (-2, [3] * 4),
+    "np.int64": (np.int64(3), [3] * 4),
+    "np.int32": (np.int32(-1), [4] * 4),
+    "0-d tensor": (torch.tensor(2), [2] * 4),
+    "0-d array": (np.array(2), [2] * 4),
+    "tensor of one": (torch.tensor([2]), [2] * 4),
+    "1-d tensor": (torch.tensor([0, 4, 2, 1]), [0, 4, 2, 1]),
+    "1-d int32 tensor": (torch.tensor([0, 4, 2, 1], dtype=torch.int32), [0, 4, 2, 1]),
+    "1-d array": (np.array([0, 4, 2, 1]), [0, 4, 2, 1]),
+    "list": ([0, 4, 2, 1], [0, 4, 2, 1]),
+    "list with negatives": ([0, -1, 2, -4], [0, 4, 2, 1]),
+    "list of np.int64": ([np.int64(0), np.int64(4), np.int64(2), np.int64(1)], [0, 4, 2, 1]),
+    "list of 0-d tensors": ([torch.tensor(k) for k in (0, 4, 2, 1)], [0, 4, 2, 1]),
+    "tuple": ((3,), [3] * 4),
+    "list of tuples": ([(0,), (4,), (2,), (1,)], [0, 4, 2, 1]),
+}
+#: name: (target, position and token it means for each example)
+TOKEN_TARGETS = {
+    "tuple": ((3, 7), [(3, 7)] * 4),
+    "negative tuple": ((-1, -2), [(5, 17)] * 4),
+    "tuple of np.int64": ((np.int64(3), np.int64(7)), [(3, 7)] * 4),
+    "tuple of tensors": ((torch.tensor(3), torch.tensor(7)), [(3, 7)] * 4),
+    "list of tuples": ([(3, 7), (5, 0), (0, 1), (-1, 18)], [(3, 7), (5, 0), (0, 1), (5, 18)]),
+    "2-d tensor": (
+        torch.tensor([[3, 7], [5, 0], [0, 1], [-1, 18]]),
+        [(3, 7), (5, 0), (0, 1), (5, 18)],
+    ),
+}
+
+
+def captum_accepts(output, target):
+    """Captum's own choice of one number per example, or None if it refuses."""
+    try:
+        chosen = _select_targets(output, target)
+    except (AssertionError, IndexError, TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+    return chosen if chosen.shape == output.shape[:1] else None
+
+
+def by_hand(model, ids, pick):
+    """The attribution of a model that returns the chosen number itself, (B, 1)."""
+
+    def chosen(tokens):
+        return pick(getattr(out := model(tokens), "logits", out))[:, None]
+
+    return MambaAttribution(chosen, model=model)
+
+
+@pytest.mark.parametrize("name", CLASS_TARGETS)
+def test_classes(name):
+    target, classes = CLASS_TARGETS[name]
+    model, ids = classifier(), token_ids(BATCH, 6)
+    found = MambaAttribution(model).attribute(ids, target=target)
+    explicit = by_hand(model, ids, lambda out: out[range(BATCH), classes])
+    assert torch.equal(found, explicit.attribute(ids, query="last"))
+    output = model(ids)
+    captums = captum_accepts(output, target)
+    if captums is not None:
+        assert torch.equal(captums, output[range(BATCH), classes])
+
+
+@pytest.mark.parametrize("name", TOKEN_TARGETS)
+def test_positions_and_tokens(name):
+    target, pairs = TOKEN_TARGETS[name]
+    model, ids = mamba_lm(), token_ids(BATCH, 6)
+    found = MambaAttribution(model).attribute(ids, target=target)
+    positions, tokens = zip(*pairs, strict=True)
+    explicit = by_hand(model, ids, lambda out: out[range(BATCH), positions, tokens])
+    assert torch.equal(found, explicit.attribute(ids, query=torch.tensor(positions)))
+    output = model(ids).logits
+    captums = captum_accepts(output, target)
+    if captums is not None:
+        assert torch.equal(captums, output[range(BATCH), positions, tokens])
+
+
+def test_captum_itself_accepts_most_of_them():
+    """Else the comparison above would compare nothing."""
+    output = torch.randn(BATCH, CLASSES)
+    accepted = [n for n, (t, _) in CLASS_TARGETS.items() if captum_accepts(output, t) is not None]
+    assert {"int", "negative int", "0-d tensor", "1-d tensor", "list", "tuple"} <= set(accepted)
+    logits = torch.randn(BATCH, 6, VOCABULARY)
+    accepted = [n for n, (t, _) in TOKEN_TARGETS.items() if captum_accepts(logits, t) is not None]
+    assert {"tuple", "negative tuple", "list of tuples"} <= set(accepted)
+
+
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout])
+def test_class_agnostic_methods_take_the_same_targets(method):
+    model, ids = classifier(), token_ids(BATCH, 6)
+    expected = method(model).attribute(ids)
+    for target, _ in CLASS_TARGETS.values():
+        assert torch.equal(method(model).attribute(ids, target=target), expected)
+    model = mamba_lm()
+    for target, pairs in TOKEN_TARGETS.values():
+        positions = torch.tensor([position for position, _ in pairs])
+        expected = method(model).attribute(ids, query=positions)
+        assert torch.equal(method(model).attribute(ids, target=target), expected)
+
+
+def test_more_dimensions():
+    """An output (B, 2, 3, 4) takes three indices."""
+    model, ids = classifier(), token_ids(2, 6)
+
+    def outer(tokens):
+        out = model(tokens)
+        return out[:, :2, None, None] * out[:, None, 1:4, None] * out[:, None, None, 1:]
+
+    method = MambaAttribution(outer, model=model)
+    for target, picks in [((1, 0, -1), [(1, 0, 3)] * 2), ([(0, 2, 1), (1, 1, 0)],) * 2]:
+        explicit = by_hand(
+            model,
+            ids,
+            lambda out, picks=picks: torch.stack(
+                [out[b, i] * out[b, 1 + j] * out[b, 1 + k] for b, (i, j, k) in enumerate(picks)]
+            ),
+        )
+        torch.testing.assert_close(
+            method.attribute(ids, target=target, query="last"),
+            explicit.attribute(ids, query="last"),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+BAD = {
+    "too large": (5, r"target=5 is out of range.*\(2, 5\).*5 is not in \[-5, 5\)"),
+    "too small": (-6, r"target=-6 is out of range"),
+    "one of the list": ([0, 9], r"target=\[0, 9\] is out of range.*9 is not in"),
+    "float": (1.0, r"target=1.0 does not consist of integers.*Accepted targets"),
+    "float tensor": (torch.tensor([0.0, 1.0]), r"does not consist of integers"),
+    "string": ("cat", r"target='cat' does not consist of integers"),
+    "slice": ((slice(None),), r"does not consist of integers"),
+    "list of another length": ([0, 1, 2], r"3 entries for a batch of 2.*Accepted targets"),
+    "tensor of another length": (torch.tensor([0, 1, 2]), r"3 entries for a batch of 2"),
+    "empty list": ([], r"0 entries for a batch of 2"),
+    "pair": ((0, 1), r"target=\(0, 1\) does not fit an output of shape \(2, 5\).*Accepted"),
+    "list of pairs": ([(0, 1), (0, 2)], r"does not fit an output of shape \(2, 5\)"),
+    "none": (None, r"5,\) numbers per example.*a target is needed.*Accepted targets"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_class_targets(name):
+    target, message = BAD[name]
+    model, ids = classifier(), token_ids(2, 6)
+    with pytest.raises(ValueError, match=message):
+        MambaAttribution(model).attribute(ids, target=target)
+
+
+@pytest.mark.parametrize("target", [3, -1, np.int64(3), torch.tensor(3), [3, 4], (3,)])
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
+def test_an_int_on_logits_of_every_position(method, target):
+    model, ids = mamba_lm(), token_ids(2, 6)
+    message = r"\(2, 6, 19\).*would select a position, not a token.*\(position, token\).*\(-1, "
+    with pytest.raises(ValueError, match=message):
+        method(model).attribute(ids, target=target)
+
+
+def test_a_position_or_token_out_of_range():
+    model, ids = mamba_lm(), token_ids(2, 6)
+    for target, index in [((6, 0), 6), ((0, 19), 19), ((-7, 0), -7), ([(0, 0), (0, -20)], -20)]:
+        with pytest.raises(ValueError, match=rf"out of range.*\(2, 6, 19\): {index} is not in"):
+            MambaAttribution(model).attribute(ids, target=target)

@@ -1,0 +1,79 @@
+"""The methods under test, and models that are watched while Captum's tools run them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+
+sys.path.append(str(Path(__file__).parents[1] / "attr"))
+
+#: Add a new method here, and every tool below is tried on it.
+METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+
+
+@pytest.fixture
+def methods() -> list[Any]:
+    return METHODS
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    """Small tensors are fastest on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def without_screen() -> Iterator[None]:
+    backend = matplotlib.get_backend()
+    matplotlib.use("Agg")
+    yield
+    matplotlib.pyplot.close("all")
+    matplotlib.use(backend)
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """Hands a model on, and in the end finds it as it was: parameters, gradients, flags, hooks."""
+    seen: list[tuple[nn.Module, Any]] = []
+
+    def watch(model: nn.Module) -> nn.Module:
+        seen.append((model, _state(model)))
+        return model
+
+    yield watch
+    for model, before in seen:
+        after = _state(model)
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(value, after[name]), name
+    assert torch.is_grad_enabled()
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        state[f"{name}: value"] = tensor.detach().clone()
+        state[f"{name}: grad"] = tensor.grad
+        state[f"{name}: requires_grad"] = tensor.requires_grad
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        state[f"{name}: module"] = (type(module), module.training, [list(h) for h in hooks])
+    return state

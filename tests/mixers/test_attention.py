@@ -1,0 +1,648 @@
+"""Softmax attention of transformers: the operator is the module, its matrices are the model's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_models import (
+    FAMILIES,
+    IMAGES,
+    TEXTS,
+    TRANSFORMERS,
+    attention_model,
+    attention_names,
+)
+from oracles import relative_error
+from torch import Tensor
+
+from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
+from captum_ssm.errors import CachedStateError, UnsupportedMixerError
+from captum_ssm.tracing import Layer, find_mixers
+
+transformers = pytest.importorskip("transformers")
+
+FLOAT32 = 1e-6
+RIGHT_PADDED = ("bert",)
+
+
+def some_input(family: str, batch: int = 2, tokens: int = 9) -> Tensor:
+    if family in IMAGES:
+        return torch.randn(batch, 3, 12, 12)
+    return torch.randint(1, 23, (batch, tokens))
+
+
+def padding(family: str, lengths: list[int]) -> Tensor:
+    """A mask, padded on the left; on the right where the first token is what is read."""
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, max(lengths) - length :] = 1
+    return mask.flip(1) if family in RIGHT_PADDED else mask
+
+
+def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
+    with torch.no_grad(), trace(model, layers=attention_names(model)) as t:
+        model(*args, **kwargs)
+    assert t.layers
+    return t.layers
+
+
+def eager_probabilities(model: Any, layers: list[Layer], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """What the modules return as weights when the model runs eagerly, on the same module inputs."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    seen: list[Tensor] = []
+
+    def same_input(hidden: Tensor) -> Callable[..., Any]:
+        def hook(_: Any, args: Any, kwargs: Any) -> Any:
+            if "hidden_states" in kwargs:
+                return args, {**kwargs, "hidden_states": hidden}
+            return (hidden, *args[1:]), kwargs
+
+        return hook
+
+    for layer in layers:
+        module = eager.get_submodule(layer.name)
+        module.register_forward_pre_hook(same_input(layer.call.hidden_states), with_kwargs=True)
+        module.register_forward_hook(lambda _, __, out: seen.append(out[1]))
+    with torch.no_grad():
+        eager(*args, **kwargs)
+    return seen
+
+
+def matrices(layer: Layer) -> Tensor:
+    """The probabilities alone, without a gate, (B, H, L, L)."""
+    return layer.linear.restrict({"scan"}).operator.dense("heads")
+
+
+# --- reproduction ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reproduces_the_module(family: str, attention: str) -> None:
+    model = attention_model(family, attention)
+    model.config.use_cache = False
+    for batch, tokens in ((1, 1), (2, 2), (1, 3), (3, 13)):
+        inputs = some_input(family, batch, tokens)
+        with torch.no_grad():
+            before = model(inputs).logits
+            with trace(model, layers=attention_names(model)) as t:
+                assert torch.equal(model(inputs).logits, before)
+        for layer in t.layers:
+            assert layer.reconstruction_error() <= FLOAT32
+            assert layer.values.dtype == torch.float32
+            assert layer.linear.mask is None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TEXTS)
+def test_padding(family: str, attention: str) -> None:
+    model = attention_model(family, attention)
+    mask = padding(family, [9, 4, 1])
+    ids = some_input(family, 3)
+    layers = record(model, ids, attention_mask=mask)
+    probabilities = eager_probabilities(model, layers, ids, attention_mask=mask)
+    for layer, wanted in zip(layers, probabilities, strict=True):
+        assert layer.reconstruction_error() <= FLOAT32
+        assert layer.linear.mask is not None
+        assert torch.equal(layer.linear.mask, mask.bool())
+        found = matrices(layer)
+        real = mask.bool()[:, None, :, None].expand_as(found)
+        assert relative_error(found[real], wanted[real]) <= FLOAT32
+        padded_columns = (mask == 0)[:, None, None, :].expand_as(found)
+        assert not found[padded_columns].any()
+        blind = (wanted * (mask == 1)[:, None, None, :]).sum(-1) < 0.999  # eager reads padding
+        assert not found[blind].any()
+        assert bool(blind.any()) == (family not in RIGHT_PADDED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_probabilities_equal_those_of_eager_attention(family: str) -> None:
+    model = attention_model(family)
+    inputs = some_input(family, 2, 11)
+    layers = record(model, inputs)
+    for layer, wanted in zip(layers, eager_probabilities(model, layers, inputs), strict=True):
+        found = matrices(layer)
+        assert relative_error(found, wanted) <= FLOAT32
+        assert (found.sum(-1) - 1).abs().max() <= FLOAT32
+        is_causal = family not in (*IMAGES, "bert")
+        assert bool(found.triu(1).any()) != is_causal
+        shape = layer.operator.shape
+        assert layer.operator.dense(None).shape == (
+            2,
+            shape.heads * shape.per_head,
+            *found.shape[2:],
+        )
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_a_mask_without_padding(family: str) -> None:
+    model, ids = attention_model(family), some_input(family)
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        for layer in record(model, ids, attention_mask=torch.ones_like(ids)):
+            assert layer.linear.mask is None
+            assert layer.reconstruction_error() <= FLOAT32
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "llama"])
+def test_gradients_of_probabilities_equal_those_of_eager_attention(family: str) -> None:
+    """d target / d alpha[i, j] = sum over p of G[i, p] v[j, p], while the model runs sdpa."""
+    model = attention_model(family)
+    ids = some_input(family)
+    with trace(model, graph="all") as t:
+        logits = model(ids).logits
+        target = logits.flatten(1)[:, -3].sum()
+    outputs = [layer.output for layer in t.layers]
+    found = []
+    for layer, gradient in zip(t.layers, torch.autograd.grad(target, outputs), strict=True):
+        linear = layer.linear
+        with torch.enable_grad():
+            y = linear.operator.affine(linear.values).requires_grad_()
+            (before,) = torch.autograd.grad(linear.project(y), y, gradient)
+        found.append(torch.einsum("bihp,bjhp->bhij", before, linear.values))
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    out = eager(ids, output_attentions=True)
+    wanted = torch.autograd.grad(out.logits.flatten(1)[:, -3].sum(), out.attentions)
+    for one, other, probabilities in zip(found, wanted, out.attentions, strict=True):
+        read = (probabilities > 0).to(other)  # what is hidden has no probability
+        assert relative_error(one * read, other * read) <= 2e-6
+
+
+def test_sharp_attention() -> None:
+    """Scores of a few hundred, of which the exponentials neither overflow nor all vanish."""
+    model = attention_model("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(25)
+    ids = some_input("llama")
+    layers = record(model, ids)
+    for layer, wanted in zip(layers, eager_probabilities(model, layers, ids), strict=True):
+        assert wanted[:, :, 1:].amax(-1).max() > 0.999
+        assert layer.reconstruction_error() <= 2e-5
+        assert relative_error(matrices(layer), wanted) <= 2e-5
+
+
+# --- masks of other forms --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_mask_over_pairs(attention: str) -> None:
+    """Two packed sequences, told apart by a mask that the user made."""
+    model, ids = attention_model("llama", attention), some_input("llama", 2, 7)
+    inside = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()
+    pairs: Tensor = inside.expand(2, 1, 7, 7)
+    if attention == "eager":
+        pairs = torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)
+    for layer in record(model, ids, attention_mask=pairs):
+        assert layer.reconstruction_error() <= FLOAT32
+        assert layer.linear.mask is None
+        assert not matrices(layer)[:, :, ~inside].any()
+
+
+def test_holes_in_the_mask() -> None:
+    model, ids = attention_model("bert"), some_input("bert", 2, 6)
+    mask = torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0]])
+    for layer in record(model, ids, attention_mask=mask):
+        assert layer.reconstruction_error() <= FLOAT32
+        assert layer.linear.mask is not None and torch.equal(layer.linear.mask, mask.bool())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
+def test_flash_attention(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function given what flash attention is: a mask of tokens, and causality by itself."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+               scaling: float, sliding_window: int | None = None, **_: Any) -> Any:  # fmt: skip
+        assert attention_mask is None or attention_mask.dim() == 2
+        out = torch.zeros_like(query)
+        groups = query.shape[1] // key.shape[1]
+        for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
+            if attention_mask is not None and not attention_mask[b, i]:
+                continue
+            read = [
+                j
+                for j in range(key.shape[2])
+                if (j <= i or not module.is_causal)
+                and (sliding_window is None or i - j < sliding_window)
+                and (attention_mask is None or attention_mask[b, j])
+            ]
+            weights = (key[b, h // groups, read] @ query[b, h, i] * scaling).softmax(0)
+            out[b, h, i] = weights @ value[b, h // groups, read]
+        return out.transpose(1, 2), None
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    flash_mask = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "flash_in_loops", flash_mask)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_in_loops", attend)
+    model = attention_model(family)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flash_in_loops"
+    ids = some_input(family)
+    mask = padding(family, [9, 5]) if padded else None
+    for layer in record(model, ids, attention_mask=mask):
+        assert layer.reconstruction_error() <= FLOAT32
+        assert (layer.linear.mask is not None) == padded
+        if mask is not None:
+            assert torch.equal(layer.linear.mask, mask.bool())
+
+
+def test_flex_attention_mask() -> None:
+    """Flex attention's description of a mask gives the matrices of sdpa's mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    model, ids = attention_model("llama"), some_input("llama")
+    mask = padding("llama", [9, 5])
+
+    def causal_and_real(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & mask.bool()[b, j]
+
+    described = create_block_mask(causal_and_real, 2, None, 9, 9, device="cpu")
+    for layer in record(model, ids, attention_mask=mask):
+        wanted = matrices(layer)
+        object.__setattr__(layer.call, "kwargs", {**layer.call.kwargs, "attention_mask": described})
+        again = layer.mixer.linearize(layer.mixer.module, layer.call)
+        assert torch.equal(again.operator.dense("heads"), wanted)
+        assert again.mask is not None and torch.equal(again.mask, mask.bool())
+
+
+# --- the module is left alone ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "jamba", "qwen3_next"])
+def test_model_is_not_touched(family: str) -> None:
+    model = attention_model(family)
+    names = attention_names(model)
+    fired: list[str] = []
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: fired.append(name))
+    before = {name: dict(vars(model.get_submodule(name))) for name in names}
+    settings = copy.deepcopy(model.config.to_dict())
+    layers = record(model, some_input(family))
+    state = torch.random.get_rng_state()
+    for layer in layers:
+        _ = layer.operator
+        layer.reconstruction_error()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert fired == names
+    assert model.config.to_dict() == settings
+    assert model.config._attn_implementation == "sdpa"
+    for name in names:
+        module = model.get_submodule(name)
+        assert module.config is model.config
+        assert vars(module).keys() == before[name].keys()
+        assert all(vars(module)[key] is value for key, value in before[name].items())
+
+
+def test_errors_leave_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = attention_model("llama"), some_input("llama")
+    layers = record(model, ids)
+    with torch.no_grad():
+        before = model(ids).logits
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.layers[0].self_attn.q_proj, "forward", fail)
+    with pytest.raises(KeyboardInterrupt):
+        _ = layers[0].operator
+    monkeypatch.undo()
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_a_wrapped_forward_is_not_run_again() -> None:
+    """Packages that move weights replace a module's own forward; the class' is what counts."""
+    model, ids = attention_model("llama"), some_input("llama")
+    module = model.model.layers[0].self_attn
+    original, calls = module.forward, []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    module.forward = wrapped
+    layers = record(model, ids)
+    assert layers[0].reconstruction_error() <= FLOAT32
+    assert len(calls) == 1
+
+
+def test_training_mode_draws_no_dropout() -> None:
+    model, ids = attention_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5), some_input("gpt2")
+    wanted = record(model, ids)[0].operator.dense("heads")
+    model.train()
+    model.transformer.drop.p = 0.0
+    layer = record(model, ids)[0]
+    state = torch.random.get_rng_state()
+    assert torch.equal(layer.operator.dense("heads"), wanted)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# --- precision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_bfloat16(family: str, attention: str) -> None:
+    model = attention_model(family, attention).bfloat16()
+    inputs = some_input(family, 2, 12)
+    inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    mask = {} if family in IMAGES else {"attention_mask": padding(family, [12, 7])}
+    for layer in record(model, inputs, **mask):
+        assert layer.output.dtype == torch.bfloat16
+        assert layer.values.dtype == layer.operator.dtype == torch.float32
+        assert layer.reconstruction_error() <= 2e-2
+        exact = layer.mixer.module.float()
+        call = copy.copy(layer.call)
+        widened = {
+            k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in call.kwargs.items()
+        }
+        if "position_embeddings" in widened:
+            widened["position_embeddings"] = tuple(
+                x.float() for x in widened["position_embeddings"]
+            )
+        if "attention_mask" in widened and attention == "eager" and mask:
+            pairs = widened["attention_mask"]
+            widened["attention_mask"] = pairs.masked_fill(
+                pairs < -1e30, torch.finfo(torch.float32).min
+            )
+        args = tuple(a.float() if isinstance(a, Tensor) else a for a in call.args)
+        with torch.no_grad():
+            output = exact(*args, **widened)[0]
+        assert relative_error(layer.linear.output(), output) <= FLOAT32
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "vit", "zamba"])
+def test_float64(family: str) -> None:
+    model = attention_model(family).double()
+    inputs = some_input(family)
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    for layer in record(model, inputs):
+        assert layer.values.dtype == layer.operator.dtype == torch.float64
+        assert layer.reconstruction_error() <= 1e-13
+
+
+def test_autocast() -> None:
+    model, ids = attention_model("llama"), some_input("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layers = record(model, ids)
+        linear = layers[0].linear
+        assert layers[0].reconstruction_error() <= 2e-2
+    assert linear.values.dtype == linear.operator.dtype == torch.float32
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_grouped_keys_and_values(heads: int) -> None:
+    model = attention_model("llama", num_key_value_heads=heads)
+    for layer in record(model, some_input("llama")):
+        assert layer.operator.shape.heads == 4
+        assert layer.reconstruction_error() <= FLOAT32
+
+
+@pytest.mark.parametrize("tokens", [64, pytest.param(257, marks=pytest.mark.heavy)])
+def test_long_sequences(tokens: int) -> None:
+    model = attention_model("mistral", sliding_window=19)
+    ids = some_input("mistral", 2, tokens)
+    layers = record(model, ids)
+    for layer, wanted in zip(layers, eager_probabilities(model, layers, ids), strict=True):
+        assert layer.reconstruction_error() <= FLOAT32
+        assert relative_error(matrices(layer), wanted) <= FLOAT32
+        assert not matrices(layer).tril(-19).any()
+
+
+def test_local_window() -> None:
+    model, ids = attention_model("recurrent_gemma"), some_input("recurrent_gemma", 2, 12)
+    for layer in record(model, ids):
+        found = matrices(layer)
+        assert not found.tril(-4).any()
+        assert found.diagonal(-3, -2, -1).any()
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+    model = attention_model("llama")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    for layer in record(adapted, some_input("llama")):
+        assert type(layer.mixer.module.v_proj).__module__.startswith("peft")
+        assert layer.reconstruction_error() <= FLOAT32
+
+
+# --- gates and scales ------------------------------------------------------------------------
+
+
+def test_output_gate() -> None:
+    """Qwen3-Next: half of q_proj gates attention's output."""
+    model, ids = attention_model("qwen3_next"), some_input("qwen3_next")
+    layers = record(model, ids)
+    for layer, probabilities in zip(layers, eager_probabilities(model, layers, ids), strict=True):
+        module, hidden = layer.mixer.module, layer.call.hidden_states
+        with torch.no_grad():
+            halves = module.q_proj(hidden).view(2, 9, 4, 2, 8)
+            gate = torch.sigmoid(halves[:, :, :, 1])  # (B, L, H, P)
+        wanted = torch.einsum("bihp,bhij->bhpij", gate, probabilities).flatten(1, 2)
+        assert relative_error(layer.operator.dense(None), wanted) <= FLOAT32
+        assert {leaf.component for leaf in layer.operator.leaves()} == {"gate", "scan"}
+
+
+def test_no_gate_where_there_is_none() -> None:
+    for layer in record(attention_model("llama"), some_input("llama")):
+        assert [leaf.component for leaf in layer.operator.leaves()] == ["scan"]
+
+
+@pytest.mark.parametrize(
+    ("family", "scale", "joins"),
+    [
+        ("falcon_h1", 0.7, "parallel"),
+        ("granitemoehybrid", 0.4, "residual"),
+        ("minimax", 1.5, "residual"),
+        ("zamba", 1.0, "feeds"),
+        ("zamba2", 1.0, "feeds"),
+        ("jamba", 1.0, "residual"),
+    ],
+)
+def test_joins_and_branch_scale(family: str, scale: float, joins: str) -> None:
+    for layer in record(attention_model(family), some_input(family)):
+        assert layer.joins == joins
+        assert math.isclose(layer.linear.branch_scale, scale)
+
+
+def test_latent_attention_with_narrow_values() -> None:
+    (layer, _) = record(attention_model("kimi_linear", q_lora_rank=5), some_input("kimi_linear"))
+    assert layer.operator.shape.per_head == 5
+    assert layer.reconstruction_error() <= FLOAT32
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "past_key_values"), ("gpt_neox", "layer_past")]
+)
+def test_caches_are_refused(family: str, name: str) -> None:
+    model, ids = attention_model(family), some_input(family)
+    cache = transformers.DynamicCache(config=model.config)
+    layers = record(model, ids, past_key_values=cache)
+    assert cache.get_seq_length() == 9
+    with pytest.raises(CachedStateError, match=name):
+        _ = layers[0].operator
+    assert cache.get_seq_length() == 9
+
+
+def test_cross_attention_is_refused() -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    config = transformers.GPT2Config(n_embd=16, n_head=4)
+    config._attn_implementation = "sdpa"
+    module = GPT2Attention(config, is_cross_attention=True, layer_idx=0).eval()
+    hidden, other = torch.randn(1, 4, 16), torch.randn(1, 6, 16)
+    with torch.no_grad(), trace(module) as t:
+        module(hidden, encoder_hidden_states=other)
+    with pytest.raises(UnsupportedMixerError, match="4 queries read 6 keys"):
+        _ = t.layers[0].operator
+
+
+def test_unknown_score_functions_are_refused() -> None:
+    model, ids = attention_model("llama", "eager"), some_input("llama")
+    (layer, _) = record(model, ids)
+    object.__setattr__(layer.call, "kwargs", {**layer.call.kwargs, "softcap": 30.0})
+    with pytest.raises(UnsupportedMixerError, match="softcap"):
+        layer.mixer.linearize(layer.mixer.module, layer.call)
+
+
+# --- whole models ----------------------------------------------------------------------------
+
+
+def test_the_module_around_bert_attention_is_no_stranger() -> None:
+    model = attention_model("bert")
+    found = [mixer.name for mixer in find_mixers(model)]
+    assert found == [f"bert.encoder.layer.{i}.attention.self" for i in range(2)]
+
+
+def rolled_out(
+    model: Any,
+    row: list[int],
+    inputs: Tensor,
+    target: Callable[[Tensor], Tensor] | None = None,
+    clamp: Callable[[Tensor], Tensor] = torch.relu,
+) -> Tensor:
+    """A row of the product of I + alpha, from eager attention's own weights in float64.
+
+    With a target, alpha is weighted by its gradient as in Mamba-Attribution.
+    """
+    exact = copy.deepcopy(model).double()
+    exact.set_attn_implementation("eager")
+    outputs: list[Tensor] = []
+    weights: list[Tensor] = []
+
+    def note(_: Any, __: Any, out: Any) -> None:
+        outputs.append(out[0])
+        weights.append(out[1].detach())
+
+    for name in attention_names(exact):
+        exact.get_submodule(name).register_forward_hook(note)
+    logits = exact(inputs.double() if inputs.is_floating_point() else inputs).logits
+    matrices = [alpha.mean(1) for alpha in weights]
+    if target is not None:
+        gradients = torch.autograd.grad(target(logits).sum(), outputs)
+        matrices = [
+            clamp(gradient.mean(-1, keepdim=True) * alpha)
+            for gradient, alpha in zip(gradients, matrices, strict=True)
+        ]
+    product = torch.eye(matrices[0].shape[-1], dtype=torch.float64).expand_as(matrices[0])
+    for matrix in matrices:
+        product = product + matrix @ product
+    return product[range(len(row)), row]
+
+
+@pytest.mark.parametrize("clamp", ["relu", "abs"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_attribution(family: str, clamp: str) -> None:
+    model, ids = attention_model(family), some_input(family, 3)
+    first = family == "bert"
+    found = MambaAttribution(model).attribute(
+        ids, target=2 if first else (-1, 2), clamp=clamp, verify=True
+    )
+    wanted = rolled_out(
+        model,
+        [0 if first else 8] * 3,
+        ids,
+        lambda logits: logits[:, 2] if first else logits[:, -1, 2],
+        getattr(torch, clamp),
+    )
+    assert relative_error(found, wanted) <= 1e-5
+    if clamp == "abs":
+        assert wanted[:, 1:8].min() > 0
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "mistral"])
+def test_rollout_of_a_language_model(family: str) -> None:
+    model, ids = attention_model(family), some_input(family)
+    found = ImplicitAttentionRollout(model).attribute(ids, target=(-1, 5), verify=True)
+    assert relative_error(found, rolled_out(model, [8, 8], ids)) <= 1e-5
+    assert MambaAttribution(model).attribute(ids, target=(-1, 5)).shape == (2, 9)
+
+
+@pytest.mark.parametrize("family", IMAGES)
+def test_rollout_of_images(family: str) -> None:
+    model, images = attention_model(family), some_input(family)
+    found = ImplicitAttentionRollout(model).attribute(images, per_token=True, verify=True)
+    wanted = rolled_out(model, [0, 0], images)
+    extra = wanted.shape[1] - 9  # cls, and the distillation token of DeiT
+    assert found.shape == (2, 3, 3)
+    assert relative_error(found.flatten(1), wanted[:, extra:]) <= 1e-5
+    assert MambaAttribution(model).attribute(images, target=1).shape == images.shape
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "gpt2", "llama", "mistral"])
+def test_padded_batch_equals_single_examples(family: str, attention: str) -> None:
+    model = attention_model(family, attention)
+    lengths = [9, 4, 1]
+    mask, ids = padding(family, lengths), some_input(family, 3)
+    position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
+
+    def forward(ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        return model(ids, attention_mask=mask, position_ids=position_ids).logits
+
+    target = 1 if family == "bert" else (-1, 7)
+    for method in (MambaAttribution, ImplicitAttentionRollout):
+        attribution = method(forward, model=model)
+        together = attribution.attribute(
+            ids, target=target, additional_forward_args=(mask, position_ids)
+        )
+        for row, length in enumerate(lengths):
+            real = mask[row].bool()
+            alone = attribution.attribute(
+                ids[row : row + 1, real],
+                target=target,
+                additional_forward_args=(mask[row : row + 1, real], position_ids[row, real][None]),
+            )
+            assert relative_error(together[row : row + 1, real], alone) <= 1e-5
+            assert not together[row, ~real].any()
+            assert int(real.sum()) == length
+
+
+def test_last_token_of_a_batch_padded_on_the_right() -> None:
+    model, ids = attention_model("gpt_neox"), some_input("gpt_neox", 2)
+    mask = padding("gpt_neox", [9, 5]).flip(1)
+    rollout = ImplicitAttentionRollout(lambda i, m: model(i, attention_mask=m), model=model)
+    found = rollout.attribute(ids, additional_forward_args=mask, query="last")
+    alone = rollout.attribute(ids[1:, :5], additional_forward_args=mask[1:, :5], query="last")
+    assert relative_error(found[1:, :5], alone) <= 1e-5
+    assert not found[1, 5:].any()

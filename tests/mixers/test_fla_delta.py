@@ -1,0 +1,143 @@
+"""DeltaNet and Gated DeltaNet of flash-linear-attention: the operator is the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fla_checks
+import pytest
+import torch
+import torch.nn.functional as F
+from fla_checks import EPS, Formula, conv_parts, convolved, record_one, rms_factors
+from fla_cpu import FLA
+from torch import Tensor
+
+WIDTH = 24
+DELTA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias and gate": {"conv_bias": True, "use_gate": True, "conv_size": 3, "expand_v": 2.0},
+    "elu, sum": {"qk_activation": "elu", "qk_norm": "sum", "expand_k": 2.0},
+    "relu": {"qk_activation": "relu", "use_beta": False, "num_heads": 2},
+    "no conv": {"use_short_conv": False, "allow_neg_eigval": True},
+    "identity": {"use_short_conv": False, "qk_activation": "identity"},
+}
+GATED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"num_v_heads": 6, "conv_bias": True, "output_gate_activation": "sigmoid"},
+    "no gate": {"use_gate": False, "conv_size": 3, "num_heads": 1},
+    "no conv": {"use_short_conv": False, "allow_neg_eigval": True, "expand_v": 1.0},
+}
+CASES = [*(("DeltaNet", case) for case in DELTA), *(("GatedDeltaNet", case) for case in GATED)]
+
+
+def make(fla: FLA, family: str, case: str) -> Any:
+    options = {"hidden_size": WIDTH, "norm_eps": EPS}
+    if family == "DeltaNet":
+        return fla.layer(family, **options | {"num_heads": 4} | DELTA[case])
+    return fla.layer(family, **options | {"num_heads": 3, "head_dim": 6} | GATED[case])
+
+
+@torch.no_grad()
+def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
+    gated = hasattr(layer, "A_log")
+    tokens, heads = hidden.shape[1], layer.num_v_heads if gated else layer.num_heads
+    q, k = (_key(layer, n, hidden) for n in "qk")
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    beta = torch.ones(q.shape[:3], dtype=torch.float64)
+    if getattr(layer, "use_beta", True):
+        beta = torch.sigmoid(layer.b_proj(hidden))
+    beta = beta * (2 if layer.allow_neg_eigval else 1)
+    decay = torch.ones_like(beta)
+    if gated:
+        softplus = torch.log1p(torch.exp(layer.a_proj(hidden) + layer.dt_bias))
+        decay = torch.exp(-layer.A_log.exp() * softplus)
+    values = layer.v_proj(hidden).unflatten(-1, (heads, -1))
+    v_conv = getattr(layer, "v_conv1d", None)
+    conv, bias = conv_parts(v_conv, heads, values.shape[-1], tokens)
+    ratio = torch.sigmoid(fla_checks.oracles.times(conv, values) + bias)
+    gate = torch.ones_like(values)
+    if layer.use_gate:
+        g = layer.g_proj(hidden)
+        sigmoid = layer.o_norm.activation == "sigmoid"
+        gate = (torch.sigmoid(g) if sigmoid else F.silu(g)).view_as(values)
+    factors = rms_factors(layer.o_norm.weight, layer.o_norm.eps, whole=False)
+    core = _core(q / q.shape[-1] ** 0.5, k, beta, decay)
+    return Formula(values, conv, bias, ratio, core, factors, gate, keep.double())
+
+
+def _key(layer: Any, name: str, hidden: Tensor) -> Tensor:
+    conv = getattr(layer, f"{name}_conv1d", None)
+    x = convolved(conv, getattr(layer, f"{name}_proj")(hidden))
+    kind = getattr(layer, "qk_activation", "silu")
+    if kind == "silu" and conv is None:
+        x = F.silu(x)
+    elif kind == "relu":
+        x = x.clamp_min(0)
+    elif kind == "elu":
+        x = torch.where(x > 0, x + 1, x.exp())
+    x = x.unflatten(-1, (layer.num_heads, -1))
+    if getattr(layer, "qk_norm", "l2") == "sum":
+        return x / x.abs().sum(-1, keepdim=True).clamp_min(1e-6)
+    return x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _core(q: Tensor, k: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    """(Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta)."""
+    tokens = q.shape[1]
+    products = torch.zeros(*decay.shape[::2], tokens, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        for j in range(i + 1):
+            products[:, :, i, j] = decay[:, j + 1 : i + 1].prod(1)
+    q, k, beta = q.transpose(1, 2), k.transpose(1, 2), beta.transpose(1, 2)
+    inner = torch.tril(beta[..., None] * (k @ k.mT) * products, -1)
+    eye = torch.eye(tokens, dtype=torch.float64)
+    return ((q @ k.mT) * products) @ torch.linalg.inv(eye + inner) @ torch.diag_embed(beta)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_reproduces_the_layer(fla: FLA, family: str, case: str) -> None:
+    fla_checks.reproduces(lambda: make(fla, family, case), WIDTH)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_matrices(fla: FLA, family: str, case: str) -> None:
+    fla_checks.matrices_agree(make(fla, family, case), WIDTH, formula, compacted=True)
+
+
+@pytest.mark.parametrize("family", ["DeltaNet", "GatedDeltaNet"])
+def test_padding_between_tokens(fla: FLA, family: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
+    layer = make(fla, family, "no conv")
+    recorded = record_one(layer, torch.randn(1, 8, WIDTH), attention_mask=mask)
+    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
+
+
+@pytest.mark.parametrize(("family", "case"), [("DeltaNet", "plain"), ("GatedDeltaNet", "grouped")])
+def test_typical_error(fla: FLA, family: str, case: str) -> None:
+    fla_checks.typical_error(lambda: make(fla, family, case), WIDTH, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["DeltaNet", "GatedDeltaNet"])
+def test_half_precision(fla: FLA, family: str) -> None:
+    fla_checks.half_precision(lambda: make(fla, family, "plain"), WIDTH)
+
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("DeltaNet", {"num_heads": 2}),
+    ("DeltaNet", {"num_heads": 2, "use_gate": True, "qk_norm": "sum", "fuse_norm": False}),
+    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6}),
+    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6, "num_v_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), MODELS)
+def test_whole_model(fla: FLA, family: str, options: dict[str, Any]) -> None:
+    fla_checks.whole_model(fla.model(family, norm_eps=EPS, **options))
+
+
+@pytest.mark.parametrize(("family", "options"), [MODELS[0], MODELS[3]])
+def test_attribution(fla: FLA, family: str, options: dict[str, Any]) -> None:
+    def on_all(module: Any, hidden: Tensor, _: Any) -> Formula:
+        return formula(module, hidden, torch.ones(2, hidden.shape[1]))
+
+    fla_checks.attribution_agrees(fla.model(family, norm_eps=EPS, **options), on_all)

@@ -1,0 +1,130 @@
+"""RWKV-6 of flash-linear-attention: the operator is the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fla_checks
+import pytest
+import torch
+import torch.nn.functional as F
+from fla_checks import EPS, Formula, conv_parts, record_one
+from fla_cpu import FLA
+from torch import Tensor
+
+WIDTH = 24
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "wide": {"expand_k": 1.0, "expand_v": 2.0, "num_heads": 2},
+    "one head": {"num_heads": 1, "gate_fn": "sigmoid"},
+    "no weights": {"elementwise_affine": False},
+}
+
+
+def make(fla: FLA, case: str) -> Any:
+    options = {
+        "hidden_size": WIDTH,
+        "num_heads": 4,
+        "proj_low_rank_dim": 3,
+        "gate_low_rank_dim": 5,
+        "norm_eps": EPS,
+    }
+    return fla.layer("RWKV6Attention", **options | OPTIONS[case])
+
+
+@torch.no_grad()
+def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
+    keep, tokens, heads = keep.double(), hidden.shape[1], layer.num_heads
+    hidden = hidden * keep[..., None]
+    before = torch.zeros_like(hidden)
+    before[:, 1:] = hidden[:, :-1]
+    low = layer.x_proj[0]
+    x = torch.tanh(low.linear(hidden + (before - hidden) * low.mu))
+    rank = layer.proj_low_rank_dim
+    up = layer.x_proj[2].weight.view(-1, 5, rank)
+    mixed = {}
+    for n, name in enumerate("rwkvg"):
+        mu = x[..., n * rank : (n + 1) * rank] @ up[:, n].T + layer.x_bias[n]
+        here = (1 - mu) * hidden + mu * before
+        mixed[name] = getattr(layer, f"{name}_proj").linear(here).unflatten(-1, (heads, -1))
+    r, k, log_decay = mixed["r"], mixed["k"], -mixed["w"].exp()
+    core = torch.zeros(len(hidden), heads, tokens, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        core[:, :, i, i] = (r[:, i] * layer.bonus * k[:, i]).sum(-1)
+        for j in range(i):
+            decay = log_decay[:, j + 1 : i].sum(1).exp()
+            core[:, :, i, j] = (r[:, i] * decay * k[:, j]).sum(-1)
+    values = mixed["v"]
+    conv, bias = conv_parts(None, heads, values.shape[-1], tokens)
+    norm = layer.g_norm
+    affine = norm.weight is not None
+    norm_weight = norm.weight if affine else torch.ones_like(values[0, 0]).flatten()
+    norm_bias = norm.bias if affine else torch.zeros_like(values[0, 0]).flatten()
+
+    def factors(o: Tensor) -> Tensor:
+        centered = o - o.mean(-1, keepdim=True)
+        size = (centered.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()
+        return norm_weight.detach().view(o.shape[2:]) / size
+
+    gate = F.silu(mixed["g"]) if layer.gate_fn is F.silu else torch.sigmoid(mixed["g"])
+    return Formula(
+        values,
+        conv,
+        bias,
+        torch.ones_like(values),
+        core,
+        factors,
+        gate,
+        keep,
+        norm_bias.detach().view(values.shape[2:]),
+    )
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_reproduces_the_layer(fla: FLA, case: str) -> None:
+    fla_checks.reproduces(lambda: make(fla, case), WIDTH)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_matrices(fla: FLA, case: str) -> None:
+    fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=False)
+
+
+def test_the_norms_bias_is_the_bias(fla: FLA) -> None:
+    """Without it the operator is linear: silent values give the bias alone."""
+    layer = make(fla, "plain")
+    linear = record_one(layer, torch.randn(2, 5, WIDTH)).linear
+    nothing = linear.operator.affine(torch.zeros_like(linear.values))
+    assert torch.equal(nothing, linear.bias)
+    assert linear.bias.abs().max() > 0
+    assert not linear.restrict({"scan", "gate"}).bias.any()
+
+
+def test_padding_between_tokens(fla: FLA) -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
+    recorded = record_one(make(fla, "plain"), torch.randn(1, 8, WIDTH), attention_mask=mask)
+    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
+
+
+@pytest.mark.parametrize("case", ["plain", "wide"])
+def test_typical_error(fla: FLA, case: str) -> None:
+    fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
+
+
+def test_half_precision(fla: FLA) -> None:
+    fla_checks.half_precision(lambda: make(fla, "plain"), WIDTH)
+
+
+SMALL = {"num_heads": 2, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5, "norm_eps": EPS}
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+def test_whole_model(fla: FLA, fuse_norm: bool) -> None:
+    fla_checks.whole_model(fla.model("RWKV6", fuse_norm=fuse_norm, **SMALL))
+
+
+def test_attribution(fla: FLA) -> None:
+    def on_all(module: Any, hidden: Tensor, _: Any) -> Formula:
+        return formula(module, hidden, torch.ones(2, hidden.shape[1]))
+
+    fla_checks.attribution_agrees(fla.model("RWKV6", **SMALL), on_all)

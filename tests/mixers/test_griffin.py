@@ -1,0 +1,223 @@
+"""Griffin's recurrent block: the operator is the module."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hybrid_checks import (
+    Formula,
+    apply_linear,
+    causal_taps,
+    check,
+    check_attribution_by_hand,
+    check_formula,
+    check_formula_output,
+    check_half,
+    check_methods,
+    check_same_logits,
+    check_typical,
+    record,
+    record_one,
+)
+from oracles import diagonal_matrices, randomise, relative_error, times
+from torch import Tensor
+
+from captum_ssm.errors import CachedStateError
+from captum_ssm.mixers.base import Call
+from captum_ssm.mixers.griffin import recurrent_gemma
+
+transformers = pytest.importorskip("transformers")
+
+FLOAT32 = 2e-6  # for any draw; typical is 2e-7
+
+
+def config(**options: Any) -> Any:
+    small = {
+        "vocab_size": 19,
+        "hidden_size": 12,
+        "intermediate_size": 18,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "lru_width": 10,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }
+    return transformers.RecurrentGemmaConfig(**small | options)
+
+
+def spread_decays(model: Any) -> Any:
+    """Decays from nearly 0 to nearly 1."""
+    randomise(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("recurrent_param"):
+            parameter.data = -2 + 2 * torch.randn(parameter.shape)
+    return model
+
+
+def make_model(**options: Any) -> Any:
+    return spread_decays(transformers.RecurrentGemmaForCausalLM(config(**options)))
+
+
+def block_class() -> Any:
+    from transformers.models.recurrent_gemma import modeling_recurrent_gemma
+
+    return modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock
+
+
+def make_block(**options: Any) -> Any:
+    return spread_decays(block_class()(config(**options), 0))
+
+
+def run_block(block: Any, hidden: Tensor, positions: Tensor | None = None) -> Any:
+    if positions is None:
+        positions = torch.arange(hidden.shape[1])[None]
+    return record_one(block, hidden, positions, None, use_cache=False)
+
+
+def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
+    hidden = hidden.detach().double()
+    batch, tokens, _ = hidden.shape
+    positions = kwargs.get("position_ids")
+    positions = torch.arange(tokens)[None] if positions is None else positions
+    reset = (positions == 0).expand(batch, tokens)
+    values = apply_linear(module.linear_x, hidden)
+    channels = values.shape[-1]
+    conv = causal_taps(module.conv_1d, tokens)
+    bias = module.conv_1d.bias.detach().double()
+    u = torch.einsum("xcij,bjc->bic", conv, values) + bias
+    lru = module.rg_lru
+    heads = lru.num_attention_heads
+    gates = []
+    for name in ("input_gate", "recurrent_gate"):
+        weight = getattr(lru, f"{name}_weight").detach().double()
+        shift = getattr(lru, f"{name}_bias").detach().double()
+        parts = [part @ weight[h] + shift[h] for h, part in enumerate(u.chunk(heads, -1))]
+        gates.append(1 / (1 + torch.exp(-torch.cat(parts, -1))))
+    log_decay = -8 * gates[1] * F.softplus(lru.recurrent_param.detach().double())
+    written = torch.where(reset[..., None], 1.0, (1 - torch.exp(2 * log_decay)).sqrt()) * gates[0]
+    core = torch.zeros(batch, channels, tokens, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        for j in range(i + 1):
+            kept = ~reset[:, j + 1 : i + 1].any(1)
+            decay = torch.exp(log_decay[:, j + 1 : i + 1].sum(1))
+            core[:, :, i, j] = kept[:, None] * decay * written[:, j]
+    z = apply_linear(module.linear_y, hidden)
+    gate = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    shape = (batch, tokens, channels, 1)
+    outer = diagonal_matrices(gate[..., None], shape) @ core
+    alpha = outer @ conv
+    values = values[..., None]
+    offset = times(outer, bias[:, None].expand(shape))
+    y = times(alpha, values) + offset
+    return Formula(values, alpha, apply_linear(module.linear_out, y.flatten(2)), offset)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
+def test_reproduces_the_module(tokens: int, batch: int) -> None:
+    block = make_block()
+    hidden = torch.randn(batch, tokens, 12)
+    layer = run_block(block, hidden)
+    wanted = formula(block, hidden, {})
+    assert relative_error(layer.output, wanted.output) <= FLOAT32
+    check(layer, FLOAT32)
+    check_formula_output(wanted, block.linear_out)
+    check_formula(layer, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+@pytest.mark.parametrize("kernel", [1, 2, 4, 7])
+def test_sizes(kernel: int, heads: int) -> None:
+    block = make_block(conv1d_width=kernel, num_attention_heads=heads, head_dim=2)
+    for tokens in (1, max(1, kernel - 1), 9):
+        check(run_block(block, torch.randn(2, tokens, 12)), FLOAT32)
+
+
+def test_float64_against_the_formula() -> None:
+    block = make_block().double()
+    hidden = torch.randn(2, 11, 12, dtype=torch.float64)
+    layer = run_block(block, hidden)
+    assert layer.linear.operator.dtype == torch.float64
+    check_formula(layer, formula(block, hidden, {}), 1e-12)
+    layer.verify()
+
+
+def test_resets_separate_packed_sequences() -> None:
+    block = make_block().double()
+    hidden = torch.randn(2, 10, 12, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]])
+    layer = run_block(block, hidden, positions)
+    check_formula(layer, formula(block, hidden, {"position_ids": positions}), 1e-12)
+    check(layer, 1e-6)
+    core = layer.linear.restrict({"scan"}).operator.dense()
+    assert not core[0, 4:, :4].any() and not core[0, 7:, :7].any() and not core[1, 2:, :2].any()
+    assert core[0, 3, 0] != 0
+
+
+def test_positions_that_begin_later() -> None:
+    block = make_block()
+    hidden = torch.randn(2, 6, 12)
+    check(run_block(block, hidden, torch.arange(3, 9)[None]), FLOAT32)
+
+
+def test_typical_errors() -> None:
+    errors, halves = [], []
+    for _ in range(9):
+        block, hidden = make_block(), torch.randn(3, 40, 12)
+        errors.append(check(run_block(block, hidden), FLOAT32))
+        half = run_block(block.to(torch.bfloat16), hidden.to(torch.bfloat16))
+        halves.append(check_half(half, 5e-2))
+    check_typical(errors, 1e-6)
+    check_typical(halves, 1.5e-2)
+
+
+def test_initialised_decays() -> None:
+    """Near a decay of one, where the model's sqrt(1 - a^2) cancels."""
+    model = transformers.RecurrentGemmaForCausalLM(config()).eval()
+    for layer in record(model, torch.randint(3, 19, (2, 40))):
+        check(layer, 1e-5)
+
+
+def test_whole_model() -> None:
+    model = make_model()
+    ids = torch.randint(3, 19, (3, 70))
+    layers = record(model, ids)
+    assert [layer.architecture for layer in layers] == ["Griffin"] * 3
+    for layer in layers:
+        check(layer, FLOAT32)
+    check_same_logits(model, ids)
+
+
+def test_an_earlier_generation_leaves_no_trace() -> None:
+    """The block itself carries the state of cached runs; a traced run starts afresh."""
+    model = make_model()
+    ids = torch.randint(3, 19, (2, 9))
+    with torch.no_grad():
+        fresh = model(ids, use_cache=False).logits
+        model(ids[:, :5], use_cache=True)
+    for layer in record(model, ids):
+        check(layer, FLOAT32)
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, fresh)
+
+
+def test_methods() -> None:
+    check_methods(make_model(), torch.randint(3, 19, (2, 12)))
+
+
+def test_attribution_by_hand() -> None:
+    model = make_model(num_hidden_layers=2)
+    check_attribution_by_hand(model, block_class(), formula, torch.randint(3, 19, (2, 9)))
+
+
+def test_a_cache_is_refused() -> None:
+    hidden = torch.randn(1, 4, 12)
+    kwargs = {"past_key_values": object(), "position_ids": torch.arange(4)[None]}
+    with pytest.raises(CachedStateError):
+        recurrent_gemma(make_block(), Call((hidden,), kwargs, hidden))

@@ -1,0 +1,156 @@
+"""LFM2's gated short convolution: the operator is the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hybrid_checks import (
+    Formula,
+    apply_linear,
+    causal_taps,
+    check,
+    check_attribution_by_hand,
+    check_formula,
+    check_formula_output,
+    check_half,
+    check_methods,
+    check_same_logits,
+    check_typical,
+    keep_of,
+    record,
+    record_one,
+)
+from oracles import diagonal_matrices, padded_batch, randomise, relative_error, times
+from torch import Tensor
+
+from captum_ssm.errors import CachedStateError, InputError
+from captum_ssm.mixers.base import Call
+from captum_ssm.mixers.lfm2 import short_conv
+
+transformers = pytest.importorskip("transformers")
+
+FLOAT32 = 1e-6  # for any draw; typical is 1e-7
+
+
+def config(**options: Any) -> Any:
+    small = {
+        "vocab_size": 19,
+        "hidden_size": 12,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    return transformers.Lfm2Config(**small | options)
+
+
+def make_model(**options: Any) -> Any:
+    return randomise(transformers.Lfm2ForCausalLM(config(**options)))
+
+
+def mixer_class() -> Any:
+    from transformers.models.lfm2 import modeling_lfm2
+
+    return modeling_lfm2.Lfm2ShortConv
+
+
+def make_mixer(width: int = 5, **options: Any) -> Any:
+    return randomise(mixer_class()(config(hidden_size=width, num_attention_heads=1, **options), 0))
+
+
+def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
+    hidden = hidden.detach().double()
+    keep = keep_of(kwargs.get("attention_mask"), hidden)
+    write, read, x = apply_linear(module.in_proj, hidden * keep[..., None]).chunk(3, -1)
+    conv = causal_taps(module.conv, hidden.shape[1])
+    shape = (*x.shape, 1)
+    outer = diagonal_matrices(read[..., None], shape) @ conv
+    inner = diagonal_matrices(write[..., None], shape)
+    alpha = outer @ diagonal_matrices(keep[..., None, None], shape) @ inner
+    # a constant: what padding leaks, and the bias of the convolution
+    offset = times(outer @ inner, (x * (1 - keep[..., None]))[..., None])
+    if module.conv.bias is not None:
+        offset = offset + (read * module.conv.bias.detach().double())[..., None]
+    y = times(alpha, x[..., None]) + offset
+    return Formula(x[..., None], alpha, apply_linear(module.out_proj, y.flatten(2)), offset)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+def test_reproduces_the_module(kernel: int, bias: bool) -> None:
+    mixer = make_mixer(conv_L_cache=kernel, conv_bias=bias)
+    for batch, tokens in ((1, 1), (3, 2), (2, 3), (2, max(1, kernel - 1)), (3, 13)):
+        hidden = torch.randn(batch, tokens, 5)
+        layer = record_one(mixer, hidden)
+        wanted = formula(mixer, hidden, {})
+        assert relative_error(layer.output, wanted.output) <= FLOAT32
+        check(layer, FLOAT32)
+        check_formula_output(wanted, mixer.out_proj)
+        check_formula(layer, wanted, FLOAT32)
+
+
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+def test_padding(where: str) -> None:
+    """With biases the model leaks padding through the convolution; it counts as bias."""
+    mixer = make_mixer(conv_bias=True).double()
+    hidden = torch.randn(2, 9, 5, dtype=torch.float64)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, {"left": slice(0, 4), "right": slice(6, 9), "middle": slice(3, 5)}[where]] = 0
+    layer = record_one(mixer, hidden, attention_mask=mask)
+    check(layer, 1e-12)
+    check_formula(layer, formula(mixer, hidden, {"attention_mask": mask}), 1e-12)
+    assert not layer.operator.dense(None)[1][:, :, mask[1] == 0].any()
+
+
+def test_the_convolution_is_the_mixing() -> None:
+    layer = record_one(make_mixer(), torch.randn(2, 6, 5))
+    left = layer.linear.restrict({"gate"}).operator.dense(None)
+    assert not (left - torch.diag_embed(left.diagonal(dim1=-2, dim2=-1))).any()
+    assert {leaf.component for leaf in layer.operator.leaves()} == {"conv", "gate"}
+
+
+def test_typical_errors() -> None:
+    errors, halves = [], []
+    for _ in range(9):
+        mixer, hidden = make_mixer(conv_bias=True), torch.randn(3, 40, 5)
+        errors.append(check(record_one(mixer, hidden), FLOAT32))
+        half = record_one(mixer.to(torch.bfloat16), hidden.to(torch.bfloat16))
+        halves.append(check_half(half, 5e-2))
+    check_typical(errors, 5e-7)
+    check_typical(halves, 1.5e-2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_whole_model(bias: bool) -> None:
+    model = make_model(conv_bias=bias)
+    ids, mask = padded_batch([70, 41, 1])
+    layers = record(model, ids, attention_mask=mask)
+    assert [layer.architecture for layer in layers] == ["LFM2"] * 3
+    for layer in layers:
+        check(layer, FLOAT32)
+    check_same_logits(model, ids, attention_mask=mask)
+
+
+def test_methods() -> None:
+    check_methods(make_model(), *padded_batch([12, 7]))
+
+
+def test_methods_where_padding_leaks() -> None:
+    check_methods(make_model(conv_bias=True), *padded_batch([12, 7]), invariant=False)
+
+
+def test_attribution_by_hand() -> None:
+    model = make_model(num_hidden_layers=2, layer_types=["conv", "conv"])
+    check_attribution_by_hand(model, mixer_class(), formula, torch.randint(19, (2, 9)))
+
+
+def test_caches_and_packed_sequences_are_refused() -> None:
+    hidden, mixer = torch.randn(1, 4, 5), make_mixer()
+    with pytest.raises(CachedStateError):
+        short_conv(mixer, Call((hidden, object()), {}, hidden))
+    for name in ("seq_idx", "cu_seq_lens_q"):
+        with pytest.raises(InputError, match=name):
+            short_conv(mixer, Call((hidden,), {name: torch.tensor([0, 2, 4])}, hidden))

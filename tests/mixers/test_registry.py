@@ -1,0 +1,277 @@
+"""Which mixers are served, and what is said about the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import relative_error
+from torch import Tensor, nn
+
+from captum_ssm import register_mixer, supported_architectures, trace
+from captum_ssm.errors import NoMixerError, OptionError, UnsupportedMixerError
+from captum_ssm.mixers import Architecture, Call, LinearMixer, registry
+from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
+
+
+@pytest.fixture(autouse=True)
+def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
+    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+
+
+class Shift(nn.Module):
+    """out(gate(h) * (w0 x[t] + w1 x[t - 1])), x = read(h)"""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.read, self.gate, self.out = (nn.Linear(width, width) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.read(hidden)
+        earlier = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        mixed = self.weight[:, 0] * x + self.weight[:, 1] * earlier
+        return self.out(self.gate(hidden).sigmoid() * mixed)
+
+
+class SlightlyDifferentShift(Shift):
+    pass
+
+
+class OtherMixer(Shift):
+    """No mixer of this name has an adapter."""
+
+
+def linearize_shift(module: Any, call: Call) -> LinearMixer:
+    x = module.read(call.hidden_states)[..., None]
+    shape = Shape(*x.shape)
+    gate = module.gate(call.hidden_states).sigmoid()[..., None]
+    operator = Chain(
+        Diagonal(gate, shape, "gate"), ShortConv(module.weight.detach()[:, None], shape)
+    )
+    return LinearMixer(x, operator, lambda y: module.out(y.flatten(2)))
+
+
+class Net(nn.Module):
+    def __init__(self, *mixers: nn.Module) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            out = mixer(hidden)
+            hidden = hidden + (out[0] if isinstance(out, tuple) else out)
+        return hidden
+
+
+def test_a_registered_mixer_is_served() -> None:
+    register_mixer(Shift, linearize_shift, family="Token shift")
+    model = Net(Shift(), nn.Tanh(), Shift())
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randn(2, 5, 4))
+    assert [(layer.name, layer.architecture) for layer in t.layers] == [
+        ("mixers.0", "Token shift"),
+        ("mixers.2", "Token shift"),
+    ]
+    for layer in t.layers:
+        assert layer.reconstruction_error() <= 1e-6
+        gate = layer.mixer.module.gate(layer.call.hidden_states).sigmoid()  # (B, L, C)
+        own, earlier = layer.mixer.module.weight.T
+        matrices = layer.operator.dense(None)
+        diagonal = matrices.diagonal(dim1=-2, dim2=-1).mT
+        below = matrices.diagonal(-1, dim1=-2, dim2=-1).mT
+        assert relative_error(diagonal, gate * own) <= 1e-6
+        assert relative_error(below, gate[:, 1:] * earlier) <= 1e-6
+
+
+def test_a_class_can_be_registered_by_name() -> None:
+    path = f"{Shift.__module__}.{Shift.__qualname__}"
+    register_mixer(path, linearize_shift)
+    assert supported_architectures()[-1] == Architecture("Shift", path.split(".")[0], path, "")
+    with torch.no_grad(), trace(model := Net(Shift())) as t:
+        model(torch.randn(1, 3, 4))
+    assert t.layers[0].reconstruction_error() <= 1e-6
+
+
+def test_subclasses_are_served_by_the_nearest_class() -> None:
+    register_mixer(Shift, linearize_shift, family="base")
+    model = Net(SlightlyDifferentShift())
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randn(1, 3, 4))
+    assert t.layers[0].architecture == "base"
+    register_mixer(SlightlyDifferentShift, linearize_shift, family="own")
+    with torch.no_grad(), trace(Net(Shift(), *model.mixers)) as t:
+        pass
+    both = Net(Shift(), SlightlyDifferentShift())
+    with torch.no_grad(), trace(both) as t:
+        both(torch.randn(1, 3, 4))
+    assert [layer.architecture for layer in t.layers] == ["base", "own"]
+
+
+def test_a_subclass_of_a_real_mixer_is_served() -> None:
+    mixer = oracles.transformers_model("mamba").backbone.layers[0].mixer
+    mixer.__class__ = type("QuietMixer", (type(mixer),), {})
+    with torch.no_grad(), trace(mixer) as t:
+        mixer(torch.randn(2, 6, 5))
+    assert t.layers[0].architecture == "Mamba"
+    assert t.layers[0].reconstruction_error() <= 5e-6
+
+
+def test_registering_again_replaces() -> None:
+    calls: list[str] = []
+
+    def counted(module: Any, call: Call) -> LinearMixer:
+        calls.append("second")
+        return linearize_shift(module, call)
+
+    before = len(supported_architectures())
+    register_mixer(Shift, linearize_shift, family="first")
+    register_mixer(Shift, counted, family="second")
+    assert len(supported_architectures()) == before + 1
+    with torch.no_grad(), trace(model := Net(Shift())) as t:
+        model(torch.randn(1, 3, 4))
+    assert t.layers[0].architecture == "second"
+    assert not calls, "the operator is made when it is asked for"
+    t.layers[0].verify()
+    assert calls == ["second"]
+
+
+def test_a_built_in_adapter_can_be_replaced() -> None:
+    model = oracles.transformers_model("mamba")
+    path = "transformers.models.mamba.modeling_mamba.MambaMixer"
+    register_mixer(path, linearize_shift, family="mine")
+    with torch.no_grad(), trace(model) as t:
+        model(torch.randint(19, (1, 4)))
+    assert {layer.architecture for layer in t.layers} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "linearize"), [("NoDots", linearize_shift), (Shift, None), ("a.B", "not callable")]
+)
+def test_bad_registrations_are_refused(mixer: Any, linearize: Any) -> None:
+    before = supported_architectures()
+    with pytest.raises(OptionError, match="register_mixer"):
+        register_mixer(mixer, linearize)
+    assert supported_architectures() == before
+
+
+def test_supported_architectures() -> None:
+    found = {a.class_path: a for a in supported_architectures()}
+    for path, family in {
+        "transformers.models.mamba.modeling_mamba.MambaMixer": "Mamba",
+        "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": "Falcon Mamba",
+        "mamba_ssm.modules.mamba_simple.Mamba": "Mamba",
+    }.items():
+        assert found[path].family == family
+        assert found[path].package.replace("-", "_") == path.split(".")[0]
+        assert found[path].tested_version
+    supported_architectures().clear()
+    assert supported_architectures(), "the caller's list is not the registry"
+
+
+def test_registered_names_are_real(mamba_ssm: Any) -> None:
+    """Every built-in name is that of a class which exists."""
+    from importlib import import_module
+
+    for architecture in supported_architectures():
+        if architecture.package in ("transformers", "mamba-ssm"):
+            module, name = architecture.class_path.rsplit(".", 1)
+            assert issubclass(getattr(import_module(module), name), nn.Module)
+
+
+def test_asking_imports_no_architecture() -> None:
+    code = (
+        "import sys, captum_ssm; captum_ssm.supported_architectures();"
+        "captum_ssm.register_mixer('some.Thing', print);"
+        "print(*{'transformers', 'mamba_ssm'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not result.stdout.strip()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def assert_refused(model: nn.Module, name: str, class_path: str) -> None:
+    with pytest.raises(UnsupportedMixerError) as caught, trace(model):
+        pass
+    text = str(caught.value)
+    assert repr(name) in text and class_path in text
+    for architecture in supported_architectures():
+        assert architecture.class_path in text
+    assert "register_mixer" in text and "docs/" in text
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_are_refused(kind: Any) -> None:
+    model = Net(nn.Linear(4, 4), kind(4, 4, batch_first=True))
+    assert_refused(model, "mixers.1", f"torch.nn.modules.rnn.{kind.__name__}")
+
+
+def test_an_unknown_mixer_is_refused() -> None:
+    assert_refused(Net(OtherMixer()), "mixers.0", f"{__name__}.OtherMixer")
+
+
+def test_a_hybrid_with_one_unknown_mixer_is_refused() -> None:
+    model = oracles.transformers_model("mamba", num_hidden_layers=3)
+    model.backbone.layers[1].mixer = OtherMixer(5)
+    assert_refused(model, "backbone.layers.1.mixer", f"{__name__}.OtherMixer")
+
+
+def test_naming_the_layers_vouches_for_the_rest() -> None:
+    model = oracles.transformers_model("mamba", num_hidden_layers=3)
+    model.backbone.layers[1].mixer.out_proj = nn.Sequential(
+        model.backbone.layers[1].mixer.out_proj, nn.Identity()
+    )
+    model.lm_head = nn.Sequential(OtherMixer(5), model.lm_head)
+    names = ["backbone.layers.2.mixer", "backbone.layers.0.mixer"]
+    with torch.no_grad(), trace(model.backbone, layers=[n.partition(".")[2] for n in names]) as t:
+        model.backbone(torch.randint(19, (1, 4)))
+    assert [layer.name for layer in t.layers] == ["layers.0.mixer", "layers.2.mixer"]
+    with torch.no_grad(), trace(model, layers=names[:1]) as t:
+        model.backbone(torch.randint(19, (1, 4)))
+    assert [layer.name for layer in t.layers] == names[:1]
+
+
+def test_parts_of_a_served_mixer_are_not_strangers() -> None:
+    """What looks like a mixer inside or around a served one belongs to it."""
+    register_mixer(Shift, linearize_shift)
+    inner = Shift()
+    inner.add_module("part", OtherMixer())
+    around = OtherMixer()
+    around.add_module("core", Shift())
+    for model, names in ((Net(inner), ["mixers.0"]), (Net(around), ["mixers.0.core"])):
+        with trace(model):
+            pass
+        with torch.no_grad(), trace(model) as t:
+            for name in names:
+                model.get_submodule(name)(torch.randn(1, 3, 4))
+        assert [layer.name for layer in t.layers] == names
+
+
+def test_a_model_without_mixers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(NoMixerError) as caught, trace(model):
+        pass
+    text = str(caught.value)
+    assert "Sequential" in text and "register_mixer" in text
+    for architecture in supported_architectures():
+        assert architecture.class_path in text
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("layer", ["no.such", "backbone.layers.0", "lm_head"])
+def test_layers_that_are_no_mixers(layer: str) -> None:
+    model = oracles.transformers_model("mamba")
+    for wanted in (layer, nn.Linear(2, 2)):
+        with pytest.raises(NoMixerError, match=r"backbone\.layers\.1\.mixer"):  # noqa: SIM117
+            with trace(model, layers=[wanted]):
+                pass

@@ -1,0 +1,208 @@
+"""RWKV-4's time mixing: the operator is the module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hybrid_checks import (
+    Formula,
+    apply_linear,
+    check,
+    check_attribution_by_hand,
+    check_formula,
+    check_formula_output,
+    check_half,
+    check_methods,
+    check_same_logits,
+    check_typical,
+    record,
+    record_one,
+)
+from oracles import diagonal_matrices, randomise, relative_error, times
+from torch import Tensor
+
+from captum_ssm import ImplicitAttentionRollout, MambaAttribution
+from captum_ssm.errors import CachedStateError
+from captum_ssm.mixers.base import Call
+from captum_ssm.mixers.rwkv import rwkv4
+
+transformers = pytest.importorskip("transformers")
+
+FLOAT32 = 2e-6  # for any draw; typical is 3e-7
+
+
+def config(**options: Any) -> Any:
+    small = {
+        "vocab_size": 19,
+        "hidden_size": 7,
+        "attention_hidden_size": 10,
+        "num_hidden_layers": 4,
+        "rescale_every": 2,
+    }
+    return transformers.RwkvConfig(**small | options)
+
+
+def spread(model: Any) -> Any:
+    """Decays from fast to slow, and mixtures with the previous token from 0 to 1."""
+    randomise(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("time_decay"):
+            parameter.data = -1 + 2 * torch.randn(parameter.shape)
+        if "time_mix" in name:
+            parameter.data = torch.rand(parameter.shape)
+    return model
+
+
+def make_model(**options: Any) -> Any:
+    return spread(transformers.RwkvForCausalLM(config(**options)))
+
+
+def mixer_class() -> Any:
+    from transformers.models.rwkv import modeling_rwkv
+
+    return modeling_rwkv.RwkvSelfAttention
+
+
+def make_mixer(**options: Any) -> Any:
+    return spread(mixer_class()(config(**options), 1))
+
+
+def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
+    hidden = hidden.detach().double()
+    batch, tokens, _ = hidden.shape
+    before = torch.zeros_like(hidden)
+    before[:, 1:] = hidden[:, :-1]
+    key, value, receptance = (
+        apply_linear(getattr(module, name), hidden * mix + before * (1 - mix))
+        for name in ("key", "value", "receptance")
+        for mix in [getattr(module, f"time_mix_{name}").detach().double()]
+    )
+    w = -torch.exp(module.time_decay.detach().double())
+    u = module.time_first.detach().double()
+    scores = torch.full((batch, len(w), tokens, tokens), -torch.inf, dtype=torch.float64)
+    for i in range(tokens):
+        for j in range(i):
+            scores[:, :, i, j] = (i - 1 - j) * w + key[:, j]
+        scores[:, :, i, i] = u + key[:, i]
+    gate = 1 / (1 + torch.exp(-receptance))
+    alpha = diagonal_matrices(gate[..., None], (*gate.shape, 1)) @ torch.softmax(scores, -1)
+    y = times(alpha, value[..., None])
+    return Formula(value[..., None], alpha, apply_linear(module.output, y.flatten(2)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
+def test_reproduces_the_module(tokens: int, batch: int) -> None:
+    mixer = make_mixer()
+    hidden = torch.randn(batch, tokens, 7)
+    layer = record_one(mixer, hidden)
+    wanted = formula(mixer, hidden, {})
+    assert relative_error(layer.output, wanted.output) <= FLOAT32
+    check(layer, FLOAT32)
+    check_formula_output(wanted, mixer.output)
+    check_formula(layer, wanted, 1e-5)
+
+
+def test_float64_against_the_formula() -> None:
+    mixer = make_mixer().double()
+    hidden = torch.randn(2, 11, 7, dtype=torch.float64)
+    layer = record_one(mixer, hidden)
+    assert layer.linear.operator.dtype == torch.float64
+    check_formula(layer, formula(mixer, hidden, {}), 1e-12)
+    layer.verify()
+
+
+def test_rows_are_a_softmax() -> None:
+    layer = record_one(make_mixer(), torch.randn(2, 30, 7))
+    rows = layer.linear.restrict({"scan"}).operator.dense(None)
+    assert rows.min() >= 0
+    assert torch.allclose(rows.sum(-1), torch.ones(()), atol=1e-5)
+
+
+def test_large_keys_do_not_overflow() -> None:
+    mixer = make_mixer()
+    with torch.no_grad():
+        mixer.key.weight.mul_(300)  # exponents of some hundreds, themselves rounded to 1e-5
+    check(record_one(mixer, torch.randn(2, 20, 7)), 2e-4)
+
+
+def test_typical_errors() -> None:
+    errors, halves = [], []
+    for _ in range(9):
+        mixer, hidden = make_mixer(), torch.randn(3, 40, 7)
+        errors.append(check(record_one(mixer, hidden), FLOAT32))
+        half = record_one(mixer.to(torch.bfloat16), hidden.to(torch.bfloat16))
+        halves.append(check_half(half, 5e-2))
+    check_typical(errors, 1e-6)
+    check_typical(halves, 1.5e-2)
+
+
+@pytest.mark.parametrize("rescale_every", [0, 1, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_whole_model(rescale_every: int, training: bool) -> None:
+    model = make_model(rescale_every=rescale_every).train(training)
+    layers = record(model, torch.randint(19, (3, 70)))
+    assert len(layers) == 4
+    for layer in layers:
+        check(layer, FLOAT32)
+
+
+def test_logits_and_rescaled_weights_are_left_alone() -> None:
+    model = make_model()
+    ids = torch.randint(19, (2, 12))
+    with torch.no_grad():
+        model(ids, use_cache=False)  # from here on the output projections are rescaled
+    check_same_logits(model, ids)
+
+
+def test_the_first_run_rescales_once() -> None:
+    """A traced first run leaves the model as an untraced one does."""
+    plain = make_model()
+    traced = copy.deepcopy(plain)
+    ids = torch.randint(19, (2, 12))
+    with torch.no_grad():
+        plain(ids, use_cache=False)
+    record(traced, ids)
+    for (name, a), b in zip(plain.named_parameters(), traced.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_rollout_does_not_depend_on_rescaling() -> None:
+    model = make_model()
+    other = copy.deepcopy(model)
+    other.config.rescale_every = other.rwkv.config.rescale_every = 0
+    ids = torch.randint(19, (2, 12))
+    found = ImplicitAttentionRollout(model).attribute(ids, query="last")
+    assert relative_error(found, ImplicitAttentionRollout(other).attribute(ids, query="last")) <= (
+        1e-5
+    )
+
+
+def test_methods() -> None:
+    check_methods(make_model(), torch.randint(19, (2, 12)))
+
+
+def test_gradients_need_no_cache_argument() -> None:
+    """With a cache the backward pass fails on states written in place; tracing switches it off."""
+    model = make_model()
+    assert model.config.use_cache
+    relevance = MambaAttribution(model).attribute(torch.randint(19, (2, 8)), target=(-1, 3))
+    assert torch.isfinite(relevance).all()
+
+
+def test_attribution_by_hand() -> None:
+    """Without the last LayerNorm, through which gradients have a mean of zero over channels."""
+    model = make_model()
+    model.rwkv.ln_out = torch.nn.Identity()
+    check_attribution_by_hand(model, mixer_class(), formula, torch.randint(19, (2, 9)))
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_state_is_refused(by_position: bool) -> None:
+    hidden = torch.randn(1, 4, 7)
+    args, kwargs = ((hidden, [hidden]), {}) if by_position else ((hidden,), {"state": [hidden]})
+    with pytest.raises(CachedStateError):
+        rwkv4(make_mixer(), Call(args, kwargs, hidden))

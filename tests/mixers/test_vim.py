@@ -1,0 +1,594 @@
+"""Vision Mamba's mixers: the operator is the module, in both directions."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vim_oracle as oracle
+from oracles import relative_error, times
+from torch import Tensor, nn
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
+from captum_ssm.attr.components import parse_components
+from captum_ssm.errors import CachedStateError, NonFiniteError, OptionError, UnsupportedMixerError
+from captum_ssm.models import VisionMamba
+from captum_ssm.models.vim import VimMixer
+from captum_ssm.tracing import Layer
+
+# for any draw of the parameters; typical is 2e-7
+FLOAT32 = 5e-6
+# the rounding of the formats themselves, for any draw
+HALF = [(torch.bfloat16, 8e-2), (torch.float16, 8e-3)]
+TYPES = [("none", False), ("v1", False), ("v2", True), ("v2", False)]
+CLS = ["middle", "head", "end", "double", "none"]
+METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+ABLATIONS = [
+    "s6",
+    "unified",
+    "exact",
+    *(f"unified-{name}" for name in ("conv", "activation", "scan", "gate")),
+    *(f"exact-{name}" for name in ("conv", "activation", "scan", "skip", "gate")),
+    "exact-scan-skip",
+]
+SETS: list[Any] = [{"gate"}, {"skip"}, {"conv", "skip"}, {"norm"}, {"activation"}]
+
+#: (kind, halve, **options) to a mixer of E = 5
+MakeMixer = Callable[..., Any]
+
+
+def own_mixer(kind: str, halve: bool, **options: Any) -> Any:
+    options = {"d_model": 5, "d_state": 3} | options
+    return oracle.randomise(VimMixer(bimamba_type=kind, if_divide_out=halve, **options))
+
+
+def fork_of(base: Any, halving: str) -> Any:
+    """What Vision Mamba's fork adds to mamba_ssm's Mamba, its kernels written as plain functions.
+
+    Copies of the fork differ in the name of the attribute ``halving``.
+    """
+    scan = import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_ref
+
+    def select(x: Tensor, conv: Any, x_proj: Any, dt_proj: Any) -> tuple[Tensor, ...]:
+        weights = conv.weight, conv.bias, 1, conv.padding, 1, len(conv.weight)
+        u = F.silu(F.conv1d(x, *weights)[..., : x.shape[-1]])
+        rank = dt_proj.weight.shape[1]
+        selected = F.linear(u.mT, x_proj.weight)
+        state = (x_proj.weight.shape[0] - rank) // 2
+        t, b, c = selected.split([rank, state, state], dim=-1)
+        return u, F.linear(t, dt_proj.weight).mT, b.mT, c.mT
+
+    class Mamba(base):  # type: ignore[misc]
+        def __init__(
+            self,
+            d_model: int,
+            bimamba_type: str = "none",
+            if_devide_out: bool = False,
+            init_layer_scale: float | None = None,
+            **options: Any,
+        ) -> None:
+            super().__init__(d_model, **options)
+            self.bimamba_type = bimamba_type
+            setattr(self, halving, if_devide_out)
+            self.init_layer_scale = init_layer_scale
+            if init_layer_scale is not None:
+                self.gamma = nn.Parameter(init_layer_scale * torch.ones(d_model))
+            if bimamba_type != "none":
+                self.A_b_log = nn.Parameter(self.A_log.detach().clone())
+            if bimamba_type == "v2":
+                for name in ("conv1d", "x_proj", "dt_proj", "D"):
+                    setattr(self, f"{name}_b", copy.deepcopy(getattr(self, name)))
+
+        def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
+            if self.use_fast_path and inference_params is None:
+                out = self.fast(hidden_states)
+            else:
+                out = super().forward(hidden_states, inference_params)  # one direction only
+            return out if self.init_layer_scale is None else out * self.gamma
+
+        def fast(self, hidden_states: Tensor) -> Tensor:
+            xz = F.linear(hidden_states, self.in_proj.weight, self.in_proj.bias).mT
+            x, z = xz.chunk(2, dim=1)
+            a = -torch.exp(self.A_log.float())
+            parts = select(x, self.conv1d, self.x_proj, self.dt_proj)
+            bias = self.dt_proj.bias.float()
+            y = scan(*parts[:2], a, *parts[2:], self.D.float(), z, bias, True)
+            if self.bimamba_type == "v1":
+                a_b = -torch.exp(self.A_b_log.float())
+                u, dt, b, c = (part.flip(-1) for part in parts)
+                y = y + scan(u, dt, a_b, b, c, self.D.float(), z.flip(-1), bias, True).flip(-1)
+            if self.bimamba_type == "v2":
+                a_b = -torch.exp(self.A_b_log.float())
+                u, dt, b, c = select(x.flip(-1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
+                bias = self.dt_proj_b.bias.float()
+                y = y + scan(u, dt, a_b, b, c, self.D_b.float(), z.flip(-1), bias, True).flip(-1)
+                y = y / 2 if getattr(self, halving) else y
+            return F.linear(y.mT, self.out_proj.weight, self.out_proj.bias)
+
+    return Mamba
+
+
+@pytest.fixture
+def make_fork(mamba_ssm: Any) -> MakeMixer:
+    def make(kind: str, halve: bool, halving: str = "if_devide_out", **options: Any) -> Any:
+        options = {"d_model": 5, "d_state": 3} | options
+        fork = fork_of(mamba_ssm.Mamba, halving)
+        return oracle.randomise(fork(bimamba_type=kind, if_devide_out=halve, **options))
+
+    return make
+
+
+@pytest.fixture(params=["own", "fork"])
+def make_mixer(request: pytest.FixtureRequest) -> MakeMixer:
+    return own_mixer if request.param == "own" else request.getfixturevalue("make_fork")
+
+
+@pytest.fixture(params=TYPES, ids=["none", "v1", "v2 halved", "v2"])
+def kind(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    found: tuple[str, bool] = request.param
+    return found
+
+
+def record(model: nn.Module, *args: Any) -> list[Layer]:
+    with torch.no_grad(), trace(model) as t:
+        model(*args)
+    return t.layers
+
+
+def record_one(mixer: Any, hidden: Tensor) -> Layer:
+    (layer,) = record(mixer, hidden)
+    return layer
+
+
+def check_reproduction(layer: Layer, tolerance: float = FLOAT32) -> None:
+    """The layer's own figure, and the same computed here from the recorded output."""
+    linear = layer.linear
+    rebuilt = linear.project(linear.operator.affine(linear.values))
+    assert relative_error(rebuilt, layer.output) <= tolerance
+    assert layer.reconstruction_error() <= tolerance
+
+
+def alpha(mixer: Any, hidden: Tensor, kind: tuple[str, bool], components: Any) -> Tensor:
+    ahead, back = oracle.matrices(mixer, hidden, *kind, components)
+    return ahead + back
+
+
+# --- reproduction of the real module --------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
+def test_reproduces_the_module(
+    make_mixer: MakeMixer, kind: tuple[str, bool], batch: int, tokens: int
+) -> None:
+    mixer, hidden = make_mixer(*kind), torch.randn(batch, tokens, 5)
+    layer = record_one(mixer, hidden)
+    weights = oracle.double_weights(mixer)
+    wanted = torch.stack([oracle.mix(weights, h.double(), *kind) for h in hidden])
+    assert relative_error(layer.output, wanted) <= FLOAT32
+    check_reproduction(layer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d_conv": 1, "bias": True},
+        {"d_conv": 2, "conv_bias": False},
+        {"d_conv": 4, "bias": True, "conv_bias": False},
+        {"d_state": 1, "d_conv": 3},
+        {"d_state": 16, "dt_rank": 3},
+        {"d_model": 1},
+        {"d_model": 17},
+        {"init_layer_scale": 0.2},
+    ],
+)
+def test_options(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[str, Any]) -> None:
+    mixer = make_mixer(*kind, **options)
+    for tokens in (1, 3, 4, 9):
+        check_reproduction(record_one(mixer, torch.randn(2, tokens, options.get("d_model", 5))))
+
+
+def test_typical_error(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
+    errors = []
+    for _ in range(11):
+        layer = record_one(make_mixer(*kind), torch.randn(2, 30, 5))
+        errors.append(layer.reconstruction_error())
+    assert statistics.median(errors) <= 5e-7
+
+
+def test_long_sequence(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
+    check_reproduction(record_one(make_mixer(*kind), torch.randn(2, 197, 5)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), HALF)
+def test_half_precision(
+    make_mixer: MakeMixer, kind: tuple[str, bool], dtype: torch.dtype, tolerance: float
+) -> None:
+    mixer = make_mixer(*kind).to(dtype)
+    layer = record_one(mixer, torch.randn(2, 20, 5).to(dtype))
+    assert layer.output.dtype == dtype
+    assert layer.values.dtype == layer.operator.dtype == torch.float32
+    check_reproduction(layer, tolerance)
+
+
+@pytest.mark.parametrize("components", [*ABLATIONS, *SETS])
+def test_float64(kind: tuple[str, bool], components: Any) -> None:
+    mixer = own_mixer(*kind, d_conv=5, bias=True).double()
+    hidden = torch.randn(2, 8, 5).double()
+    layer = record_one(mixer, hidden)
+    check_reproduction(layer, 1e-12)
+    wanted = alpha(mixer, hidden, kind, components)
+    operator = layer.linear.restrict(parse_components(components)).operator
+    assert operator.dense(None).dtype == torch.float64
+    assert relative_error(operator.dense(None), wanted) <= 1e-12
+    assert relative_error(operator.dense("mean"), wanted.mean(1)) <= 1e-12
+    assert relative_error(operator.rows([7, 0, 3], None), wanted[:, :, [7, 0, 3]]) <= 1e-12
+    row = torch.randn(2, 8).double()
+    product = torch.einsum("bi,bij->bj", row, wanted.mean(1))
+    assert relative_error(operator.mean_rmatvec(row), product) <= 1e-12
+    some = operator.select([4, 1])
+    assert relative_error(some.dense(None), wanted[:, [4, 1]]) <= 1e-12
+    some = layer.operator.select([4, 1]).restrict(parse_components(components))
+    if some is not None:
+        assert relative_error(some.dense(None), wanted[:, [4, 1]]) <= 1e-12
+
+
+@pytest.mark.parametrize("components", ABLATIONS)
+def test_every_ablation(make_fork: MakeMixer, kind: tuple[str, bool], components: str) -> None:
+    mixer, hidden = make_fork(*kind, d_conv=3), torch.randn(2, 10, 5)
+    wanted = alpha(mixer, hidden, kind, components)
+    operator = record_one(mixer, hidden).linear.restrict(parse_components(components)).operator
+    assert relative_error(operator.dense(None), wanted) <= FLOAT32
+    assert relative_error(operator.dense("mean"), wanted.mean(1)) <= FLOAT32
+
+
+def test_exact_matrices_give_what_enters_the_projection(kind: tuple[str, bool]) -> None:
+    mixer, hidden = own_mixer(*kind), torch.randn(2, 9, 5)
+    seen: list[Tensor] = []
+    handle = mixer.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    layer = record_one(mixer, hidden)
+    handle.remove()
+    exact = layer.linear.restrict(parse_components("exact"))
+    rebuilt = times(exact.operator.dense(None).double(), exact.values) + exact.bias
+    assert relative_error(rebuilt.flatten(2), seen[0]) <= FLOAT32
+    assert bool(exact.bias.any())
+
+
+def test_both_directions_reach_their_sides() -> None:
+    """Entries up to the diagonal belong to the forward direction, those beyond to the other."""
+    for kind in TYPES:
+        mixer, hidden = own_mixer(*kind).double(), torch.randn(1, 7, 5).double()
+        ahead, back = oracle.matrices(mixer, hidden, *kind)
+        found = record_one(mixer, hidden).linear.restrict(parse_components("unified"))
+        matrices = found.operator.dense(None)
+        assert relative_error(matrices.tril(-1), (ahead + back).tril(-1)) <= 1e-12
+        if kind[0] == "v2":  # in v1 the other direction's values come from the causal convolution
+            assert relative_error(matrices.tril(-1), ahead.tril(-1)) <= 1e-12
+            assert relative_error(matrices.triu(1), back.triu(1)) <= 1e-12
+        assert bool(matrices.triu(1).any()) == (kind[0] != "none")
+
+
+def test_coefficients_are_frozen(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
+    mixer = make_mixer(*kind)
+    linear = record_one(mixer, torch.randn(2, 6, 5)).linear
+    before = {name: t.clone() for name, t in linear.operator.tensors().items()}
+    assert not any(t.requires_grad for t in before.values())
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(1)
+    for name, tensor in linear.operator.tensors().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("what", ["A_b_log", "conv1d_b.weight"])
+def test_not_a_number_is_found(what: str) -> None:
+    mixer = own_mixer("v2", True)
+    with torch.no_grad():
+        mixer.get_parameter(what)[0] = torch.nan
+    layer = record_one(mixer, torch.randn(1, 5, 5))
+    with pytest.raises(NonFiniteError, match="scan" if what == "A_b_log" else "conv"):
+        _ = layer.linear
+
+
+# --- the published fork ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("halving", ["if_devide_out", "if_divide_out"])
+@pytest.mark.parametrize("halve", [False, True])
+def test_both_names_of_the_keyword(make_fork: MakeMixer, halving: str, halve: bool) -> None:
+    mixer = make_fork("v2", halve, halving)
+    hidden = torch.randn(2, 8, 5)
+    layer = record_one(mixer, hidden)
+    check_reproduction(layer)
+    wanted = alpha(mixer, hidden, ("v2", halve), "exact")
+    assert relative_error(layer.operator.dense(None), wanted) <= FLOAT32
+
+
+@pytest.mark.parametrize("kind_name", ["v1", "v2"])
+def test_a_dropped_direction_is_refused(make_fork: MakeMixer, kind_name: str) -> None:
+    mixer = make_fork(kind_name, True, use_fast_path=False)
+    layer = record_one(mixer, torch.randn(2, 12, 5))
+    with pytest.raises(UnsupportedMixerError, match=r"use_fast_path=False.*load_vim"):
+        _ = layer.linear
+
+
+@pytest.mark.parametrize("kind_name", ["v1", "v2"])
+def test_a_slow_path_with_both_directions_is_served(make_fork: MakeMixer, kind_name: str) -> None:
+    """There are repaired copies of the fork."""
+    mixer = make_fork(kind_name, True, use_fast_path=False)
+    mixer.forward = mixer.fast
+    check_reproduction(record_one(mixer, torch.randn(2, 12, 5)))
+
+
+def test_the_slow_path_of_one_direction(make_fork: MakeMixer) -> None:
+    for scale in (None, 0.3):
+        mixer = make_fork("none", False, use_fast_path=False, init_layer_scale=scale)
+        check_reproduction(record_one(mixer, torch.randn(2, 12, 5)))
+
+
+def test_a_cache_is_refused(make_fork: MakeMixer) -> None:
+    mixer = make_fork("v2", True)
+    mixer.forward = lambda hidden, inference_params=None: mixer.fast(hidden)
+    for args, kwargs in ([object()], {}), ([], {"inference_params": object()}):
+        with torch.no_grad(), trace(mixer) as t:
+            mixer(torch.randn(1, 4, 5), *args, **kwargs)
+        with pytest.raises(CachedStateError, match="inference_params"):
+            _ = t.layers[0].linear
+
+
+def test_fork_and_own_mixer_agree(make_fork: MakeMixer, kind: tuple[str, bool]) -> None:
+    fork, hidden = make_fork(*kind), torch.randn(2, 9, 5)
+    own = own_mixer(*kind)
+    own.load_state_dict(fork.state_dict())
+    first, second = record_one(fork, hidden), record_one(own, hidden)
+    assert relative_error(second.output, first.output) <= FLOAT32
+    found, wanted = second.operator.dense(None), first.operator.dense(None)
+    assert relative_error(found, wanted) <= FLOAT32
+
+
+# --- whole models ---------------------------------------------------------------------------
+
+
+def classifier(cls: str = "middle", grid: tuple[int, int] = (3, 4), **options: Any) -> Any:
+    small = {"patch_size": 4, "depth": 2, "embed_dim": 5, "num_classes": 4, "d_state": 3}
+    size = (4 * grid[0], 4 * grid[1])
+    return oracle.randomise(VisionMamba(**(small | {"img_size": size, "cls_token": cls} | options)))
+
+
+def images(batch: int = 2, grid: tuple[int, int] = (3, 4)) -> Tensor:
+    return torch.randn(batch, 3, 4 * grid[0], 4 * grid[1])
+
+
+class Reference:
+    """A float64 run of a classifier: dense matrices of each layer, and gradients."""
+
+    def __init__(
+        self,
+        model: Any,
+        pictures: Tensor,
+        target: int | None = None,
+        kind: tuple[str, bool] = ("v2", True),
+        components: Any = "unified",
+    ) -> None:
+        model = copy.deepcopy(model).double()
+        blocks = list(model.layers)
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        streams: list[Tensor] = []
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+            block.mixer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+            block.mixer.register_forward_hook(lambda _, args, out: outputs.append(out))
+        logits = model(pictures.double())
+        if target is not None:
+            wanted = logits[:, target].sum()
+            self.gradients = torch.autograd.grad(wanted, outputs, retain_graph=True)
+            self.stream_gradients = torch.autograd.grad(wanted, streams)
+        self.pairs = [
+            oracle.matrices(block.mixer, hidden, *kind, components)
+            for block, hidden in zip(blocks, inputs, strict=True)
+        ]
+
+    def means(self) -> list[Tensor]:
+        return [(ahead + back).mean(1) for ahead, back in self.pairs]
+
+    def rows(self, query: int) -> list[Tensor]:
+        """Of each layer the query's row of each channel, (B, D, L): each side its direction."""
+        found = []
+        for ahead, back in self.pairs:
+            row = ahead[:, :, query].clone()
+            row[:, :, query + 1 :] = back[:, :, query, query + 1 :]
+            row[:, :, query] += back[:, :, query, query]
+            found.append(row)
+        return found
+
+
+def product(matrices: list[Tensor]) -> Tensor:
+    total = torch.eye(matrices[0].shape[-1]).double().expand_as(matrices[0])
+    for matrix in matrices:
+        total = matrix @ total
+    return total
+
+
+def on_grid(row: Tensor, cls: str, grid: tuple[int, int]) -> Tensor:
+    places = oracle.cls_places(cls, grid[0] * grid[1])
+    return row[:, [t for t in range(row.shape[1]) if t not in places]].reshape(-1, *grid)
+
+
+@pytest.mark.parametrize("kind_of_mixer", TYPES)
+def test_tracing_changes_no_logits(kind_of_mixer: tuple[str, bool]) -> None:
+    model = classifier(bimamba_type=kind_of_mixer[0], if_divide_out=kind_of_mixer[1])
+    pictures = images()
+    before = model(pictures)
+    layers = record(model, pictures)
+    assert [layer.name for layer in layers] == ["layers.0.mixer", "layers.1.mixer"]
+    assert {layer.architecture for layer in layers} == {"Vision Mamba"}
+    for layer in layers:
+        check_reproduction(layer)
+    MambaAttribution(model).attribute(pictures, 1)
+    assert torch.equal(model(pictures), before)
+
+
+@pytest.mark.parametrize("cls", CLS)
+@pytest.mark.parametrize("grid", [(3, 4), (5, 2), (1, 6), (3, 3), (2, 1), (1, 1)])
+def test_rollout(cls: str, grid: tuple[int, int]) -> None:
+    """The row of the tokens that the head reads, found by itself, on the patch grid."""
+    model, pictures = classifier(cls, grid, final_pool_type="mean"), images(2, grid)
+    eye = torch.eye(grid[0] * grid[1] + len(oracle.cls_places(cls, 1))).double()
+    rolled = product([eye + mean for mean in Reference(model, pictures).means()])
+    places = oracle.cls_places(cls, grid[0] * grid[1])
+    row = rolled[:, places].mean(1) if places else rolled.mean(1)
+    method = ImplicitAttentionRollout(model)
+    found = method.attribute(pictures, per_token=True)
+    assert found.shape == (2, *grid)
+    assert relative_error(found, on_grid(row, cls, grid)) <= 1e-5
+    whole = method.attribute(pictures)
+    assert whole.shape == pictures.shape
+    spread = F.interpolate(found[:, None], scale_factor=4, mode="bilinear").expand_as(pictures)
+    assert relative_error(whole, spread) <= 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cls", ["middle", "head", "end"])
+def test_the_query_is_the_cls_token(cls: str, method: Any) -> None:
+    model, pictures = classifier(cls), images()
+    (place,) = oracle.cls_places(cls, 12)
+    given = method(model).attribute(pictures, 1, query=place, per_token=True)
+    assert bool(given.any())
+    for query in (None, "cls"):
+        assert torch.equal(method(model).attribute(pictures, 1, query=query, per_token=True), given)
+
+
+@pytest.mark.parametrize("pool", ["none", "mean", "max", "all"])
+def test_queries_without_a_cls_token(pool: str) -> None:
+    model, pictures = classifier("none", final_pool_type=pool), images(1)
+    target = (7, 1) if pool == "all" else 1
+    query = {"none": [11], "mean": list(range(12)), "all": [7]}
+    if pool == "max":  # the tokens at which some class is largest
+        logits = copy.deepcopy(model)
+        logits.final_pool_type = "all"
+        query["max"] = sorted(set(logits(pictures)[0].argmax(0).tolist()))
+    rollout = ImplicitAttentionRollout(model)
+    found = rollout.attribute(pictures, target, per_token=True)
+    wanted = rollout.attribute(pictures, target, query=query[pool], per_token=True)
+    assert relative_error(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_images_of_another_size_than_the_model_was_built_for(method: Any) -> None:
+    model, pictures = classifier("middle", (3, 4)), images(2, (4, 6))
+    found = method(model).attribute(pictures, 1, per_token=True)
+    assert found.shape == (2, 4, 6)
+    wanted = method(model).attribute(pictures, 1, query=12, per_token=True)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind_of_mixer", TYPES)
+@pytest.mark.parametrize("cls", ["middle", "double", "none"])
+def test_mamba_attribution(cls: str, kind_of_mixer: tuple[str, bool]) -> None:
+    model = classifier(
+        cls,
+        bimamba_type=kind_of_mixer[0],
+        if_divide_out=kind_of_mixer[1],
+        final_pool_type="mean",
+    )
+    pictures = images()
+    run = Reference(model, pictures, 2, kind_of_mixer)
+    tokens = run.means()[0].shape[-1]
+    betas = [
+        torch.eye(tokens).double() + (gradient.mean(-1, keepdim=True) * mean).clamp_min(0)
+        for mean, gradient in zip(run.means(), run.gradients, strict=True)
+    ]
+    places = oracle.cls_places(cls, 12)
+    row = product(betas)[:, places].mean(1) if places else product(betas).mean(1)
+    found = MambaAttribution(model).attribute(pictures, 2, per_token=True)
+    scale = row.abs().max()
+    wanted = on_grid(row, cls, (3, 4))
+    assert float((found - wanted).abs().max() / scale) <= 1e-5
+    exact = MambaAttribution(model.double()).attribute(pictures.double(), 2, per_token=True)
+    assert float((exact - wanted).abs().max() / scale) <= 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_is_its_examples(method: Any) -> None:
+    model, pictures = classifier(), images(3)
+    together = method(model).attribute(pictures, [0, 1, 2])
+    for example in range(3):
+        alone = method(model).attribute(pictures[example : example + 1], example)
+        torch.testing.assert_close(together[example], alone[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_models(method: Any, dtype: torch.dtype) -> None:
+    model, pictures = classifier().to(dtype), images()
+    found = method(model).attribute(pictures.to(dtype), 1, per_token=True)
+    assert bool(found.isfinite().all())
+
+
+# --- the published recipe -------------------------------------------------------------------
+
+
+def min_max(x: Tensor) -> Tensor:
+    return (x - x.min()) / (x.max() - x.min())
+
+
+def finish(row: Tensor, query: int) -> Tensor:
+    row = row.clone()
+    row[query] = 0
+    return row.clamp_min(0)
+
+
+def broadcast_rollout(rows: list[Tensor], query: int) -> Tensor:
+    tokens = len(rows[0])
+    total = torch.eye(tokens).double()
+    for row in rows:
+        matrix = torch.eye(tokens).double() + row.expand(tokens, tokens)
+        total = matrix / matrix.sum(1, keepdim=True) @ total
+    return finish(total[query], query)
+
+
+def attribution_row(row: Tensor, gradient: Tensor, components: str) -> Tensor:
+    strength = min_max(gradient.clamp_min(0).amax(-1))
+    positive = row.clamp_min(0)
+    if components == "s6":
+        return min_max(positive).mean(0) * strength
+    return min_max(positive.mean(0) * strength)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (3, 3)])
+@pytest.mark.parametrize("components", ["s6", "unified"])
+def test_published_code(components: str, grid: tuple[int, int]) -> None:
+    """Entries up to the query from the forward direction, beyond it from the backward one."""
+    model, pictures = classifier("middle", grid, depth=3).double(), images(2, grid).double()
+    run = Reference(model, pictures, 1, components=components)
+    query = grid[0] * grid[1] // 2
+    rows = run.rows(query)[1:]
+    gradients = run.stream_gradients[1:]
+    raw, rolled, weighted = [], [], []
+    for example in range(2):
+        each = [row[example] for row in rows]
+        raw.append(finish(sum(min_max(row.mean(0)) for row in each) / 2, query))
+        rolled.append(broadcast_rollout([row.mean(0) for row in each], query))
+        scaled = [
+            attribution_row(row, gradient[example], components)
+            for row, gradient in zip(each, gradients, strict=True)
+        ]
+        weighted.append(broadcast_rollout(scaled, query))
+    options = {"recipe": "published_code", "components": components, "start_layer": 1}
+    for method, wanted in zip(METHODS, (raw, rolled, weighted), strict=True):
+        found = method(model).attribute(pictures, 1, per_token=True, **options)
+        expected = on_grid(torch.stack(wanted), "middle", grid)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_published_code_needs_one_query(method: Any) -> None:
+    with pytest.raises(OptionError, match="one query token"):
+        method(classifier("double")).attribute(images(), 1, recipe="published_code")

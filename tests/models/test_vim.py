@@ -1,0 +1,460 @@
+"""Vision Mamba: the released checkpoints load, and the logits are those of plain loops."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import vim_oracle as oracle
+from oracles import relative_error
+from torch import Tensor
+
+from captum_ssm.errors import CheckpointError, OptionError
+from captum_ssm.models import VisionMamba, load_vim, vim, vim_small, vim_tiny
+from captum_ssm.models.vim import VimMixer
+
+RELEASED = [("tiny", 192, 7_148_008), ("small", 384, 25_796_584)]
+PUBLISHED = "vim_{}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
+TYPES = [("none", True), ("v1", True), ("v2", True), ("v2", False)]
+CLS = ["middle", "head", "end", "double", "none"]
+POOLS = ["none", "mean", "max", "all"]
+SMALL = {
+    "img_size": (12, 20),
+    "patch_size": 4,
+    "depth": 2,
+    "embed_dim": 6,
+    "num_classes": 5,
+    "d_state": 3,
+}
+
+
+def small(**options: Any) -> Any:
+    return oracle.randomise(VisionMamba(**(SMALL | options)))
+
+
+def images(batch: int = 2, size: tuple[int, int] = (12, 20)) -> Tensor:
+    return torch.randn(batch, 3, *size)
+
+
+def released(width: int, depth: int = 24) -> dict[str, Tensor]:
+    shapes = oracle.released_shapes(width, depth)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+# --- the released checkpoints ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "width", "count"), RELEASED)
+def test_constructors_have_the_released_names_and_shapes(size: str, width: int, count: int) -> None:
+    wanted = oracle.released_shapes(width)
+    assert len(wanted) == 415
+    with torch.device("meta"):
+        short = vim_tiny() if size == "tiny" else vim_small()
+        published = getattr(vim, PUBLISHED.format(size))(pretrained=False, if_devide_out=True)
+    for model in (short, published):
+        assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == wanted
+        assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize(("size", "width", "count"), RELEASED)
+def test_round_trip_of_a_torch_file(size: str, width: int, count: int, tmp_path: Path) -> None:
+    weights = released(width)
+    path = tmp_path / "vim.pth"
+    torch.save({"model": weights}, path)
+    model = load_vim(path)
+    assert not model.training
+    assert sum(p.numel() for p in model.parameters()) == count
+    found = model.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert model.grid == (14, 14)
+    assert model.cls_positions(196) == [98]
+
+
+def test_a_loaded_model_computes_the_formula(tmp_path: Path) -> None:
+    """Two blocks of Vim-Ti on a whole image."""
+    model = oracle.randomise(vim_tiny(depth=2, num_classes=7))
+    torch.save({"model": model.state_dict()}, tmp_path / "vim.pth")
+    loaded = load_vim(tmp_path / "vim.pth")
+    pictures = images(1, (224, 224))
+    wanted = oracle.forward(model, pictures, "middle", "mean", "v2", True)
+    assert relative_error(loaded(pictures), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["model", "bare", "training", "safetensors"])
+def test_forms_of_files(form: str, tmp_path: Path) -> None:
+    model = small()
+    weights = model.state_dict()
+    path = tmp_path / ("vim.safetensors" if form == "safetensors" else "vim.pth")
+    if form == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(weights, path)
+    elif form == "training":  # what the published training script writes
+        args = argparse.Namespace(lr=1e-3, output_dir="somewhere")
+        torch.save({"model": weights, "optimizer": {"state": {}}, "epoch": 3, "args": args}, path)
+    else:
+        torch.save({"model": weights} if form == "model" else weights, path)
+    loaded = load_vim(str(path), img_size=(12, 20))
+    pictures = images()
+    assert torch.equal(loaded(pictures), model(pictures))
+    assert all(p.requires_grad for p in loaded.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cls_token": "double"},
+        {"cls_token": "none", "final_pool_type": "mean"},
+        {"cls_token": "head"},
+        {"cls_token": "none", "pos_embed": False},
+        {"bimamba_type": "none"},
+        {"bimamba_type": "v1"},
+        {"if_divide_out": False},
+        {"rms_norm": False},
+        {"bias": True, "conv_bias": False},
+        {"init_layer_scale": 0.5, "num_classes": 0},
+        {"channels": 1, "d_conv": 3, "dt_rank": 2, "d_inner": 9},
+    ],
+)
+def test_sizes_are_read_off_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    model = small(**({"img_size": 20} | options))
+    torch.save(model.state_dict(), tmp_path / "vim.pth")
+    told = ("final_pool_type", "if_divide_out", "pos_embed")
+    given = {name: value for name, value in options.items() if name in told}
+    if options.get("cls_token") in ("head", "none"):
+        given["cls_token"] = options["cls_token"]
+    loaded = load_vim(tmp_path / "vim.pth", **given)
+    pictures = torch.randn(2, options.get("channels", 3), 20, 20)
+    assert torch.equal(loaded(pictures), model(pictures))
+
+
+@pytest.mark.parametrize(
+    ("built", "given"),
+    [
+        ({"img_size": 224, "patch_size": 16, "stride": 8}, {}),  # as the released fine-tuned ones
+        ({"img_size": 12, "patch_size": 4, "stride": 2}, {"stride": 2}),
+        ({"img_size": (12, 20), "patch_size": 4, "stride": 2}, {"img_size": (12, 20)}),
+        ({"img_size": 32, "patch_size": 4}, {}),
+    ],
+)
+def test_grids_are_read_off_the_weights(
+    built: dict[str, Any], given: dict[str, Any], tmp_path: Path
+) -> None:
+    model = small(**built)
+    torch.save(model.state_dict(), tmp_path / "vim.pth")
+    loaded = load_vim(tmp_path / "vim.pth", **given)
+    assert loaded.grid == model.grid
+    assert loaded.patch_embed.proj.stride == model.patch_embed.proj.stride
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_dtype_of_the_file_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.save(small(img_size=8).to(dtype).state_dict(), tmp_path / "vim.pth")
+    loaded = load_vim(tmp_path / "vim.pth")
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+
+
+def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
+    torch.save(small(img_size=8).state_dict(), tmp_path / "vim.pth")
+    before = torch.get_rng_state()
+    load_vim(tmp_path / "vim.pth")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- errors of loading ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", oracle.released_shapes(32, 1))
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    weights = released(32, 2)
+    del weights[key]
+    torch.save({"model": weights}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=r"vim\.pth does not fit.*lack") as caught:
+        load_vim(tmp_path / "vim.pth")
+    assert repr(key) in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["dist_token", "layers.0.mixer.E", "layers.x.norm.weight", "rope"])
+def test_an_extra_key_is_named(key: str, tmp_path: Path) -> None:
+    torch.save({"model": released(32, 1) | {key: torch.zeros(3)}}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=f"unknown '{key}'"):
+        load_vim(tmp_path / "vim.pth")
+
+
+@pytest.mark.parametrize("key", oracle.released_shapes(32, 1))
+def test_a_wrong_shape_is_named(key: str, tmp_path: Path) -> None:
+    weights = released(32, 3)
+    shape = weights[key].shape
+    weights[key] = torch.zeros(*shape[:-1], shape[-1] + 1)
+    torch.save({"model": weights}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=re.escape(repr(key))) as caught:
+        load_vim(tmp_path / "vim.pth")
+    # what is no layer's own has no majority to tell which size is wrong
+    alone = ("patch_embed.proj.weight", "pos_embed", "head.weight")
+    assert key in alone or str(caught.value).count("instead of") == 1
+
+
+@pytest.mark.parametrize("key", ["patch_embed.proj.weight", "pos_embed", "layers.0.mixer.A_log"])
+def test_a_wrong_number_of_dimensions_is_named(key: str, tmp_path: Path) -> None:
+    torch.save(released(32, 1) | {key: torch.zeros(5)}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=rf"'{key}' has shape \(5,\)"):
+        load_vim(tmp_path / "vim.pth")
+
+
+def test_many_keys_are_counted(tmp_path: Path) -> None:
+    weights = {k: w for k, w in released(32, 3).items() if not k.startswith("layers.1")}
+    torch.save(weights, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=r"lacks 'layers\.1.* and 9 more"):
+        load_vim(tmp_path / "vim.pth")
+
+
+def test_a_grid_that_is_no_square_must_be_told(tmp_path: Path) -> None:
+    torch.save(small().state_dict(), tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=r"15 patches.*img_size=\(height, width\)"):
+        load_vim(tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match="15 patches"):
+        load_vim(tmp_path / "vim.pth", img_size=32)
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return (print, ("code ran",))
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": Trap()}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match="without running code") as caught:
+        load_vim(tmp_path / "vim.pth")
+    assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, torch.zeros(2)])
+def test_a_file_without_weights(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        load_vim(tmp_path / "vim.pth")
+
+
+def test_an_empty_file_of_weights(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / "vim.pth")
+    with pytest.raises(CheckpointError, match=r"lack 'patch_embed\.proj\.weight'"):
+        load_vim(tmp_path / "vim.pth")
+
+
+# --- logits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "halve"), TYPES)
+@pytest.mark.parametrize("cls", CLS)
+def test_every_variant(cls: str, kind: str, halve: bool) -> None:
+    model = small(cls_token=cls, bimamba_type=kind, if_divide_out=halve).double()
+    pictures = images()
+    wanted = oracle.forward(model, pictures, cls, "none", kind, halve)
+    assert relative_error(model(pictures.double()), wanted) <= 1e-10
+    assert relative_error(model.float()(pictures), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("cls", ["middle", "none"])
+def test_pools(cls: str, pool: str) -> None:
+    """Ignored where there is a cls token."""
+    model = small(cls_token=cls, final_pool_type=pool).double()
+    pictures = images()
+    wanted = oracle.forward(model, pictures, cls, pool, "v2", True)
+    found = model(pictures.double())
+    assert found.shape == ((2, 15, 5) if (cls, pool) == ("none", "all") else (2, 5))
+    assert relative_error(found, wanted) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rms_norm": False},
+        {"pos_embed": False},
+        {"bias": True, "conv_bias": False, "init_layer_scale": 0.1},
+        {"stride": 3, "img_size": (10, 13)},
+        {"img_size": 4},
+        {"img_size": (4, 8), "cls_token": "end"},
+        {"d_conv": 7, "d_inner": 5, "dt_rank": 3},
+    ],
+)
+def test_options(options: dict[str, Any]) -> None:
+    model = small(**options).double()
+    size = (SMALL | options)["img_size"]
+    pictures = images(2, (size, size) if isinstance(size, int) else size)
+    wanted = oracle.forward(model, pictures, options.get("cls_token", "middle"), "none", "v2", True)
+    assert relative_error(model(pictures.double()), wanted) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["none", "v1", "v2"])
+def test_typical_float32_error(kind: str) -> None:
+    errors = []
+    for _ in range(11):
+        model, pictures = small(bimamba_type=kind), images()
+        wanted = oracle.forward(model, pictures, "middle", "none", kind, True)
+        errors.append(relative_error(model(pictures), wanted))
+    assert sorted(errors)[5] <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["none", "v1", "v2"])
+def test_state_dict_keys_of_each_type(kind: str) -> None:
+    names = set(VimMixer(6, bimamba_type=kind).state_dict())
+    one_way = {
+        *("A_log", "D", "in_proj.weight", "out_proj.weight", "conv1d.weight", "conv1d.bias"),
+        *("x_proj.weight", "dt_proj.weight", "dt_proj.bias"),
+    }
+    second = {
+        *("conv1d_b.weight", "conv1d_b.bias", "x_proj_b.weight"),
+        *("dt_proj_b.weight", "dt_proj_b.bias", "D_b"),
+    }
+    wanted = {"none": one_way, "v1": one_way | {"A_b_log"}, "v2": one_way | second | {"A_b_log"}}
+    assert names == wanted[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, pictures = small(), images()
+    wanted = model(pictures)
+    found = model.to(dtype)(pictures.to(dtype))
+    assert found.dtype == dtype
+    assert relative_error(found, wanted) <= (1e-1 if dtype is torch.bfloat16 else 1e-2)
+
+
+def test_autocast() -> None:
+    model, pictures = small(), images()
+    wanted = model(pictures)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(pictures)
+    assert relative_error(found, wanted) <= 1e-1
+
+
+def test_gradients() -> None:
+    model = small(img_size=8, depth=1, embed_dim=3).double()
+    pictures = images(1, (8, 8)).double().requires_grad_()
+    assert torch.autograd.gradcheck(model, pictures)
+    weights = dict(model.named_parameters())
+
+    def of_weights(*values: Tensor) -> Any:
+        given = dict(zip(weights, values, strict=True))
+        return torch.func.functional_call(model, given, pictures.detach())
+
+    assert torch.autograd.gradcheck(of_weights, tuple(weights.values()), fast_mode=True)
+
+
+def test_untrained_models_are_usable() -> None:
+    """Logits and gradients of a fresh model are finite and not all alike."""
+    model = VisionMamba(**SMALL)
+    out = model(images())
+    out.square().sum().backward()
+    assert bool(torch.isfinite(out).all())
+    assert len(out.unique()) == out.numel()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+        assert bool(parameter.grad.any()), name
+
+
+# --- images of other sizes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLS)
+def test_position_embeddings_of_other_sizes(cls: str) -> None:
+    """The patches' embeddings are those of a bicubic resize; the cls tokens keep theirs."""
+    model = small(cls_token=cls, img_size=(12, 20))
+    assert model(images(2, (16, 8))).shape == (2, 5)
+    places = oracle.cls_places(cls, 15)
+    flat = model.pos_embed.detach()[0]
+    patches = flat[[t for t in range(len(flat)) if t not in places]]
+    resized = torch.nn.functional.interpolate(
+        patches.T.reshape(1, 6, 3, 5), size=(4, 2), mode="bicubic"
+    )
+    rows = list(resized[0].flatten(1).T)
+    for place, old in zip(oracle.cls_places(cls, 8), places, strict=True):
+        rows.insert(place, flat[old])
+    other = small(cls_token=cls, img_size=(16, 8))
+    other.load_state_dict(model.state_dict() | {"pos_embed": torch.stack(rows)[None]})
+    pictures = images(2, (16, 8))
+    assert relative_error(model(pictures), other(pictures)) <= 1e-6
+
+
+# --- names and options ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cls_token": "left"}, "cls_token='left'"),
+        ({"final_pool_type": "sum"}, "final_pool_type='sum'"),
+        ({"bimamba_type": "v3"}, "bimamba_type='v3'"),
+    ],
+)
+def test_unknown_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        VisionMamba(**(SMALL | options))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "cls", "halve"),
+    [
+        ({}, "middle", True),
+        ({"if_devide_out": False}, "middle", False),
+        ({"if_divide_out": False}, "middle", False),
+        ({"use_double_cls_token": True}, "double", True),
+        ({"use_middle_cls_token": False}, "head", True),
+        ({"if_cls_token": False}, "none", True),
+        ({"cls_token": "end"}, "end", True),
+    ],
+)
+def test_published_keywords(keywords: dict[str, Any], cls: str, halve: bool) -> None:
+    build = getattr(vim, PUBLISHED.format("tiny"))
+    model = build(**(SMALL | {"if_abs_pos_embed": True, "pretrained_cfg": None} | keywords))
+    assert model.cls == cls
+    assert model.final_pool_type == "mean"
+    assert all(layer.mixer.if_divide_out == halve for layer in model.layers)
+    assert model.pos_embed.shape == (1, 15 + len(oracle.cls_places(cls, 15)), 6)
+    assert build(**SMALL, if_abs_pos_embed=False).pos_embed is None
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_nothing_is_downloaded(size: str) -> None:
+    with pytest.raises(OptionError, match="load_vim"):
+        getattr(vim, PUBLISHED.format(size))(pretrained=True)
+
+
+def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the few functions of timm that are used; twice changes nothing."""
+    registry: dict[str, Any] = {}
+    timm, models = ModuleType("timm"), ModuleType("timm.models")
+    calls = []
+
+    def register_model(entry: Any) -> Any:
+        calls.append(entry.__name__)
+        registry[entry.__name__] = entry
+        return entry
+
+    models.register_model = register_model  # type: ignore[attr-defined]
+    models.is_model = registry.__contains__  # type: ignore[attr-defined]
+    models.model_entrypoint = registry.__getitem__  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setitem(sys.modules, "timm.models", models)
+    names = [PUBLISHED.format("tiny"), PUBLISHED.format("small")]
+    assert vim.register_with_timm() == vim.register_with_timm() == names
+    assert calls == names
+    assert registry[names[0]](pretrained=False, pretrained_cfg=None, **SMALL).grid == (3, 5)
+
+
+def test_importing_imports_nothing_optional() -> None:
+    code = (
+        "import sys, captum_ssm.models.vim;"
+        "print(*{'timm', 'transformers', 'mamba_ssm', 'safetensors'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not result.stdout.strip()

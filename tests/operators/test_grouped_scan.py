@@ -1,0 +1,50 @@
+"""Selective scans whose input and output vectors differ between groups of heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import relative_error, scan_matrices, times
+from torch import Tensor
+
+from captum_ssm.operators import SelectiveScan
+
+
+def drawn(groups: int, tokens: int = 11) -> tuple[SelectiveScan, Tensor]:
+    """A scan of 6 channels, and its matrices (B, 6, L, L) group by group."""
+    dt = torch.rand(2, tokens, 6, dtype=torch.float64)
+    a = -torch.rand(6, 3, dtype=torch.float64)
+    b, c = torch.randn(2, 2, tokens, groups, 3, dtype=torch.float64)
+    each = 6 // groups
+    matrices = [
+        scan_matrices(
+            dt[..., g * each : (g + 1) * each],
+            a[g * each : (g + 1) * each],
+            b[:, :, g],
+            c[:, :, g],
+        )
+        for g in range(groups)
+    ]
+    return SelectiveScan(dt, a, b, c), torch.cat(matrices, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 11, 70])
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_groups(groups: int, tokens: int) -> None:
+    scan, wanted = drawn(groups, tokens)
+    v = torch.randn(4, 2, tokens, 6, 1, dtype=torch.float64)
+    assert relative_error(scan.apply(v), times(wanted, v)) <= 1e-12
+    assert relative_error(scan.transpose(v), times(wanted.mT, v)) <= 1e-12
+    assert relative_error(scan.dense(None), wanted) <= 1e-12
+    assert relative_error(scan.dense("mean"), wanted.mean(1)) <= 1e-12
+    left, right = torch.randn(2, 2, tokens, 6, 1, dtype=torch.float64)
+    contracted = torch.einsum("bic,bcij,bjc->bij", left[..., 0], wanted, right[..., 0])
+    assert relative_error(scan.contract(left, right), contracted) <= 1e-12
+
+
+@pytest.mark.parametrize("heads", [[0], [5, 1], [2, 3, 2]])
+def test_selected_heads_keep_their_group(heads: list[int]) -> None:
+    scan, wanted = drawn(2)
+    assert relative_error(scan.select(heads).dense(None), wanted[:, heads]) <= 1e-12
+    chosen = wanted[:, heads].mean(1)
+    assert relative_error(scan.select(heads).dense("mean"), chosen) <= 1e-12

@@ -1,0 +1,53 @@
+"""How the matrices of many channels become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import relative_error
+
+from captum_ssm.errors import OptionError
+from captum_ssm.operators import discard_smallest
+
+
+def test_discard_smallest_by_hand() -> None:
+    values = torch.tensor([[5.0, 1.0, 3.0, 2.0, 4.0], [-1.0, -5.0, 0.0, 0.0, -2.0]])
+    assert discard_smallest(0.4)(values).tolist() == [4.0, pytest.approx(-1 / 3)]
+    assert discard_smallest(0.0)(values).tolist() == [3.0, pytest.approx(-1.6)]
+    assert discard_smallest(0.99)(values).tolist() == [5.0, 0.0]
+    # half of five channels is two and a half: two are dropped
+    assert discard_smallest(0.5)(values).tolist() == [4.0, pytest.approx(-1 / 3)]
+
+
+@pytest.mark.parametrize("percent", range(0, 100, 1))
+def test_discard_smallest_drops_the_asked_number(percent: int) -> None:
+    values = torch.arange(100.0)[torch.randperm(100)]
+    wanted = (percent + 99) / 2  # the mean of percent, ..., 99
+    assert float(discard_smallest(percent / 100)(values)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
+def test_discard_smallest_refuses(ratio: float) -> None:
+    with pytest.raises(OptionError, match="ratio"):
+        discard_smallest(ratio)
+
+
+def test_discard_smallest_on_an_operator(make: Any) -> None:
+    case = make.mamba(9)
+    kept = case.matrices.sort(dim=1).values[:, 2:]  # five channels, the smallest two dropped
+    assert relative_error(case.operator.dense(discard_smallest(0.4)), kept.mean(1)) <= 1e-12
+    found = case.operator.rows([8, 3], discard_smallest(0.4))
+    assert relative_error(found, kept.mean(1)[:, [8, 3]]) <= 1e-12
+
+
+@pytest.mark.parametrize("reduce", ["median", "", "Mean", 3, 0.5, ["mean"]])
+def test_unknown_reduction_is_refused(make: Any, reduce: Any) -> None:
+    operator = make.mamba(4).operator
+    for call in (lambda: operator.rows([0], reduce), lambda: operator.dense(reduce)):
+        with pytest.raises(OptionError, match="reduce") as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+        for known in ("mean", "max", "min", "product", "heads", "None", "discard_smallest"):
+            assert known in str(caught.value)
