@@ -22,17 +22,25 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """All tests but those for a GPU, with mamba-ssm; a skip is a failure."""
-    install(
-        session, "-e", ".[test]", "einops", "ninja", "packaging", "setuptools", "triton", "wheel"
-    )
+    """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
+    special = ("einops", "flash-linear-attention", "fla-core", "triton")
+    install(session, "-e", ".[test]", *special, "ninja", "packaging", "setuptools", "wheel")
     session.install(
         "--no-build-isolation",
         "--no-deps",
         "mamba-ssm==2.3.2.post1",
         env={"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"},
     )
-    session.run("pytest", "-m", "not gpu", *session.posargs, env={"CAPTUM_SSM_NO_SKIPS": "1"})
+    selection = "not gpu and not timm"
+    session.run("pytest", "-m", selection, *session.posargs, env={"CAPTUM_SSM_NO_SKIPS": "1"})
+
+
+@nox.session
+def timm(session: nox.Session) -> None:
+    """The tests with timm, which needs torchvision's operators named first."""
+    install(session, "-e", ".[test]")
+    session.install("-c", "constraints.txt", "--no-deps", "timm", "torchvision")
+    session.run("pytest", "-m", "timm", "tests/mixers/test_timm_attention.py", *session.posargs)
 
 
 @nox.session
@@ -60,7 +68,8 @@ def captum08(session: nox.Session) -> None:
     kept = Path(session.create_tmp(), "constraints.txt").resolve()
     kept.write_text("".join(pin for pin in pins if not pin.startswith(("captum==", "numpy=="))))
     install(session, "-e", ".[test]", "captum==0.8.*", "numpy<2", constraints=str(kept))
-    session.run("pytest", *session.posargs)
+    core = ("tests/attr", "tests/conformance", "tests/test_cli.py", "tests/test_documents.py")
+    session.run("pytest", *(session.posargs or core))
 
 
 @nox.session

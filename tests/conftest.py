@@ -12,7 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS") == "1"
+#: "1": every skip is a failure; "core": except of tests whose package has special install steps.
+NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
+#: Fixtures of packages with special install steps, and the markers that stand for them.
+SPECIAL = {"mamba_ssm": "special", "mamba_ssm_fused": "special", "fla": "special", "timm": "timm"}
 FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
 
 _seed_key = pytest.StashKey[int]()
@@ -44,6 +47,13 @@ def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
     return mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in SPECIAL:
+                item.add_marker(SPECIAL[fixture])
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -54,7 +64,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+    if report.skipped and not hasattr(report, "wasxfail") and _must_run(item):
         _fail(report)
     if report.failed and _seed_key in item.stash:
         report.sections.append(("Seed", f"run again with CAPTUM_SSM_SEED={item.stash[_seed_key]}"))
@@ -69,7 +79,12 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     return report
 
 
+def _must_run(item: pytest.Item) -> bool:
+    special = any(item.get_closest_marker(name) for name in (*set(SPECIAL.values()), "gpu"))
+    return NO_SKIPS == "1" or (NO_SKIPS == "core" and not special)
+
+
 def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
     report.outcome = "failed"
-    report.longrepr = f"{reason} (CAPTUM_SSM_NO_SKIPS=1 counts a skip as a failure)"
+    report.longrepr = f"{reason} (CAPTUM_SSM_NO_SKIPS counts a skip as a failure)"

@@ -52,7 +52,7 @@ class Options:
                 f"heads={list(self.heads)} must name heads (for Mamba-1: channels) between 0 and "
                 f"{operator.shape.heads - 1}."
             )
-        return operator.select(self.heads)
+        return operator.select([head % operator.shape.heads for head in self.heads])
 
     def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """The layers from start_layer on."""

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import OptionError, QueryError
 from .band import Band
 from .reduction import Reduce, reduce_channels
 
@@ -156,6 +157,10 @@ class Operator:
         batch = self.shape.batch
         index = torch.as_tensor(positions, device=self.device)
         index = index.expand(batch, -1) if index.dim() == 1 else index  # (B, Q)
+        tokens = self.shape.tokens
+        if not index.numel() or bool(((index < -tokens) | (index >= tokens)).any()):
+            raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions}.")
+        index = index % tokens
         parts = []
         for chunk in self._chunks(range(index.shape[1])):
             stack = self._adjoint_of_unit_rows(index[:, chunk.start : chunk.stop].T)
@@ -170,7 +175,10 @@ class Operator:
             heads: use these heads only; None means all.
         """
         if heads is not None:
-            return self.select(heads).dense(reduce)
+            count = self.shape.heads
+            if not len(heads) or not all(-count <= head < count for head in heads):
+                raise OptionError(f"heads must lie in [{-count}, {count}), got {list(heads)}.")
+            return self.select([head % count for head in heads]).dense(reduce)
         if reduce == "mean":
             one = self._ones(1, 1, 1, 1)
             return self.contract(one / (self.shape.heads * self.shape.per_head), one)

@@ -163,11 +163,3 @@ def _strangers(model: nn.Module, found: list[Mixer]) -> Iterator[tuple[str, nn.M
 
 def _contains(outer: str, inner: str) -> bool:
     return outer == "" or inner.startswith(outer + ".")
-
-
-def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether the model or a part of it was compiled, so that new hooks would not fire."""
-    return any(
-        getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
-        for m in model.modules()
-    )

@@ -171,6 +171,8 @@ def test_typical_errors() -> None:
     for _ in range(9):
         block, hidden = make_block(), torch.randn(3, 40, 12)
         errors.append(check(run_block(block, hidden), FLOAT32))
+        # nearer to a decay of one, 1 - a^2 is rounded to nothing by the format itself
+        block.rg_lru.recurrent_param.data.clamp_(min=-3)
         half = run_block(block.to(torch.bfloat16), hidden.to(torch.bfloat16))
         halves.append(check_half(half, 5e-2))
     check_typical(errors, 1e-6)
