@@ -101,7 +101,7 @@ class VisionMamba(nn.Module):
             self.cls_embed = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.position_embed = nn.Parameter(torch.zeros(1, patches + (cls is not None), WIDTH))
         self.blocks = nn.ModuleList(MambaBlock(config, layer_idx=i) for i in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)  # a LayerNorm's gradient has no mean over channels
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.tracing import Layer, find_mixers
 
+pytestmark = pytest.mark.timm
+
 FLOAT32 = 1e-6
 
 
@@ -28,7 +30,7 @@ def timm() -> Iterator[Any]:
     }.items():
         if not hasattr(torch.ops.torchvision, name):
             library.define(name + schema)
-    yield pytest.importorskip("timm")
+    yield pytest.importorskip("timm", reason="timm needs torchvision, see CONTRIBUTING.md")
 
 
 def attention(timm: Any, *, fused: bool = True, **options: Any) -> Any:
