@@ -23,7 +23,7 @@ from captum_ssm.attr.components import parse_components
 from captum_ssm.tracing import Layer
 
 # float32 against float32 or float64, for any draw of the parameters; see typical_error
-FLOAT32 = 5e-6
+FLOAT32 = 1e-5
 #: Norms of few features that do not blow rounding errors up.
 EPS = 0.05
 LENGTHS = [1, 2, 3, 5, 70]

@@ -130,11 +130,15 @@ def registered_mixers(model: nn.Module) -> list[Mixer]:
 
 
 def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
-    """The module that holds the one called ``name``, past wrappers of torch.compile."""
+    """The block that holds the mixer called ``name``, past wrappers of torch.compile.
+
+    A mere container is none: its input, if it is called at all, is not that of each mixer.
+    """
     while name:
         name = name.rpartition(".")[0]
         if "_orig_mod" not in named[name]._modules:
-            return named[name]
+            containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+            return None if isinstance(named[name], containers) else named[name]
     return None
 
 

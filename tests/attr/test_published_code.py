@@ -18,6 +18,7 @@ from small_models import (
     vision,
 )
 from small_models import images as random_images
+from torch import nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
@@ -190,3 +191,13 @@ def test_several_queries_are_refused():
     for method in (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution):
         with pytest.raises(ValueError, match=r"published_code.*one query token.*'last'"):
             method(model).attribute(ids, target=0, recipe="published_code")
+
+
+def test_mixers_in_a_mere_container_have_no_stream():
+    """The container's input is not what enters each of them."""
+    mixers = nn.Sequential(*(block.mixer for block in mamba_lm().backbone.layers))
+    hidden = torch.randn(2, 5, mixers[0].hidden_size)
+    method = MambaAttribution(mixers)
+    assert method.attribute(hidden, target=(-1, 0)).isfinite().all()
+    with pytest.raises(RuntimeError, match="stands alone"):
+        method.attribute(hidden, target=(-1, 0), recipe="published_code")

@@ -26,7 +26,7 @@ from captum_ssm.tracing import Layer, find_mixers
 
 transformers = pytest.importorskip("transformers")
 
-FLOAT32 = 1e-6
+FLOAT32 = 1e-5
 RIGHT_PADDED = ("bert",)
 
 

@@ -32,7 +32,7 @@ from captum_ssm.mixers.griffin import recurrent_gemma
 
 transformers = pytest.importorskip("transformers")
 
-FLOAT32 = 2e-6  # for any draw; typical is 2e-7
+FLOAT32 = 1e-5  # for any draw; typical is 2e-7
 
 
 def config(**options: Any) -> Any:

@@ -18,7 +18,7 @@ from captum_ssm.errors import CachedStateError
 from captum_ssm.tracing import Layer
 
 # float32 against float32 or float64, for any draw of the parameters; typical is 3e-7
-FLOAT32 = 5e-6
+FLOAT32 = 1e-5
 
 
 def record(model: Any, ids: Tensor, **kwargs: Any) -> list[Layer]:

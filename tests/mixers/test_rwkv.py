@@ -31,7 +31,7 @@ from captum_ssm.mixers.rwkv import rwkv4
 
 transformers = pytest.importorskip("transformers")
 
-FLOAT32 = 2e-6  # for any draw; typical is 3e-7
+FLOAT32 = 1e-5  # for any draw; typical is 3e-7
 
 
 def config(**options: Any) -> Any:

@@ -23,7 +23,7 @@ from captum_ssm.models.vim import VimMixer
 from captum_ssm.tracing import Layer
 
 # for any draw of the parameters; typical is 2e-7
-FLOAT32 = 5e-6
+FLOAT32 = 1e-5
 # the rounding of the formats themselves, for any draw
 HALF = [(torch.bfloat16, 8e-2), (torch.float16, 8e-3)]
 TYPES = [("none", False), ("v1", False), ("v2", True), ("v2", False)]

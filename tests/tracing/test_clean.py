@@ -175,7 +175,7 @@ def test_what_user_hooks_change_is_recorded(model: Any) -> None:
     with torch.no_grad(), trace(model) as t:
         model(ids())
     assert torch.equal(t.layers[1].call.hidden_states, normed[0] + shift)
-    assert t.layers[1].reconstruction_error() <= 5e-6
+    assert t.layers[1].reconstruction_error() <= 2e-5
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -197,7 +197,7 @@ def test_linearising_fires_no_foreign_hooks_into_the_record(model: Any) -> None:
     with torch.no_grad(), trace(model) as t:
         model(ids())
         for layer in t.layers:
-            assert layer.reconstruction_error() <= 5e-6
+            assert layer.reconstruction_error() <= 2e-5
     assert len(t.layers) == 3
 
 

@@ -60,12 +60,12 @@ def check(model: Any, hidden: Tensor, net: Net) -> list[str]:
             wanted = wanted.double() + mamba1_parts(mixer, inputs[-1]).output
         with trace(model) as t:
             out = model(hidden)
-    assert relative_error(out, wanted) <= 5e-6
+    assert relative_error(out, wanted) <= 2e-5
     assert len(t.layers) == len(mixers) == 2
     for layer, mixer, entering in zip(t.layers, mixers, inputs, strict=True):
         assert layer.mixer.module is mixer
-        assert relative_error(layer.call.hidden_states, entering) <= 5e-6
-        assert layer.reconstruction_error() <= 5e-6
+        assert relative_error(layer.call.hidden_states, entering) <= 2e-5
+        assert layer.reconstruction_error() <= 2e-5
         assert layer.block is not None
         assert type(layer.block) is Block
     return [layer.name for layer in t.layers]
@@ -91,7 +91,7 @@ def test_compiled_model_that_already_ran() -> None:
     assert check(compiled, hidden, net) == NAMES
     assert check(net, torch.randn(2, 3, 5), net) == NAMES
     with torch.no_grad():
-        assert relative_error(compiled(hidden), net(hidden)) <= 5e-6
+        assert relative_error(compiled(hidden), net(hidden)) <= 2e-5
 
 
 def test_the_original_is_named_and_the_compiled_one_called() -> None:
@@ -194,10 +194,10 @@ def test_compiled_transformers_model() -> None:
         compiled(tokens, use_cache=False)
         with trace(compiled) as t:
             out = compiled(tokens)
-    assert relative_error(out.logits, plain) <= 5e-6
+    assert relative_error(out.logits, plain) <= 2e-5
     assert out.cache_params is None
     assert [layer.name for layer in t.layers] == [f"backbone.layers.{i}.mixer" for i in range(2)]
-    assert all(layer.reconstruction_error() <= 5e-6 for layer in t.layers)
+    assert all(layer.reconstruction_error() <= 2e-5 for layer in t.layers)
 
 
 def test_peft_model() -> None:
@@ -215,7 +215,7 @@ def test_peft_model() -> None:
     ]
     for i, layer in enumerate(t.layers):
         assert layer.block is model.backbone.layers[i]
-        assert layer.reconstruction_error() <= 5e-6
+        assert layer.reconstruction_error() <= 2e-5
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
@@ -227,14 +227,14 @@ def test_inference_mode(family: str, act: str) -> None:
         with trace(model) as t:
             model(tokens)
         inside = [layer.operator.dense() for layer in t.layers]
-        assert all(layer.reconstruction_error() <= 5e-6 for layer in t.layers)
+        assert all(layer.reconstruction_error() <= 2e-5 for layer in t.layers)
     outside = [layer.operator.dense() for layer in t.layers]
-    assert all(layer.reconstruction_error() <= 5e-6 for layer in t.layers)
+    assert all(layer.reconstruction_error() <= 2e-5 for layer in t.layers)
     for found, wanted in zip(inside, outside, strict=True):
         assert relative_error(found, wanted) <= 1e-6
     for layer, found in zip(t.layers, inside, strict=True):
         parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states)
-        assert relative_error(found, oracles.alpha(parts, "exact").mean(1)) <= 5e-6
+        assert relative_error(found, oracles.alpha(parts, "exact").mean(1)) <= 2e-5
 
 
 def test_mamba_ssm_model(mamba_ssm: Any) -> None:
