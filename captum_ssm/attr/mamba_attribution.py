@@ -33,6 +33,10 @@ class MambaAttribution(ImplicitMethod):
     layers on the left.  The same class serves every architecture (the unified paper calls it
     Griffin- or RWKV-attribution).
 
+    Where everything that reads the residual stream is a LayerNorm (ViT, GPT-2, GPT-NeoX, RWKV), a
+    shift of all channels changes nothing, so that g is zero but for rounding and the relevance is
+    the query's own entry alone.  Use the rollout there.
+
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.

@@ -224,6 +224,22 @@ class Operator:
         return self.transpose(unit if weight is None else unit * weight)
 
 
+class Recurrent(Operator):
+    """Base of operators whose map and adjoint are loops: each is the other's derivative."""
+
+    def apply(self, v: Tensor) -> Tensor:
+        return linear_map(v, self._forward, self._adjoint)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return linear_map(u, self._adjoint, self._forward)
+
+    def _forward(self, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 class _LinearMap(torch.autograd.Function):
     """A linear map whose backward is its adjoint, and the other way round."""
 

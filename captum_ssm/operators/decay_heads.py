@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape, linear_map
+from .base import Operator, Recurrent, Shape
 from .heads import HeadOperator, no_state
 
 #: Tokens of a chunk: within it a matrix per head, between chunks a state.
 _CHUNK = 64
 
 
-class ScalarDecayHeads(HeadOperator):
+class ScalarDecayHeads(Recurrent, HeadOperator):
     """One decay per head and token.
 
     Args:
@@ -45,12 +45,6 @@ class ScalarDecayHeads(HeadOperator):
         self.scale = None if scale is None else scale.detach()
         self.component = component
         self.shape = _shape(log_decay, per_head)
-
-    def apply(self, v: Tensor) -> Tensor:
-        return linear_map(v, self._forward, self._adjoint)
-
-    def transpose(self, u: Tensor) -> Tensor:
-        return linear_map(u, self._adjoint, self._forward)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
@@ -122,7 +116,7 @@ class ScalarDecayHeads(HeadOperator):
         return x.repeat_interleave(self.shape.heads // x.shape[2], 2)
 
 
-class VectorDecayHeads(HeadOperator):
+class VectorDecayHeads(Recurrent, HeadOperator):
     """One decay per head, key channel and token.
 
     Args:
@@ -149,12 +143,6 @@ class VectorDecayHeads(HeadOperator):
         self.bonus = None if bonus is None else bonus.detach()
         self.component = component
         self.shape = _shape(log_decay, per_head)
-
-    def apply(self, v: Tensor) -> Tensor:
-        return linear_map(v, self._forward, self._adjoint)
-
-    def transpose(self, u: Tensor) -> Tensor:
-        return linear_map(u, self._adjoint, self._forward)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape, linear_map
+from .base import Operator, Recurrent, Shape
 from .heads import HeadOperator, no_state
 
 
-class DeltaRule(HeadOperator):
+class DeltaRule(Recurrent, HeadOperator):
     """A state that is corrected towards each new value along its key.
 
     Args:
@@ -43,12 +43,6 @@ class DeltaRule(HeadOperator):
         self.log_decay = None if log_decay is None else log_decay.detach()
         self.component = component
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
-
-    def apply(self, v: Tensor) -> Tensor:
-        return linear_map(v, self._forward, self._adjoint)
-
-    def transpose(self, u: Tensor) -> Tensor:
-        return linear_map(u, self._adjoint, self._forward)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"query": self.query, "key": self.key, "beta": self.beta}

@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape, linear_map
+from .base import Operator, Recurrent, Shape
 from .compose import Chain, Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
@@ -23,7 +22,7 @@ from .semiseparable import Factors, semiseparable_sum
 _TREE_ELEMENTS = 2**20
 
 
-class ElementwiseRecurrence(Operator):
+class ElementwiseRecurrence(Recurrent):
     """y[t] = decay[t] y[t-1] + x[t], per channel.
 
     Args:
@@ -36,11 +35,11 @@ class ElementwiseRecurrence(Operator):
         self.component = component
         self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
 
-    def apply(self, v: Tensor) -> Tensor:
-        return linear_map(v, partial(_run, self.decay), partial(_run_back, self.decay))
+    def _forward(self, v: Tensor) -> Tensor:
+        return _run(self.decay, v)
 
-    def transpose(self, u: Tensor) -> Tensor:
-        return linear_map(u, partial(_run_back, self.decay), partial(_run, self.decay))
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return _run_back(self.decay, u)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"decay": self.decay}

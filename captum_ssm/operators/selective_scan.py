@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape, full_precision, linear_map
+from .base import Operator, Recurrent, Shape, full_precision
 from .semiseparable import Factors, semiseparable_sum
 
 #: Tokens and elements whose decays are held at a time by the scans.
@@ -24,7 +24,7 @@ _TREE_ELEMENTS = 2**20
 _TREE_CHANNELS = 128
 
 
-class SelectiveScan(Operator):
+class SelectiveScan(Recurrent):
     """A diagonal state-space recurrence with input-dependent steps.
 
     Args:
@@ -42,12 +42,6 @@ class SelectiveScan(Operator):
         self.dt, self.a, self.b, self.c = (t.detach() for t in (dt, a, b, c))
         self.component = component
         self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
-
-    def apply(self, v: Tensor) -> Tensor:
-        return linear_map(v, self._forward, self._adjoint)
-
-    def transpose(self, u: Tensor) -> Tensor:
-        return linear_map(u, self._adjoint, self._forward)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"dt": self.dt, "A": self.a, "B": self.b, "C": self.c}
