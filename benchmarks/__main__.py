@@ -7,7 +7,8 @@ The first prints the table and writes it as JSON, markdown and a picture.  Sizes
 130M model; ``f+b`` is one forward and backward pass of the same model with the repaired scan, with
 respect to its embeddings or pixels.  The bound is the least arithmetic or traffic, in units that
 are measured on this machine in the same run (see :mod:`benchmarks.calibration`); errors are against
-float64.
+float64.  Kinds of operator of which no package has a model for a CPU have random coefficients and
+no ``f+b``.
 
 The second measures a small case and fails if a cost, in those units, is twice the baseline's or
 more.  ``--baseline FILE`` writes a new one.
@@ -25,17 +26,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import models, regression
+from benchmarks import kinds, models, regression
 from benchmarks.calibration import Calibration, calibrate
 from benchmarks.measure import Cost, measure, versions
 from benchmarks.plot import draw
-from benchmarks.quantities import Quantity, quantities
+from benchmarks.quantities import Quantity, of_operators, quantities
 from benchmarks.report import markdown, write
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    families = list(models.FAMILIES)
+    families = [*models.FAMILIES, *kinds.KINDS]
     parser.add_argument("--families", nargs="+", choices=families, default=families)
     parser.add_argument("--lengths", type=int, nargs="+", default=[197, 512, 1024, 2048])
     parser.add_argument("--layers", type=int, default=2)
@@ -74,6 +75,10 @@ def table(
 ) -> Iterator[dict[str, Any]]:
     """The rows, as they are measured; without ``reference`` nothing long or in float64 is."""
     for family in families:
+        if family in kinds.KINDS:
+            for length in lengths:
+                yield from _of_kind(family, length, layers, units, reference)
+            continue
         if family == "Gated DeltaNet" and find_spec("fla") and not torch.cuda.is_available():
             print(f"{family} is left out: where fla is installed, its kernels need a GPU")
             continue
@@ -84,10 +89,26 @@ def table(
             for quantity in (Quantity("f+b", lambda: None), *quantities(family, model, x)):
                 if quantity.long and not reference:
                     continue
-                kept = quantity if reference else replace(quantity, precise=None, others={})
+                kept = quantity if reference else _alone(quantity)
                 with torch.no_grad():
                     cost = yardstick if quantity.name == "f+b" else measure(quantity.call)
                     yield entry(family, length, kept, cost, yardstick, units)
+
+
+def _of_kind(
+    kind: str, length: int, layers: int, units: Calibration, reference: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows of layers that no model stands for."""
+    for name, operator in kinds.layer(kind, length).items():
+        for quantity in of_operators(name, [operator] * layers):
+            kept = quantity if reference else _alone(quantity)
+            with torch.no_grad():
+                yield entry(kind, length, kept, measure(quantity.call), None, units)
+
+
+def _alone(quantity: Quantity) -> Quantity:
+    """The same without what it is compared with."""
+    return replace(quantity, precise=None, others={})
 
 
 def entry(
@@ -95,7 +116,7 @@ def entry(
     length: int,
     quantity: Quantity,
     cost: Cost,
-    yardstick: Cost,
+    yardstick: Cost | None,
     units: Calibration,
 ) -> dict[str, Any]:
     least = None if quantity.work is None else quantity.layers * quantity.work.seconds(units)
@@ -105,7 +126,7 @@ def entry(
         "L": length,
         "quantity": quantity.name,
         "seconds": cost.seconds,
-        "of f+b": cost.seconds / yardstick.seconds,
+        "of f+b": None if yardstick is None else cost.seconds / yardstick.seconds,
         "times its bound": None if least is None else cost.seconds / least,
         "textbook / it": _ratio(slower.get("textbook"), cost.seconds),
         "exponentials / it": _ratio(slower.get("exponentials"), cost.seconds),

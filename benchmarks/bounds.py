@@ -6,17 +6,23 @@ mean over its examples are left out because every count is a multiple of B.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+
+from torch import Tensor
 
 from benchmarks.calibration import Calibration
 from captum_ssm.operators import (
     DeltaRule,
     DenseHeads,
+    Diagonal,
     ElementwiseRecurrence,
     Operator,
+    Permute,
     ScalarDecayHeads,
     SelectiveScan,
+    ShortConv,
     VectorDecayHeads,
 )
 
@@ -60,25 +66,79 @@ def total(works: Iterable[Work]) -> Work:
     return Work(**{kind: sum(getattr(work, kind) for work in every) for kind in kinds})
 
 
-def row(core: Operator, per_head: int) -> Work:
-    """A row vector times the mean over channels of a core's matrices.
+def row(operator: Operator) -> Work:
+    """A row vector times the mean over channels of an operator's matrices.
 
-    Args:
-        core: the operator.
-        per_head: channels of a head that differ: 1 if nothing around the core tells a head's
-            channels apart, else P.
+    What stands around the cores takes a step for each of its coefficients and channels, and every
+    coefficient is read once.
     """
-    return ROW[type(core)](core, per_head)
+    vectors = _vectors(operator)
+    leaves = list(operator.leaves())
+    coefficients = sum(_stored(t) for leaf in leaves for t in leaf.tensors().values())
+    return total(
+        [
+            *(ROW[type(core)](core, vectors) for core in cores(operator)),
+            *(Work(steps=_around(leaf)) for leaf in leaves if type(leaf) not in ROW),
+            Work(bytes=4 * coefficients),
+        ]
+    )
 
 
-def matrix(core: Operator, per_head: int) -> Work:
-    """The mean over channels of a core's matrices, between factors that differ by channel or not.
+def matrix(operator: Operator) -> Work:
+    """The mean over channels of an operator's matrices; what stands around the cores is small.
 
-    Args:
-        core: the operator.
-        per_head: as in :func:`row`.
+    Where heads' matrices are multiplied by the factors around them entry by entry, each tap of a
+    convolution that differs by channel does so at columns of its own.
     """
-    return MATRIX[type(core)](core, per_head)
+    vectors = _vectors(operator)
+    convolutions = [leaf for leaf in operator.leaves() if isinstance(leaf, ShortConv)]
+    taps = math.prod(len(leaf.lags) for leaf in convolutions) if vectors > 1 else 1
+    return total(MATRIX[type(core)](core, vectors, taps) for core in cores(operator))
+
+
+def _vectors(operator: Operator) -> int:
+    """Channels of a head to be told apart, P; 1 where one will do.
+
+    That is where all channels of a head are alike on one side of the cores: a sum over them is
+    taken on the other side.
+    """
+    leaves = list(operator.leaves())
+    places = [i for i, leaf in enumerate(leaves) if type(leaf) in ROW]
+    sides = leaves[: places[0]], leaves[places[-1] + 1 :]
+    both = all(any(_tells_apart(leaf) for leaf in side) for side in sides)
+    return operator.shape.per_head if both else 1
+
+
+def _tells_apart(leaf: Operator) -> bool:
+    if isinstance(leaf, Diagonal):
+        return leaf.weight.shape[-1] > 1
+    return not isinstance(leaf, Permute) and leaf.shape.per_head > 1
+
+
+def _around(leaf: Operator) -> float:
+    """Steps of what is no core: one for each tap or factor of each value that differs."""
+    batch, tokens, heads, per_head = leaf.shape
+    if isinstance(leaf, ShortConv):
+        taps = len(leaf.lags)
+        return batch * tokens * heads * per_head * taps if taps > 1 else 0  # one is a mere delay
+    if isinstance(leaf, Diagonal):
+        return batch * tokens * heads * leaf.weight.shape[-1]
+    return 0
+
+
+def _stored(x: Tensor) -> int:
+    """Numbers of a tensor that are not repeated."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride)
+
+
+def _mapped(entries: float, vectors: int) -> Work:
+    """So many entries of matrices, each times as many vectors.
+
+    With a single vector every entry is read for one multiplication and addition, which no product
+    of matrices is: it is a step.
+    """
+    return Work(steps=entries) if vectors == 1 else Work(products=entries * vectors)
 
 
 def _scan_row(core: SelectiveScan, _: int) -> Work:
@@ -86,68 +146,77 @@ def _scan_row(core: SelectiveScan, _: int) -> Work:
     return Work(exponentials=elements, steps=elements)
 
 
-def _scan_matrix(core: SelectiveScan, _: int) -> Work:
+def _scan_matrix(core: SelectiveScan, *_: int) -> Work:
     elements = core.dt.numel() * core.a.shape[-1]
     return Work(products=elements * core.shape.tokens / 2, exponentials=elements)
 
 
 def _elementwise_row(core: ElementwiseRecurrence, _: int) -> Work:
-    elements = core.decay.numel()
-    return Work(steps=elements, bytes=4 * 2 * elements)  # reads decays, writes nothing but a row
+    return Work(steps=core.decay.numel())
 
 
-def _elementwise_matrix(core: ElementwiseRecurrence, _: int) -> Work:
+def _elementwise_matrix(core: ElementwiseRecurrence, *_: int) -> Work:
     return Work(products=core.decay.numel() * core.shape.tokens / 2)
 
 
-def _scalar_row(core: ScalarDecayHeads, per_head: int) -> Work:
-    batch, tokens, groups, state = core.query.shape
-    heads = core.shape.heads
-    inside = groups * CHUNK / 2 * state + heads * CHUNK / 2 * per_head
-    between = heads * 2 * state * per_head
-    return Work(
-        products=batch * tokens * (inside + between),
-        exponentials=batch * tokens * heads * CHUNK / 2,
+def _scalar_row(core: ScalarDecayHeads, vectors: int) -> Work:
+    _, _, groups, state = core.query.shape
+    heads, every = core.shape.heads, core.shape.batch * core.shape.tokens
+    decays = Work(exponentials=every * heads, steps=every * heads * CHUNK / 2)
+    inside = Work(products=every * groups * CHUNK / 2 * state)
+    shared = heads // groups * vectors  # the vectors that meet the same keys and queries
+    between = _mapped(every * groups * 2 * state, shared)
+    return total([decays, inside, _mapped(every * heads * CHUNK / 2, vectors), between])
+
+
+def _scalar_matrix(core: ScalarDecayHeads, vectors: int, _: int) -> Work:
+    _, tokens, groups, state = core.query.shape
+    pairs = core.shape.batch * tokens * tokens / 2
+    return Work(products=pairs * (groups * state + core.shape.heads * vectors))
+
+
+def _vector_row(core: VectorDecayHeads, vectors: int) -> Work:
+    state, every = core.key.shape[-1], core.log_decay.numel()
+    fading = Work(exponentials=every, steps=2 * every)  # of keys and of queries
+    if vectors == 1:
+        return total([fading, Work(steps=every)])  # of the state, token by token
+    inside = Work(products=every * CHUNK / 2 * (1 + vectors / state))
+    return total([fading, inside, Work(products=every * 2 * vectors)])
+
+
+def _vector_matrix(core: VectorDecayHeads, vectors: int, taps: int) -> Work:
+    pairs = core.log_decay[..., 0].numel() * core.shape.tokens / 2
+    return total(
+        [
+            Work(products=pairs * core.key.shape[-1], exponentials=core.log_decay.numel()),
+            _weighted(pairs, vectors, taps),
+        ]
     )
 
 
-def _scalar_matrix(core: ScalarDecayHeads, per_head: int) -> Work:
-    batch, tokens, groups, state = core.query.shape
-    pairs = batch * tokens * tokens / 2
-    return Work(products=pairs * (groups * state + core.shape.heads * per_head))
+def _delta_row(core: DeltaRule, vectors: int) -> Work:
+    state, every = core.key.shape[-1], core.beta.numel()
+    inside = Work(products=every * (CHUNK * state + CHUNK * CHUNK / 6))
+    return total([inside, _mapped(every * (CHUNK + 3 * state), vectors)])
 
 
-def _vector_row(core: VectorDecayHeads, per_head: int) -> Work:
-    state = core.key.shape[-1]
-    each = CHUNK / 2 * (state + per_head) + 2 * state * per_head
-    return Work(products=core.log_decay[..., 0].numel() * each, exponentials=core.log_decay.numel())
-
-
-def _vector_matrix(core: VectorDecayHeads, per_head: int) -> Work:
-    pairs = core.log_decay[..., 0].numel() * core.shape.tokens / 2
-    products = core.key.shape[-1] + (per_head if per_head > 1 else 0)
-    return Work(products=pairs * products, exponentials=core.log_decay.numel())
-
-
-def _delta_row(core: DeltaRule, per_head: int) -> Work:
-    state = core.key.shape[-1]
-    inside = CHUNK * state + CHUNK * CHUNK / 6 + CHUNK * per_head
-    return Work(products=core.beta.numel() * (inside + 3 * state * per_head))
-
-
-def _delta_matrix(core: DeltaRule, per_head: int) -> Work:
-    state, tokens = core.key.shape[-1], core.shape.tokens
-    products = 3 * state + (per_head if per_head > 1 else 0)
-    return Work(products=core.beta.numel() * tokens / 2 * products)
+def _delta_matrix(core: DeltaRule, vectors: int, taps: int) -> Work:
+    pairs = core.beta.numel() * core.shape.tokens / 2
+    return total([Work(products=pairs * 3 * core.key.shape[-1]), _weighted(pairs, vectors, taps)])
 
 
 def _dense_row(core: DenseHeads, _: int) -> Work:
-    return Work(bytes=4 * core.matrices.numel())
+    return Work(steps=core.matrices.numel() / 2)  # of a causal matrix; all of it is read
 
 
-def _dense_matrix(core: DenseHeads, per_head: int) -> Work:
-    products = core.matrices.numel() * per_head if per_head > 1 else 0
-    return Work(products=products, bytes=4 * core.matrices.numel())
+def _dense_matrix(core: DenseHeads, vectors: int, taps: int) -> Work:
+    read = Work(bytes=4 * core.matrices.numel())
+    return total([read, _weighted(core.matrices.numel(), vectors, taps)])
+
+
+def _weighted(pairs: float, vectors: int, taps: int) -> Work:
+    """Entries of heads' matrices times the sum over channels of the factors around them."""
+    return Work(products=pairs * vectors * taps, steps=pairs * taps) if vectors > 1 else Work()
 
 
 Count = Callable[..., Work]

@@ -22,7 +22,7 @@ from captum_ssm.attr.components import PRESETS
 from captum_ssm.attr.contributions import Contributions, tiles
 from captum_ssm.attr.memory import Budget
 from captum_ssm.attr.streaming import streamed
-from captum_ssm.operators import Chain, Operator, Permute, SelectiveScan
+from captum_ssm.operators import Chain, Operator, SelectiveScan
 from captum_ssm.tracing import repaired_scans
 
 #: Longest inputs for what takes far longer than the rest.
@@ -58,41 +58,44 @@ class Quantity:
 
 def quantities(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     """All quantities of a model at an input."""
-    yield from _of_operators(model, x)
+    with torch.no_grad(), repaired_scans(), trace(model) as record:
+        model(x)
+    linear = [layer.linear for layer in record.layers]
+    for name, preset in (("scan", "s6"), ("unified", "unified")):
+        found = [layer.restrict(PRESETS[preset]).operator.per_channel() for layer in linear]
+        yield from of_operators(name, found)
     yield from _of_contributions(model, x)
     yield from _of_calls(family, model, x)
 
 
-def _of_operators(model: nn.Module, x: Tensor) -> Iterator[Quantity]:
-    with torch.no_grad(), repaired_scans(), trace(model) as record:
-        model(x)
-    for name, preset in (("scan", "s6"), ("unified", "unified")):
-        operators = [
-            layer.linear.restrict(PRESETS[preset]).operator.per_channel() for layer in record.layers
-        ]
-        tokens = operators[0].shape.tokens
-        differ = _channels_that_differ(operators[0])
-        cores = bounds.cores(operators[0])
-        precise = [textbook.in_float64(o) for o in operators] if tokens <= PRECISE_UP_TO else []
-        yield Quantity(
-            f"rollout row, {name}",
-            lambda operators=operators: fold(operators),
-            bounds.total(bounds.row(core, differ) for core in cores),
-            (lambda precise=precise: fold(precise)) if precise else None,
-            layers=len(operators),
-        )
-        first = operators[0]
-        work = bounds.total(bounds.matrix(core, differ) for core in cores)
-        yield Quantity(
-            f"mean matrix, {name}",
-            lambda first=first: first.dense("mean"),
-            work,
-            (lambda precise=precise: precise[0].dense("mean")) if precise else None,
-            _slower(first),
-        )
-    row = torch.rand(first.shape[:2])
-    clamped = streamed(first, "mean", Budget.parse(None), lambda strip: strip.entries.clamp_min(0))
-    yield Quantity("clamped row, unified", lambda: clamped.rmatvec(row), work)
+def of_operators(name: str, operators: list[Operator]) -> Iterator[Quantity]:
+    """Those of the operators of a model's layers.
+
+    Args:
+        name: what parts of the layers they are.
+        operators: one for each layer.
+    """
+    first = operators[0]
+    tokens = first.shape.tokens
+    precise = [textbook.in_float64(o) for o in operators] if tokens <= PRECISE_UP_TO else []
+    yield Quantity(
+        f"rollout row, {name}",
+        lambda: fold(operators),
+        bounds.row(first),
+        (lambda: fold(precise)) if precise else None,
+        layers=len(operators),
+    )
+    yield Quantity(
+        f"mean matrix, {name}",
+        lambda: first.dense("mean"),
+        bounds.matrix(first),
+        (lambda: precise[0].dense("mean")) if precise else None,
+        _slower(first),
+    )
+    if name == "unified":
+        row, budget = torch.rand(first.shape[:2]), Budget.parse(None)
+        clamped = streamed(first, "mean", budget, lambda strip: strip.entries.clamp_min(0))
+        yield Quantity("clamped row, unified", lambda: clamped.rmatvec(row), bounds.matrix(first))
 
 
 def _slower(operator: Operator) -> dict[str, Call]:
@@ -170,9 +173,3 @@ def fold(operators: list[Operator]) -> Tensor:
     for operator in reversed(operators):
         row = row + operator.mean_rmatvec(row)
     return row
-
-
-def _channels_that_differ(operator: Operator) -> int:
-    """Channels of a head that something around the core tells apart: 1, or P."""
-    leaves = [leaf for leaf in operator.leaves() if not isinstance(leaf, Permute)]
-    return 1 if len(leaves) == len(bounds.cores(operator)) else operator.shape.per_head

@@ -1,9 +1,9 @@
 """The mathematics: frozen linear token mixers.  Knows tensors, no model."""
 
 from .base import Operator, Shape
-from .compose import Chain, Sum
+from .compose import Chain
 from .conv import ShortConv
-from .decay_heads import ScalarDecayHeads, VectorDecayHeads
+from .decay_heads import ScalarDecayHeads
 from .delta_rule import DeltaRule
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
@@ -13,6 +13,8 @@ from .permute import Permute
 from .recurrence import ElementwiseRecurrence, wkv
 from .reduction import Reduce, discard_smallest
 from .selective_scan import SelectiveScan
+from .sums import Sum
+from .vector_decay_heads import VectorDecayHeads
 
 __all__ = [
     "Chain",

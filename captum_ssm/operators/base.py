@@ -37,7 +37,7 @@ from .maps import linear_map
 from .mixing import Mixing
 from .positions import Positions, in_stacks, per_example, unit_vectors
 from .reduction import Reduce, reduce_channels
-from .streams import Stream, channel_mean
+from .streams import SMALL, Portion, Stream, channel_mean
 from .strips import Strip, total
 
 
@@ -217,15 +217,17 @@ class Operator:
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         """This operator, or its adjoint, on a few tokens at a time.
 
-        Args:
-            transposed: False to be fed from the first token to the last, True for the adjoint,
-                which is fed from the last to the first.
-            longest: the most tokens fed at a time.
+        None if tokens cannot be mapped in this order, or faster all at once.
 
-        Returns:
-            The stream, or None if tokens cannot be mapped in this order, or faster all at once.
+        Args:
+            transposed: whether it is the adjoint, which is fed from the last token to the first.
+            longest: the most tokens fed at a time.
         """
         return None
+
+    @property
+    def portion(self) -> Portion:  # of tokens to feed to a stream
+        return SMALL
 
     def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
         """Rows of the implicit attention matrices.

@@ -4,38 +4,44 @@ For the T tokens of a chunk, with the state S (N, P) of each head before them an
 
     y = inner v + reads S,      S' = carry S + transposed writes v
 
-so that a sequence costs matrix products and one step per chunk.  Of two chunks in a row,
-
-    alpha[second, first] = second.reads . transposed first.writes
-
-and together they are a longer chunk: joined in pairs, all tiles of a matrix are matrix products.
+so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
+at once: what they have to do with no state is done for all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .decays import Decays
 
 #: Tokens of a chunk.
 CHUNK = 64
+#: Tokens of a chunk where few vectors are mapped, which the matrices within chunks would outweigh.
+SHORT = 32
+#: Most of these vectors of each head.
+FEW = 8
 
-#: Elements of the tiles of some heads formed at a time (1 MiB in float32).
-_TILE_ELEMENTS = 2**18
+#: Tokens of all heads of the chunks held at once (4 MiB of keys of 128 channels in float32).
+_HELD = 2**13
 
 
 class Chunk(NamedTuple):
-    """A linear recurrence over the T tokens of a chunk.
+    """A linear recurrence over C chunks of T tokens each, one after the other.
 
     Attributes:
         tokens: which they are.
-        inner: the matrix within the chunk (B, H, T, T).
-        reads: what each token reads of the state before the chunk (B, H, T, N).
-        writes: what each token's value adds to the state after the chunk (B, H, T, N).
-        carry: what the chunk makes of the state before it: (B, H, N, N), or if that is diagonal
-            its diagonal (B, H, N, 1), or (B, H, 1, 1) if it is a number.
+        inner: the matrix within each chunk (B, H, C, T, T).
+        reads: what each token reads of the state before its chunk (B, H, C, T, N).
+        writes: what each token's value adds to the state after its chunk (B, H, C, T, N).
+        carry: what a chunk makes of the state before it: (B, H, C, N, N), or if that is diagonal
+            its diagonal (B, H, C, N, 1), or (B, H, C, 1, 1) if it is a number.
+        faded: factors (B, H, C, T, 1) on reads, and on writes, which then may be those of G groups
+            of heads (B, G, C, T, N); None for no factors.
     """
 
     tokens: slice
@@ -43,202 +49,150 @@ class Chunk(NamedTuple):
     reads: Tensor
     writes: Tensor
     carry: Tensor
+    faded: tuple[Tensor, Tensor] | None = None
 
-    def weighted(self, left: Tensor, right: Tensor) -> Chunk:
-        """With row and column factors, given for all tokens, (B, H, L, 1) each."""
-        left, right = left[..., self.tokens, :], right[..., self.tokens, :]
-        inner = left * self.inner * right.mT
-        return self._replace(inner=inner, reads=left * self.reads, writes=right * self.writes)
-
-
-class _Span(NamedTuple):
-    """What tokens read of the state before all of them, and write to the state after all."""
-
-    tokens: slice
-    reads: Tensor
-    writes: Tensor
+    def transposed(self) -> Chunk:
+        """The adjoint, of which the last chunk comes first."""
+        return Chunk(
+            self.tokens,
+            self.inner.mT,
+            self.writes,
+            self.reads,
+            self.carry,
+            None if self.faded is None else self.faded[::-1],
+        )
 
 
-#: The chunk of some tokens.
-Cut = Callable[[slice], Chunk]
-
-#: Takes rows and columns of a tile, what the rows read and what the columns write.
-Put = Callable[[slice, slice, Tensor, Tensor], None]
+#: The chunks of some tokens, of which each has so many.
+Cut = Callable[[slice, int], Chunk]
 
 
-def parts(tokens: int) -> list[slice]:
-    """The tokens of each chunk."""
-    return _between(0, tokens)
+def held(tokens: range, length: int, each: int) -> Iterator[slice]:
+    """Tokens of the chunks held at once: of several whole chunks, then of a last shorter one.
+
+    Args:
+        tokens: all of them.
+        length: tokens of a whole chunk.
+        each: how many heads, of all examples, a token has.
+    """
+    whole = tokens.stop - len(tokens) % length
+    size = max(1, _HELD // (each * length)) * length
+    for start in range(tokens.start, whole, size):
+        yield slice(start, min(start + size, whole))
+    if whole < tokens.stop:
+        yield slice(whole, tokens.stop)
 
 
-def parts_up_to(rows: range) -> list[slice]:
-    """The tokens of each chunk, up to the last row; one chunk begins with the first row."""
-    return _between(0, rows.start) + _between(rows.start, rows.stop)
+def in_chunks(x: Tensor, length: int) -> Tensor:
+    """(..., B, L, H, K) in chunks of so many tokens, or in one of fewer, (..., B, H, C, T, K)."""
+    length = min(length, x.shape[-3])
+    return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
 
 
-def _between(start: int, stop: int) -> list[slice]:
-    return [slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)]
+def mapped(cut: Cut, v: Tensor, transposed: bool) -> Tensor:
+    """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
 
-
-def forward(cut: Cut, v: Tensor) -> Tensor:
-    """alpha v for ``v`` (..., B, L, H, P)."""
-    x = _by_head(v)  # (B, H, L, S P)
-    out = torch.empty_like(x)
+    Args:
+        cut: the chunks of some tokens; their carries are diagonal.
+        v: the values.
+        transposed: which of the two.
+    """
+    batch, tokens, heads, _ = v.shape[-4:]
+    length = chunk_length(v)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     state: Tensor | None = None
-    for part in parts(x.shape[-2]):
-        chunk, here = cut(part), x[..., part, :]
-        result, written = chunk.inner @ here, chunk.writes.mT @ here  # (B, H, T or N, S P)
-        if state is not None:
-            result += chunk.reads @ state
-            written += _times(chunk.carry, state)
-        state = written
-        out[..., part, :] = result
-    return _by_token(out, v)
-
-
-def adjoint(cut: Cut, u: Tensor) -> Tensor:
-    """alpha-transposed u for ``u`` (..., B, L, H, P)."""
-    x = _by_head(u)
-    out = torch.empty_like(x)
-    state: Tensor | None = None
-    for part in reversed(parts(x.shape[-2])):
-        chunk, here = cut(part), x[..., part, :]
-        result, read = chunk.inner.mT @ here, chunk.reads.mT @ here
-        if state is not None:
-            result += chunk.writes @ state
-            read += _times(_transposed(chunk.carry), state)
-        state = read
-        out[..., part, :] = result
-    return _by_token(out, u)
-
-
-def matrices(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """The matrix of every head, written into zeros (B, H, L, L)."""
-
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
-        out[..., rows, columns] = reads @ writes.mT
-
-    for chunk in chunks:
-        out[..., chunk.tokens, chunk.tokens] = chunk.inner
-    _tiles(chunks, 0, put)
+    parts = list(held(range(tokens), length, batch * heads))
+    for part in reversed(parts) if transposed else parts:
+        chunk = cut(part, length)
+        chunk = chunk.transposed() if transposed else chunk
+        reads_faded, writes_faded = chunk.faded or (None, None)
+        x = stacked(v[..., part, :, :], length)  # (B, H, C, T, S P)
+        result = times(chunk.inner, x)
+        written = of_groups(chunk.writes.mT, x if writes_faded is None else writes_faded * x)
+        before, state = states(written, chunk.carry, state, transposed)
+        read = of_groups(chunk.reads, before)
+        result += read if reads_faded is None else read.mul_(reads_faded)
+        put(result, out[..., part, :, :])
     return out
 
 
-def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """The last rows of the sum of the matrices of all heads, written into zeros (B, R, L).
+def few(v: Tensor) -> bool:
+    """Whether ``v`` (..., B, L, H, P) is so few vectors that matrices would outweigh them."""
+    return v.shape[:-4].numel() * v.shape[-1] <= FEW
+
+
+def chunk_length(v: Tensor) -> int:
+    """How long chunks best are to map ``v`` (..., B, L, H, P)."""
+    return SHORT if few(v) else CHUNK
+
+
+def stacked(v: Tensor, length: int) -> Tensor:
+    """Values (..., B, L, H, P) in chunks, the vectors of a stack side by side (B, H, C, T, S P)."""
+    stack = v.flatten(0, -5) if v.dim() > 4 else v[None]
+    return in_chunks(stack, length).movedim(0, -2).flatten(-2)
+
+
+def put(x: Tensor, out: Tensor) -> None:
+    """Write what :func:`stacked` made of values of the size of ``out`` to their places."""
+    x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
+    stack = x.permute(3, 0, 2, 1, 4)
+    out.copy_(torch.unflatten(stack, 0, out.shape[:-4]) if out.dim() > 4 else stack[0])
+
+
+def times(x: Tensor, values: Tensor) -> Tensor:
+    """Many matrices (..., T, N) times as many (..., N, P)."""
+    if values.shape[-1] == 1:  # products of small matrices with one vector would be slow
+        out: Tensor = torch.linalg.vecdot(x, values.mT)
+        return out[..., None]
+    return x @ values
+
+
+def of_groups(x: Tensor, values: Tensor) -> Tensor:
+    """Matrices (B, G, C, T, N) of groups of heads times values (B, H, C, N, P) of each head."""
+    groups, heads = x.shape[1], values.shape[1]
+    if groups == heads:
+        return x @ values
+    # a group's values side by side
+    wide = torch.unflatten(values, 1, (groups, -1)).movedim(2, -2).flatten(-2)
+    out = torch.unflatten(x @ wide, -1, (heads // groups, -1))  # (B, G, C, T, H / G, P)
+    return out.movedim(-2, 2).flatten(1, 2)
+
+
+def states(
+    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """The states before each chunk (B, H, C, N, P), and after the last of them (B, H, N, P).
 
     Args:
-        chunks: of all L tokens, one of them beginning with the first row.
-        out: zeros (B, R, L), written to.
+        written: what each chunk writes (B, H, C, N, P).
+        carry: what each makes of the state before it, a diagonal or a number.
+        state: the state before the first; None if that is zero.
+        backwards: whether the last chunk comes first.
     """
-    start = out.shape[-1] - out.shape[-2]
-
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
-        into = out[:, _less(rows, start), columns]
-        for tile, read, written in zip(into, reads, writes, strict=True):
-            tile.addbmm_(read, written.mT)
-
-    for chunk in _from(chunks, start):
-        out[:, _less(chunk.tokens, start), chunk.tokens] = chunk.inner.sum(1)
-    _tiles(chunks, start, put)
-    return out
+    if carry.shape[-2] == 1:
+        return _states_of_numbers(written, carry, state, backwards)
+    before = torch.empty_like(written)
+    steps = list(zip(before.unbind(2), carry.unbind(2), written.unbind(2), strict=True))
+    state = torch.zeros_like(written[:, :, 0]) if state is None else state
+    for into, kept, added in reversed(steps) if backwards else steps:
+        state = torch.addcmul(added, kept, into.copy_(state))
+    return before, state
 
 
-def sum_over_channels(chunks: Sequence[Chunk], left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """The last rows of the sum over channels of left[i, c] alpha_c[i, j] right[j, c].
-
-    Args:
-        chunks: of all L tokens, one of them beginning with the first row.
-        left: row factors (B, H, L, P).
-        right: column factors (B, H, L, P).
-        out: zeros (B, R, L), written to.
-    """
-    start = out.shape[-1] - out.shape[-2]
-
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
-        into = out[:, _less(rows, start), columns]
-        factors = reads, writes, left[..., rows, :], right[..., columns, :]
-        # few heads at a time: their tiles stay in the cache
-        size = max(1, _TILE_ELEMENTS // into.numel())
-        blocks = (torch.split(x, size, 1) for x in factors)
-        for read, written, row, column in zip(*blocks, strict=True):
-            into += (read @ written.mT).mul_(row @ column.mT).sum(1)
-
-    for chunk in _from(chunks, start):
-        at = chunk.tokens
-        weight = left[..., at, :] @ right[..., at, :].mT
-        out[:, _less(at, start), at] = weight.mul_(chunk.inner).sum(1)
-    _tiles(chunks, start, put)
-    return out
-
-
-def _tiles(chunks: Sequence[Chunk], start: int, put: Put) -> None:
-    """Put all tiles below the diagonal ones, of the rows from ``start`` on."""
-    asked = _from(chunks, start)
-    earlier = chunks[: len(chunks) - len(asked)]
-    rows = _joined(asked, put, alone=not earlier)
-    if earlier:
-        columns = _joined(earlier)
-        put(rows.tokens, columns.tokens, rows.reads, columns.writes)
-
-
-def _joined(chunks: Sequence[Chunk], put: Put | None = None, alone: bool = False) -> _Span:
-    """What the chunks read and write together, joined in pairs.
-
-    Args:
-        chunks: neighbours.
-        put: called for the tile between the chunks of each pair, with its rows, its columns, what
-            the rows read and what the columns write. Default: None.
-        alone: whether no other chunks come before or after, so that the last pair need not be
-            joined. Default: False.
-    """
-    begin = chunks[0].tokens.start
-    reads, writes = (
-        torch.cat([c.reads for c in chunks], -2),
-        torch.cat([c.writes for c in chunks], -2),
-    )
-    spans = [(chunk.tokens, chunk.carry) for chunk in chunks]
-    while len(spans) > 1:
-        joined = []
-        for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
-            written, read = writes[..., _less(first, begin), :], reads[..., _less(second, begin), :]
-            if put is not None:
-                put(second, first, read, written)
-            if len(spans) > 2 or not alone:
-                read.copy_(_times_from_right(read, before))
-                written.copy_(_times_from_right(written, _transposed(after)))
-            joined.append((slice(first.start, second.stop), _times(after, before)))
-        spans = joined + spans[2 * len(joined) :]
-    return _Span(spans[0][0], reads, writes)
-
-
-def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
-    return [chunk for chunk in chunks if chunk.tokens.start >= start]
-
-
-def _less(tokens: slice, by: int) -> slice:
-    return slice(tokens.start - by, tokens.stop - by)
-
-
-def _times(carry: Tensor, state: Tensor) -> Tensor:
-    return carry * state if carry.shape[-1] == 1 else carry @ state
-
-
-def _times_from_right(x: Tensor, carry: Tensor) -> Tensor:
-    return x * carry.mT if carry.shape[-1] == 1 else x @ carry
-
-
-def _transposed(carry: Tensor) -> Tensor:
-    return carry if carry.shape[-1] == 1 else carry.mT
-
-
-def _by_head(v: Tensor) -> Tensor:
-    """(..., B, L, H, P) to (B, H, L, S P), the vectors of a stack side by side."""
-    stack = v.flatten(0, -5) if v.dim() > 4 else v[None]  # (S, B, L, H, P)
-    return stack.permute(1, 3, 2, 0, 4).flatten(-2)
-
-
-def _by_token(x: Tensor, like: Tensor) -> Tensor:
-    """(B, H, L, S P) to (..., B, L, H, P)."""
-    stack = torch.unflatten(x, -1, (-1, like.shape[-1])).permute(3, 0, 2, 1, 4)
-    return stack.reshape(like.shape).contiguous()
+def _states_of_numbers(
+    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """The same for carries that are numbers: one matrix between chunks in place of many steps."""
+    decay = Decays(carry[..., 0, 0])
+    earlier = F.pad(decay.between.tril()[..., :-1, :], (0, 0, 1, 0))
+    known = F.pad(decay.since[..., :-1, :], (0, 0, 1, 0), value=1.0)
+    left = decay.until
+    if backwards:
+        earlier, known, left = earlier.mT, left, known
+    flat = written.flatten(-2)  # (B, H, C, N P)
+    before, after = earlier @ flat, left.mT @ flat
+    if state is not None:
+        start = state.flatten(-2)[:, :, None]
+        before.addcmul_(known, start)
+        after.addcmul_(decay.total, start)
+    return before.view(written.shape), after.view(written[:, :, 0].shape)

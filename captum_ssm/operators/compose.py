@@ -1,4 +1,4 @@
-"""Products and sums of operators."""
+"""Products of operators."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from .base import Operator
 from .by_head import folded_heads
 from .composite import Composite
 from .diagonal import Diagonal
+from .heads import HeadOperator
 from .mixing import Mixing
 from .permute import Permute, outermost
 from .streams import Stream, all_streams, channel_mean
 from .strips import Strip, clipped, total
+from .sums import Sum, added
 
 #: Elements of one factor over all tokens (1 MiB in float32).
 _FACTOR_ELEMENTS = 2**18
@@ -74,16 +76,32 @@ class Chain(Composite):
 
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
         """Reorders vectors rather than channels, so that what is left can be a stream."""
+        if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
+            return self._mean_at_once(x, transposed)
         if not any(isinstance(leaf, Permute) for leaf in self.leaves()):
             return channel_mean(self, x, transposed)
         summands = self._summands()
         if len(summands) > 1:
-            return _total(summand._mean(x, transposed) for summand in summands)
+            return added(summand._mean(x, transposed) for summand in summands)
         ahead, inside, after = outermost(self.parts)
         first, last = (ahead, after) if transposed else (after[::-1], ahead[::-1])
         x = _in_turn(first, x, transposed)
         x = channel_mean(Chain(*inside), x, transposed) if inside else x
         return _in_turn(last, x, transposed)
+
+    def _mean_at_once(self, x: Tensor, transposed: bool) -> Tensor:
+        """From all tokens at once, and of each head one channel as long as its channels are alike.
+
+        They are before the first part that tells them apart, and their mean is after the last.
+        """
+        parts = self.parts if transposed else self.parts[::-1]
+        apart = [i for i, part in enumerate(parts) if not _alike(part)]
+        x = x[..., None, None].expand(*self.shape[:3], 1)
+        for i, part in enumerate(parts):
+            x = x.expand(self.shape) if apart and i == apart[0] else x
+            x = part.transpose(x) if transposed else part.apply(x)
+            x = x.mean(-1, keepdim=True) if apart and i == apart[-1] else x
+        return x.mean((-1, -2))
 
     def _summands(self) -> list[Chain]:
         """This product as a sum, if all but one sum in it are diagonals."""
@@ -213,69 +231,17 @@ class Chain(Composite):
         return before, core, after
 
 
-class Sum(Composite):
-    """A sum of operators on the same values."""
-
-    def __init__(self, *parts: Operator) -> None:
-        self.parts = parts
-        self.shape = parts[0].shape
-
-    def apply(self, v: Tensor) -> Tensor:
-        return _total(part.apply(v) for part in self.parts)
-
-    def transpose(self, u: Tensor) -> Tensor:
-        return _total(part.transpose(u) for part in self.parts)
-
-    def mean_matvec(self, x: Tensor) -> Tensor:
-        return _total(part.mean_matvec(x) for part in self.parts)
-
-    def mean_rmatvec(self, r: Tensor) -> Tensor:
-        return _total(part.mean_rmatvec(r) for part in self.parts)
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        streams = all_streams(self.parts, transposed, longest)
-        if streams is None:
-            return None
-        return lambda x, part: _total(stream(x, part) for stream in streams)
-
-    def offset(self) -> Tensor | None:
-        terms = [t for part in self.parts if (t := part.offset()) is not None]
-        return _total(iter(terms)) if terms else None
-
-    def restrict(self, components: Collection[str]) -> Operator | None:
-        kept = [p for part in self.parts if (p := part.restrict(components)) is not None]
-        if len(kept) <= 1:
-            return kept[0] if kept else None
-        return Sum(*kept)
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        return Sum(*(part.select(heads) for part in self.parts))
-
-    def per_channel(self) -> Operator:
-        return Sum(*(part.per_channel() for part in self.parts))
-
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        tokens = self.shape.tokens
-        return self.strip(left, right, range(tokens)).whole(tokens)
-
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return total((part.strip(left, right, rows) for part in self.parts), rows)
-
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.heads_of_product(left, {0: right})
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        out = self.parts[0].heads_of_product(left, band)
-        for part in self.parts[1:]:
-            part.add_heads(out, left, band)
-        return out
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        return total((part.strip_of_product(left, band, rows) for part in self.parts), rows)
-
-
 def _flat(part: Operator) -> tuple[Operator, ...]:
     return part.parts if isinstance(part, Chain) else (part,)
+
+
+def _alike(part: Operator) -> bool:
+    """Whether an operator acts alike on all value channels of a head, however many there are."""
+    if isinstance(part, Composite):
+        return all(map(_alike, part.parts))
+    if isinstance(part, Diagonal):
+        return part.weight.shape[-1] == 1
+    return isinstance(part, HeadOperator | Permute)
 
 
 def _in_turn(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
@@ -284,10 +250,3 @@ def _in_turn(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tenso
     for permute in permutes:
         x = permute.transpose(x) if transposed else permute.apply(x)
     return x[..., 0, 0]
-
-
-def _total(terms: Iterator[Tensor]) -> Tensor:
-    total = next(terms)
-    for term in terms:
-        total = total + term
-    return total

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from .base import Operator
+from .streams import Portion
 
 
 class Composite(Operator):
@@ -21,6 +22,10 @@ class Composite(Operator):
     @property
     def data_dependent(self) -> bool:
         return any(part.data_dependent for part in self.parts)
+
+    @property
+    def portion(self) -> Portion:
+        return min(part.portion for part in self.parts)
 
     def leaves(self) -> Iterator[Operator]:
         for part in self.parts:

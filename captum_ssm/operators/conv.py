@@ -11,7 +11,7 @@ from .band import Band, convolve_band
 from .base import Operator, Shape
 from .compose import Chain
 from .maps import linear_map
-from .streams import Stream
+from .streams import LARGE, Portion, Stream
 from .strips import Strip
 
 
@@ -71,6 +71,10 @@ class ShortConv(Operator):
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         return _Stream(self, transposed) if min(self.lags) >= 0 else None
 
+    @property
+    def portion(self) -> Portion:
+        return LARGE
+
     def offset(self) -> Tensor | None:
         return None if self.bias is None else self.bias.expand(self.shape)
 
@@ -129,8 +133,11 @@ class _Stream:
         else:
             held = torch.cat([self.kept, x], 1)
             self.kept = held[:, held.shape[1] - self.reach :]
-        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        read = []
         for lag, weight in self.taps.items():
             first = lag if self.transposed else self.reach - lag
-            out.addcmul_(weight, held[:, first : first + x.shape[1]])
+            read.append((weight, held[:, first : first + x.shape[1]]))
+        out = torch.mul(*read[0])
+        for weight, values in read[1:]:
+            out.addcmul_(weight, values)
         return out

@@ -1,9 +1,8 @@
-"""Linear attention with decay: Mamba-2, RetNet, lightning attention, mLSTM, GLA, HGRN2, RWKV-6.
+"""Linear attention with one decay per head: Mamba-2, RetNet, lightning attention, mLSTM.
 
-    alpha_h[i, j] = q[i] . (product of decays j+1..i) k[j] scale[j],   j <= i
+    alpha_h[i, j] = q[i] . k[j] (product of decays j+1..i) scale[j],   j <= i
 
-with one decay per head (:class:`ScalarDecayHeads`) or per head and key channel
-(:class:`VectorDecayHeads`).
+Groups of heads may share queries and keys.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Operator, Shape
+from .chunk_tree import decay_matrices
 from .chunked_heads import ChunkedHeads
-from .chunks import Chunk
-from .decays import alone, decay_matrices, decayed
+from .chunks import Chunk, in_chunks
+from .decays import Decays
 from .semiseparable import BandFactors, semiseparable_strip
 
 #: Elements of one factor of a block of the matrix tree.
@@ -52,7 +51,8 @@ class ScalarDecayHeads(ChunkedHeads):
         self.scale = None if scale is None else scale.detach()
         self.rate = None if rate is None else rate.detach()
         self.component = component
-        self.shape = _shape(log_decay, per_head)
+        batch, tokens, heads = log_decay.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
@@ -75,7 +75,7 @@ class ScalarDecayHeads(ChunkedHeads):
         )
 
     def head_matrices(self) -> Tensor:
-        out = decay_matrices(self.log_decay.transpose(1, 2))
+        out = decay_matrices(self.log_decay)
         for group, heads in enumerate(self._groups()):
             out[:, heads] *= self._product(group, range(self.shape.tokens))[:, None]
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
@@ -141,76 +141,12 @@ class ScalarDecayHeads(ChunkedHeads):
         """Whether heads share queries and keys."""
         return self._each > 1
 
-    def chunk(self, part: slice) -> Chunk:
-        q, k = (x[:, part].transpose(1, 2) for x in (self.query, self.key))  # (B, G, T, N)
-        decay = alone(part, self.log_decay[:, part].transpose(1, 2))
-        inner = self._per_head(q @ k.mT) * decay.inner
-        reads, writes = self._per_head(q) * decay.reads, self._per_head(k) * decay.writes
+    def chunk(self, part: slice, length: int) -> Chunk:
+        q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
+        decay = Decays(in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1).exp())
+        grouped = torch.unflatten(decay.between, 1, (-1, self._each))
+        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
         if self.scale is not None:
-            scale = self.scale[:, part].transpose(1, 2)
-            inner, writes = inner * scale[:, :, None], writes * scale[..., None]
-        return Chunk(part, inner, reads, writes, decay.carry)
-
-    def _per_head(self, x: Tensor) -> Tensor:
-        """(B, G, ...) to (B, H, ...)."""
-        return x.repeat_interleave(self._each, 1)
-
-
-class VectorDecayHeads(ChunkedHeads):
-    """One decay per head, key channel and token.
-
-    Args:
-        query: (B, L, H, N).
-        key: (B, L, H, N).
-        log_decay: logarithms of the decays (B, L, H, N), at most 0.
-        per_head: value channels of a head, P.
-        bonus: if given (H, N), token i reads the state before its own step, whose decay then
-            counts from the next token on, and takes its own value with q[i] . (bonus k[i])
-            (RWKV-6).
-        component: name of the part it stands for.
-    """
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        log_decay: Tensor,
-        per_head: int,
-        bonus: Tensor | None = None,
-        component: str | None = "scan",
-    ) -> None:
-        self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
-        self.bonus = None if bonus is None else bonus.detach()
-        self.component = component
-        self.shape = _shape(log_decay, per_head)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
-        return named if self.bonus is None else {**named, "bonus": self.bonus}
-
-    def select(self, heads: Sequence[int]) -> Operator:
-        chosen = list(heads)
-        return VectorDecayHeads(
-            self.query[:, :, chosen],
-            self.key[:, :, chosen],
-            self.log_decay[:, :, chosen],
-            self.shape.per_head,
-            None if self.bonus is None else self.bonus[chosen],
-            self.component,
-        )
-
-    def chunk(self, part: slice) -> Chunk:
-        q, k, logs = (x[:, part].transpose(1, 2) for x in (self.query, self.key, self.log_decay))
-        if self.bonus is None:
-            (inner,), (reads,), writes, total = decayed(logs, [q], k)
-            return Chunk(part, inner, reads, writes, total.mT)
-        # a token reads what the next query would read in its place
-        (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
-        own = torch.diag_embed((q * self.bonus[:, None] * k).sum(-1))
-        reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
-        return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)
-
-
-def _shape(log_decay: Tensor, per_head: int) -> Shape:
-    batch, tokens, heads = log_decay.shape[:3]
-    return Shape(batch, tokens, heads, per_head)
+            scale = in_chunks(self.scale[:, part, :, None], length)
+            inner, until = inner.mul_(scale.mT), until * scale
+        return Chunk(part, inner, q, k, decay.total, (decay.since, until))

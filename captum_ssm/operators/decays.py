@@ -1,61 +1,57 @@
-"""Decays within a chunk of tokens, of all key channels alike or of each.
+"""Products of decays between tokens.
 
-No exponent is ever positive: sums run over the tokens between two others and are no differences
-of cumulative sums, and products of decays are products of factors that are at most one.  A decay
-of zero, whose logarithm is minus infinity, is one like any other.
+No product is a quotient of others, and none a difference of sums of logarithms: each is built up
+from factors that are at most one.  A decay of zero is one like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 
-from .chunks import Chunk, matrices, parts
-from .grams import Decayed, decayed_grams
 
+class Decays:
+    """Products of the decays of runs of T tokens.
 
-def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
-    """Products of row and column factors with the decays between their tokens.
-
-    Args:
-        log_decay: logarithms of the decays, at most 0: one per head (B, H, T), or per head and
-            key channel (B, H, T, N).
-        rows: each (B, H, T, N).
-        columns: (B, H, T, N).
-    """
-    if log_decay.dim() == 4:
-        return decayed_grams(log_decay.exp(), rows, columns)
-    decay = alone(slice(None), log_decay)
-    return Decayed(
-        [x @ columns.mT * decay.inner for x in rows],
-        [x * decay.reads for x in rows],
-        columns * decay.writes,
-        decay.carry,
-    )
-
-
-def alone(part: slice, log_decay: Tensor) -> Chunk:
-    """The recurrence of one state that every token writes to and reads alike.
+    Attributes:
+        between: those after j up to i in row i and column j, (..., T, T); any numbers of at most 1
+            where j comes after i.  Rows share memory: not to be written to.
+        since: those from the first token to each, inclusive, (..., T, 1).
+        until: those after each token, (..., T, 1).
+        total: all of them, (..., 1, 1).
 
     Args:
-        part: the tokens of the chunk.
-        log_decay: logarithms of their decays (B, H, T), at most 0.
+        decay: the decays (..., T), at most 1.
     """
-    between = _products_between(log_decay)
-    before = between[..., :1] * log_decay[..., :1, None].exp()
-    return Chunk(part, between, before, between[..., -1, :, None], before[..., -1:, :])
+
+    def __init__(self, decay: Tensor) -> None:
+        self.between = _between(decay)
+        self.since = self.between[..., :1] * decay[..., :1, None]
+        self.until = self.between[..., -1, :, None]
+        self.total = self.since[..., -1:, :]
 
 
-def decay_matrices(log_decay: Tensor) -> Tensor:
-    """exp of the sum of log_decay over j+1..i for j <= i, else 0: (B, H, L) to (B, H, L, L)."""
-    tokens = log_decay.shape[-1]
-    chunks = [alone(part, log_decay[..., part]) for part in parts(tokens)]
-    return matrices(chunks, log_decay.new_zeros(*log_decay.shape, tokens))
+def _between(decay: Tensor) -> Tensor:
+    """Products of the decays (..., T) after j up to i, as :class:`Decays` has them.
 
-
-def _products_between(log_decay: Tensor) -> Tensor:
-    """The same within a chunk."""
-    # row i of column j holds the logarithm at i if i comes after j, else 0
-    later = log_decay[..., :, None].expand(*log_decay.shape, log_decay.shape[-1]).tril(-1)
-    return later.cumsum(-2).exp_().tril_()
+    Those of twice as many factors are products of two that are known, so that few steps do.
+    """
+    tokens = decay.shape[-1]
+    last = tokens - 1
+    # row i, from right to left: the products of the last 0, 1, 2, ... decays up to i
+    products = decay.new_zeros(*decay.shape, tokens)
+    products[..., last] = 1
+    products[..., 1:, last - 1 : last] = decay[..., 1:, None]
+    known = 1
+    while known < last:
+        more = min(known, last - known)
+        end = last - known
+        torch.mul(
+            products[..., known:, end : end + 1],
+            products[..., :-known, last - more : last],
+            out=products[..., known:, end - more : end],
+        )
+        known += more
+    # each row moved to the left by as many places as it is from the last
+    rows = *products.stride()[:-2], max(1, last), 1
+    return products.as_strided(products.shape, rows, last)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
-from .streams import Stream
+from .streams import LARGE, Portion, Stream
 from .strips import Strip
 
 
@@ -57,6 +57,10 @@ class Diagonal(Operator):
 
     def stream(self, transposed: bool, longest: int) -> Stream:
         return self._some_tokens
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
 
     def _some_tokens(self, x: Tensor, part: slice) -> Tensor:
         weight = self.weight if self.weight.shape[1] == 1 else self.weight[:, part]

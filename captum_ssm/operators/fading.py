@@ -15,9 +15,9 @@ from .semiseparable import BandFactors, semiseparable_strip
 from .strips import Strip
 from .underflow import underflow_flushed
 
-#: Elements of one factor of a block of the matrix tree (512 KiB in float32), and the fewest of its
+#: Elements of one factor of a block of the matrix tree (1 MiB in float32), and the fewest of its
 #: channels times states: products of fewer are slow.
-TREE_ELEMENTS = 2**17
+TREE_ELEMENTS = 2**18
 TREE_LEAST = 128
 #: Lags from first to last up to which a band stays in the tree.
 TREE_LAGS = 16
@@ -41,8 +41,17 @@ class FadingRecurrence(Recurrent, pivot.Fading):
             if rows.start >= pivot.LEAST:
                 return pivot.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
-            return semiseparable_strip(factors, self.shape.batch, self.shape.tokens, rows, first)
+            own = self._own_share(left, band[first], slice(rows.start, rows.stop))
+            batch, tokens, *_ = self.shape
+            return semiseparable_strip(factors, batch, tokens, rows, first, own)
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
         """Factors of the tree, some channels and states at a time."""
         raise NotImplementedError
+
+    def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
+        """What tokens read of what they write themselves, summed over channels, (B, R)."""
+        every = slice(None)
+        read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
+        sent = self.written(right.expand(self.shape)[..., 0])
+        return (left.expand(self.shape)[:, rows, :, 0] * sent[:, rows] * read).sum(-1)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .decays import Decays
+
 #: Leaves hold between half of this and this many tokens.
 _LEAF = 8
 
@@ -34,6 +36,26 @@ class Decayed(NamedTuple):
     reads: list[Tensor]
     writes: Tensor
     total: Tensor
+
+
+def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
+    """Products of row and column factors with the decays between their tokens.
+
+    Args:
+        log_decay: logarithms of the decays, at most 0: one per head (..., T, 1), or per head and
+            key channel (..., T, N).
+        rows: each (..., T, N).
+        columns: (..., T, N).
+    """
+    if log_decay.shape[-1] > 1:
+        return decayed_grams(log_decay.exp(), rows, columns)
+    decay = Decays(log_decay.exp().squeeze(-1))
+    return Decayed(
+        [(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
+        [x * decay.since for x in rows],
+        columns * decay.until,
+        decay.total,
+    )
 
 
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:

@@ -29,7 +29,7 @@ class HeadOperator(Operator):
         return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        common = _common_to_channels(left, right, self.shape)
+        common = common_to_channels(left, right, self.shape)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             if common is None:
                 factors = left.expand(self.shape), right.expand(self.shape)
@@ -71,7 +71,7 @@ class HeadOperator(Operator):
         return x[..., None, None].expand(*self.shape[:3], 1)
 
 
-def _common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
     """Factors (B, L, H) that stand for left and right summed over the channels of a head.
 
     None if both differ between channels: a sum of products is then no product.

@@ -18,7 +18,7 @@ are, with t = m - last + lag,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .band import Band
 from .base import Shape
+from .semiseparable import forgotten
 from .strips import Strip
 
 #: Fewest tokens before a strip from which to cut it is worth while.
@@ -38,6 +39,8 @@ _RUN = 32
 
 #: From tokens to the products of fades between them and a pivot, (B, T, N, H).
 Fades = Callable[[slice], Tensor]
+#: Neighbouring heads, or the indices (h,) of any.
+Heads: TypeAlias = slice | Tensor
 
 
 class Fading(Protocol):
@@ -51,13 +54,16 @@ class Fading(Protocol):
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
         """As of any operator; by the tree where few tokens come before the rows."""
 
-    def fades(self, token: int, tokens: int, heads: slice) -> Fades:
+    def by_memory(self, tokens: slice) -> Tensor:
+        """Heads (H,), in an order in which neighbours forget alike."""
+
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of fades between a token and all of the first ``tokens``."""
 
-    def queries(self, tokens: slice, heads: slice) -> Tensor:
+    def queries(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read of the state, (B, T, N, 1 or H)."""
 
-    def keys(self, tokens: slice, heads: slice) -> Tensor:
+    def keys(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens write to, (B, T, N, 1 or H)."""
 
     def written(self, right: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def _own_tokens(operator: Fading, left: Tensor, band: Band, rows: range) -> Stri
 
 def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: range) -> None:
     """Add the columns that are wholly written before the rows begin."""
-    batch, tokens, heads, _ = operator.shape
+    batch, tokens, *_ = operator.shape
     last = max(band)
     # by how long before the time of writing all of a column each is written
     written = {
@@ -111,21 +117,24 @@ def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: 
     states = operator.keys(slice(1), slice(1)).shape[2]
     longest = batch * max(len(rows), min(_COLUMNS, rows.start))
     size = max(1, _ELEMENTS // (longest * states))
-    for head in range(0, heads, size):
-        some = slice(head, min(head + size, heads))
+    here = slice(rows.start, rows.stop)
+    row = left.expand(operator.shape)[:, here, None, :, 0]
+    order = operator.by_memory(slice(rows.start))
+    for some in torch.split(order, size):
         fades = operator.fades(rows.start - 1, rows.stop, some)
-        here = slice(rows.start, rows.stop)
-        read = fades(here).mul_(operator.queries(here, some))
-        read *= left.expand(operator.shape)[:, here, None, some, 0]
-        for time in range(times.start, times.stop, _COLUMNS):
-            part = range(time, min(time + _COLUMNS, times.stop))
-            values = {back: factor[:, :, some] for back, factor in written.items()}
+        read = fades(here).mul_(operator.queries(here, some)).mul_(row[..., some])
+        values = {back: factor[:, :, some] for back, factor in written.items()}
+        for stop in range(times.stop, times.start, -_COLUMNS):
+            part = range(max(times.start, stop - _COLUMNS), stop)
             columns = _left_of(values, operator, fades, part, some)
             into = out[:, :, part.start - last : part.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
+            first = part.start - max(values)
+            if first > 0 and fades(slice(first, first + 1)).amax() <= forgotten(out.dtype):
+                break  # and so has all that came earlier
 
 
-def _left_of(values: Band, operator: Fading, fades: Fades, times: range, heads: slice) -> Tensor:
+def _left_of(values: Band, operator: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
     """What is left at the pivot of the columns wholly written at some times, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(operator.keys(tokens, heads))

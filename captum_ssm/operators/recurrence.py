@@ -15,22 +15,23 @@ from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
-from .compose import Chain, Sum
+from .chunk_tree import decay_matrices
+from .compose import Chain
 from .conv import ShortConv
-from .decays import decay_matrices
 from .diagonal import Diagonal
 from .fading import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
+from .fading_steps import FadingSteps
 from .log_sums import fading_log_sums
 from .maps import full_precision, unseen
-from .pivot import Fades, from_pivot
+from .pivot import Fades, Heads, from_pivot
 from .scratch import Scratch
 from .semiseparable import BandFactors
-from .streams import Stream
+from .streams import LARGE, Portion, Stream
+from .sums import Sum
 from .underflow import underflow_flushed
 
-#: Tokens mapped at a time, and tokens of the runs they are cut into.
+#: Tokens mapped at a time.
 _TOKENS = 512
-_RUN = 32
 
 
 class ElementwiseRecurrence(FadingRecurrence):
@@ -49,7 +50,11 @@ class ElementwiseRecurrence(FadingRecurrence):
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         if self.decay.is_cuda:  # a launch for each token would cost more than all its arithmetic
             return None
-        return _Steps(self.decay, transposed).stream
+        return self._steps(transposed).stream
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
 
     def _forward(self, v: Tensor) -> Tensor:
         return self._run(v, transposed=False)
@@ -59,12 +64,15 @@ class ElementwiseRecurrence(FadingRecurrence):
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
-        steps = _Steps(self.decay, transposed)
+        steps = self._steps(transposed)
         tokens = range(0, self.shape.tokens, _TOKENS)
         for start in reversed(tokens) if transposed else tokens:
             part = slice(start, min(start + _TOKENS, self.shape.tokens))
             steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
         return out.view(x.shape)
+
+    def _steps(self, transposed: bool) -> FadingSteps:
+        return FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"decay": self.decay}
@@ -76,16 +84,20 @@ class ElementwiseRecurrence(FadingRecurrence):
         """The recurrence of neighbouring tokens alone."""
         return ElementwiseRecurrence(self.decay[:, tokens], self.component)
 
-    def fades(self, token: int, tokens: int, heads: slice) -> Fades:
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`."""
         products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
         return lambda part: products[:, part, None].clone()
 
-    def queries(self, tokens: slice, heads: slice) -> Tensor:
+    def by_memory(self, tokens: slice) -> Tensor:
+        """Heads (H,), in an order in which neighbours forget alike."""
+        return self.decay[:, tokens].sum((0, 1)).argsort()
+
+    def queries(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read of the state, all of it: (1, 1, 1, 1)."""
         return self._ones(1, 1, 1, 1)
 
-    def keys(self, tokens: slice, heads: slice) -> Tensor:
+    def keys(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens write to, all of the state: (1, 1, 1, 1)."""
         return self._ones(1, 1, 1, 1)
 
@@ -96,7 +108,7 @@ class ElementwiseRecurrence(FadingRecurrence):
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            matrices = decay_matrices(self.decay.transpose(1, 2).log())  # (B, H, L, L)
+            matrices = decay_matrices(self.decay.log())  # (B, H, L, L)
             return matrices.mul_(rows).mul_(columns.mT)
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
@@ -118,81 +130,6 @@ class ElementwiseRecurrence(FadingRecurrence):
                 for lag in range(min(band), max(band) + 1)
             ]
             yield copied("decay", decay[:, :, part]), copied("row", row[:, :, part]), v
-
-
-class _Steps:
-    """The recurrence, or its adjoint, on some tokens at a time of S stacked vectors.
-
-    The tokens are cut into runs, which take their steps side by side and then in turn receive
-    what came before them: far fewer steps than tokens.  The adjoint goes from the last token to the
-    first, each with the decay of the token it comes from.
-
-    Args:
-        decay: (B, L, H).
-        transposed: whether this is the adjoint.
-    """
-
-    def __init__(self, decay: Tensor, transposed: bool) -> None:
-        self.decay = decay
-        self.transposed = transposed
-        self.state: Tensor | None = None
-        self._scratch = Scratch(decay)
-
-    def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
-        tokens = x.shape[2]
-        if self.state is None:
-            first = tokens - 1 if self.transposed else 0
-            self.state = out[:, :, first].copy_(x[:, :, first])
-            others = slice(0, first) if self.transposed else slice(1, tokens)
-            x, out, tokens = x[:, :, others], out[:, :, others], tokens - 1
-            part = slice(part.start + others.start, part.start + others.stop)
-        ahead = 1 if self.transposed else 0
-        decay = self.decay[:, part.start + ahead : part.stop + ahead]
-        whole = tokens - tokens % _RUN
-        pieces = [slice(0, whole), slice(whole, tokens)]
-        for piece in reversed(pieces) if self.transposed else pieces:
-            length = min(_RUN, piece.stop - piece.start)
-            if length:
-                decays, values, outputs = (
-                    torch.unflatten(y[..., piece, :], -2, (-1, length)) for y in (decay, x, out)
-                )
-                self._side_by_side(decays, values, outputs)
-
-    def stream(self, x: Tensor, part: slice) -> Tensor:
-        """Values (B, T, H, 1) of the tokens ``part`` to outputs of the same size."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self(x[None, ..., 0], part, out[None, ..., 0])
-        return out
-
-    def _side_by_side(self, decay: Tensor, x: Tensor, out: Tensor) -> None:
-        """Decays (B, R, T, H), values and outputs (S, B, R, T, H) of R runs of T tokens."""
-        assert self.state is not None
-        alone = decay.shape[1] == 1
-        # of a single run the state before is known, of several that of the first alone
-        state = self.state[:, :, None] if alone else torch.zeros_like(x[..., 0, :])
-        for factor, new, into in self._in_order(decay.unbind(2), x.unbind(3), out.unbind(3)):
-            state = torch.addcmul(new, factor, state, out=into)
-        if alone:
-            self.state = state[:, :, 0]
-            return
-        runs = self._products(decay).unbind(1), out.unbind(2), state.unbind(2)
-        for product, outputs, last in self._in_order(*runs):
-            outputs.addcmul_(product, self.state[:, :, None])
-            self.state = last
-
-    def _products(self, decay: Tensor) -> Tensor:
-        """Those of the decays since the beginning of each run, (B, R, T, H)."""
-        products = self._scratch("products", *decay.shape)
-        (factor, product), *others = self._in_order(decay.unbind(2), products.unbind(2))
-        product.copy_(factor)
-        for factor, into in others:
-            product = torch.mul(factor, product, out=into)
-        return products
-
-    def _in_order(self, *parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        found = list(zip(*parts, strict=True))
-        return found[::-1] if self.transposed else found
 
 
 def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:

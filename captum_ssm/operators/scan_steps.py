@@ -105,9 +105,9 @@ def _read(weights: Tensor, states: Tensor) -> Tensor:
     return (weights.mT * states).sum(-2)
 
 
-def per_head(x: Tensor, heads: int, part: slice = slice(None)) -> Tensor:
+def per_head(x: Tensor, heads: int, part: slice | Tensor = slice(None)) -> Tensor:
     """Input or output vectors of some heads (B, L, heads, N); (B, L, 1, N) where all share them."""
     if x.dim() == 3:
         return x[:, :, None]
     each = heads // x.shape[2]
-    return x[:, :, [head // each for head in range(heads)[part]]]
+    return x[:, :, torch.arange(heads, device=x.device)[part] // each]

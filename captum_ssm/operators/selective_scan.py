@@ -17,11 +17,11 @@ from torch import Tensor
 from . import chunks
 from .band import Band, some_heads
 from .base import Shape
-from .chunks import Chunk
-from .decays import decayed
+from .chunks import Chunk, in_chunks
 from .fading import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
+from .grams import decayed
 from .maps import full_precision
-from .pivot import Fades, from_pivot
+from .pivot import Fades, Heads, from_pivot
 from .scan_steps import ScanSteps, per_head
 from .scratch import Scratch
 from .semiseparable import BandFactors, semiseparable_strip
@@ -36,6 +36,8 @@ _SCAN_ELEMENTS = 2**19
 _SCAN_LEAST = 4
 #: Elements of the matrices of chunks formed at a time (64 MiB in float32).
 _CHUNK_ELEMENTS = 2**24
+#: Fewest tokens for which heads are put in an order: few are hardly forgotten by any.
+_ORDERED = 1024
 #: Most channels times states of a factor of a block of the matrix tree: more leave the cache.
 _TREE_MOST = 4096
 
@@ -88,18 +90,22 @@ class SelectiveScan(FadingRecurrence):
         dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
         return SelectiveScan(dt, self.a, b, c, self.component)
 
-    def fades(self, token: int, tokens: int, heads: slice) -> Fades:
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`."""
         elapsed = from_pivot(self.dt[:, :tokens, heads], token, product=False).to(self.dtype)
         rate = self.a[heads].T.contiguous()  # (N, H)
         least = 1 + math.log(torch.finfo(self.dtype).tiny)  # below, processors take far longer
         return lambda part: (elapsed[:, part, None] * rate).clamp_min_(least).exp_()
 
-    def queries(self, tokens: slice, heads: slice) -> Tensor:
+    def by_memory(self, tokens: slice) -> Tensor:
+        """Heads (H,), in an order in which neighbours forget alike."""
+        return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
+
+    def queries(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read, C (B, T, N, 1 or H)."""
         return per_head(self.c[:, tokens], self.shape.heads, heads).mT
 
-    def keys(self, tokens: slice, heads: slice) -> Tensor:
+    def keys(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens write to, B (B, T, N, 1 or H)."""
         return per_head(self.b[:, tokens], self.shape.heads, heads).mT
 
@@ -149,13 +155,14 @@ class SelectiveScan(FadingRecurrence):
         row = left.expand(self.shape)[:, some, :, 0]  # (B, R, H)
         columns = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
         scratch = Scratch(self.dt)
-        for part, groups in _blocks(heads, states, batch * rows.stop):
-            width = part.stop - part.start
-            dt = self.dt[:, until, part]
+        order = self.by_memory(until) if rows.stop >= _ORDERED else None
+        for place, groups in _blocks(heads, states, batch * rows.stop):
+            part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
-            above = scratch("above", batch, len(rows), width).copy_(row[:, :, part])
+            dt = _picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
+            above = _picked(row, part, scratch("above", batch, len(rows), width))
             sent = {
-                lag: torch.mul(x[:, :, part], dt, out=scratch(("sent", lag), *dt.shape))
+                lag: _picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
             }
             b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
@@ -174,13 +181,13 @@ class SelectiveScan(FadingRecurrence):
                         factor.zero_()
                 yield decay, u, v
 
-    def chunk(self, part: slice) -> Chunk:
-        """The tokens ``part`` as a chunk, one matrix per channel."""
+    def chunk(self, part: slice, length: int) -> Chunk:
+        """The tokens ``part`` in chunks of so many, one matrix per channel."""
         heads = self.shape.heads
-        dt = self.dt[:, part].transpose(1, 2)[..., None]  # (B, H, T, 1)
-        key, read = (per_head(x[:, part], heads).transpose(1, 2) for x in (self.b, self.c))
-        rows, columns = read.expand(-1, heads, -1, -1), dt * key
-        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None], [rows], columns)
+        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
+        key, read = (in_chunks(per_head(x[:, part], heads), length) for x in (self.b, self.c))
+        rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
+        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
         return Chunk(part, inner, reads, writes, carry=total.mT)
 
 
@@ -190,7 +197,6 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     A GPU is launched once per chunk and not per token.  On a processor, where launches cost little,
     the matrices of the chunks cost more than the loop for any number of vectors up to 64.
     """
-    run = chunks.adjoint if transposed else chunks.forward
     batch, tokens, heads, _ = scan.shape
     out = torch.empty_like(x)
     side = min(chunks.CHUNK, tokens)
@@ -198,8 +204,16 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     for start in range(0, heads, size):
         part = range(start, min(start + size, heads))
         some = scan if len(part) == heads else scan.select(part)
-        out[..., start : part.stop, :] = run(some.chunk, x[..., start : part.stop, :])
+        values = x[..., start : part.stop, :]
+        out[..., start : part.stop, :] = chunks.mapped(some.chunk, values, transposed)
     return out
+
+
+def _picked(x: Tensor, heads: Heads, out: Tensor) -> Tensor:
+    """Some heads of (B, T, H)."""
+    if isinstance(heads, slice):
+        return out.copy_(x[:, :, heads])
+    return torch.index_select(x, 2, heads, out=out)
 
 
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:

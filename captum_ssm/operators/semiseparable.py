@@ -12,6 +12,10 @@ exponential of a difference of cumulative sums, hence no overflow and no cancell
 The tree begins with blocks of one token and joins neighbours; the last block may be shorter than
 its neighbour or have none, so no length needs padding.
 
+Once every block of some length has been forgotten by all of the channels at hand, that is, once
+its decays multiply to less than rounding, larger blocks meet in as many tokens on either side of
+their pivot and nowhere else.
+
 A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
 token t - lag, lags first .. last, what token j has written is complete once token j + last has
 passed, and from there on it fades like any state: column j of the product is column j + last of a
@@ -21,11 +25,13 @@ before that are single products.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .levels import Level, Product, all_pairs
 from .scratch import Scratch
 from .strips import Strip
 
@@ -33,6 +39,8 @@ from .strips import Strip
 Factors = tuple[Tensor, Tensor, Tensor]
 #: The same with column factors for neighbouring lags, in ascending order.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
+#: Tokens of a block that are asked how much of what came before they leave.
+_ASKED = 64
 
 
 def semiseparable_sum(blocks: Iterable[Factors], batch: int, tokens: int) -> Tensor:
@@ -48,7 +56,12 @@ def semiseparable_sum(blocks: Iterable[Factors], batch: int, tokens: int) -> Ten
 
 
 def semiseparable_strip(
-    blocks: Iterable[BandFactors], batch: int, tokens: int, rows: range, first_lag: int = 0
+    blocks: Iterable[BandFactors],
+    batch: int,
+    tokens: int,
+    rows: range,
+    first_lag: int = 0,
+    own: Tensor | None = None,
 ) -> Strip:
     """Some rows of the sum over all blocks of channels of M times a banded matrix.
 
@@ -62,11 +75,13 @@ def semiseparable_strip(
         tokens: L.
         rows: neighbouring rows, ascending; at least one.
         first_lag: the lag of the first column factors. Default: 0.
+        own: the sum over all blocks of products of row factors and first column factors, (B, R), if
+            there is a cheaper way to it. Default: None, it is taken here.
     """
     total: _Sum | None = None
     for decay, u, columns in blocks:
         if total is None:
-            total = _Sum(decay, batch, rows, len(columns))
+            total = _Sum(decay, batch, rows, len(columns), own)
         total.add(decay, u, columns)
     if total is None:
         raise ValueError("semiseparable_strip needs at least one block")
@@ -84,12 +99,17 @@ class _Sum:
         diagonals: for every lag, the entries that the tokens a lag earlier have, (lags, B, R).
     """
 
-    def __init__(self, like: Tensor, batch: int, rows: range, lags: int) -> None:
+    def __init__(
+        self, like: Tensor, batch: int, rows: range, lags: int, own: Tensor | None
+    ) -> None:
         self.rows = rows
-        self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
+        self.levels = [Level(like, batch, pairs) for pairs in all_pairs(rows.stop)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
+        self._summed = range(0 if own is None else 1, lags)
+        if own is not None:
+            self.diagonals[0, :, rows.start :] = own
         self._scratch = Scratch(like)
-        self._prepared: tuple[Factors, list[_Steps]] | None = None
+        self._prepared: _Tree | None = None
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
         """Add what some channels contribute; the tensors are overwritten."""
@@ -99,10 +119,18 @@ class _Sum:
         for lag, column in enumerate(columns):
             if lag:
                 column[:, 1:].addcmul_(decay[:, 1:], columns[lag - 1][:, :-1])
-            self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
+            if lag in self._summed:
+                self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
         u *= decay
-        for steps in self._steps(decay, u, columns[-1]):
-            steps.run()
+        tree, window = self._tree(decay, u, columns[-1]), math.inf
+        for i, level in enumerate(self.levels):
+            span = level.pairs.span
+            if span == _ASKED:
+                window = _window(decay[:, : self.rows.stop // span * span : span], span)
+            if span >= window:
+                tree.near(i, span)
+                break
+            tree.steps[i].run()
 
     def _from_first_token(self, u: Tensor) -> Tensor:
         """Row factors of all tokens up to the last of the rows."""
@@ -123,134 +151,52 @@ class _Sum:
             out.diagonal(ahead, 1, 2).copy_(diagonal)
         return out
 
-    def _steps(self, total: Tensor, u: Tensor, v: Tensor) -> list[_Steps]:
+    def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
         """What joins all tokens; kept for blocks that lie in the same memory."""
-        if self._prepared is not None:
-            known, steps = self._prepared
-            if all(x is y for x, y in zip(known, (total, u, v), strict=True)):
-                return steps
-        steps = [level.steps(total, u, v) for level in self.levels]
-        self._prepared = (total, u, v), steps
-        return steps
+        factors = (total, u, v)
+        if self._prepared is None or any(
+            x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
+        ):
+            self._prepared = _Tree(self.levels, factors)
+        return self._prepared
 
 
-class _Steps:
-    """Products and scalings in place, prepared once: there are many, some of them small.
+class _Tree:
+    """The steps of all levels between some factors.
 
     Attributes:
-        products: matrices, to which the product of two others is added.
-        scalings: tensors, each then scaled by another.
+        steps: of each level.
     """
 
-    def __init__(self) -> None:
-        self.products: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.scalings: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, levels: Sequence[Level], factors: Factors) -> None:
+        self.factors = factors
+        self.steps = [level.steps(*factors) for level in levels]
+        self._levels = levels
+        self._near: dict[tuple[int, int], list[Product]] = {}
 
-    def run(self) -> None:
-        for total, left, right in self.products:
+    def near(self, first: int, window: int) -> None:
+        """The levels from ``first`` on, where nothing reaches further than a window."""
+        if (first, window) not in self._near:
+            _, u, v = self.factors
+            self._near[first, window] = [
+                product
+                for level in self._levels[first:]
+                for product in level.products(u, v, window)
+            ]
+        for total, left, right in self._near[first, window]:
             total.baddbmm_(left, right)
-        for scaled, factor in self.scalings:
-            scaled.mul_(factor)
 
 
-class _Level:
-    """The tiles where the rows of second blocks meet the columns of first ones."""
-
-    def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
-        self.pairs = pairs
-        # batched products want evenly spaced matrices: those of one pair, or of one example
-        self.by_pair = pairs.whole < batch and not pairs.even
-        size = (pairs.whole, batch) if self.by_pair else (batch, pairs.whole)
-        self.tiles = like.new_zeros(*size, pairs.span, pairs.span)
-        self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
-
-    def steps(self, total: Tensor, u: Tensor, v: Tensor) -> _Steps:
-        """What adds to the tiles, and then makes one block of each pair, (B, R, K) each.
-
-        Args:
-            total: the product of each block's decays, at the block's first token.
-            u: row factors with the decays from their block's first token on.
-            v: column factors with the decays to their block's last token.
-        """
-        steps, pairs = _Steps(), self.pairs
-        second = total[:, pairs.span :: 2 * pairs.span]
-        first = total[:, :: 2 * pairs.span][:, : second.shape[1]]
-        if pairs.whole:
-            rows, columns = pairs.second(u), pairs.first(v)
-            steps.products += self._products(rows, columns.mT)
-            steps.scalings.append((rows, first[:, : pairs.whole, None]))
-            steps.scalings.append((columns, second[:, : pairs.whole, None]))
-        if pairs.rest:
-            rows, columns = pairs.last_second(u), pairs.last_first(v)
-            steps.products.append((self.last_tile, rows, columns.mT))
-            steps.scalings.append((rows, first[:, pairs.whole :]))
-            steps.scalings.append((columns, second[:, pairs.whole :]))
-        steps.scalings.append((first, second))
-        return steps
-
-    def put(self, out: Tensor) -> None:
-        """Write the tiles to their places in a matrix."""
-        batch, height, width = out.shape
-        span, whole, end = self.pairs.span, self.pairs.whole, self.pairs.end
-        place = out.as_strided(
-            (batch, whole, span, span),
-            (height * width, 2 * span * (width + 1), width, 1),
-            span * width,
-        )
-        place.copy_(self.tiles.transpose(0, 1) if self.by_pair else self.tiles)
-        if self.pairs.rest:
-            out[:, end + span :, end : end + span] = self.last_tile
-
-    def _products(self, rows: Tensor, columns: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        if self.by_pair:
-            rows, columns = rows.transpose(0, 1), columns.transpose(0, 1)
-        elif self.pairs.even:
-            # one run of memory: these are views
-            return [(self.tiles.flatten(0, 1), rows.flatten(0, 1), columns.flatten(0, 1))]
-        return zip(self.tiles.unbind(), rows.unbind(), columns.unbind(), strict=True)
+def _window(totals: Tensor, span: int) -> float:
+    """How many tokens, at most, are not forgotten, given the products of decays over each span."""
+    most = float(totals.amax())
+    if most >= 1:
+        return math.inf
+    if most <= 0:
+        return span
+    return span * math.log(forgotten(totals.dtype)) / math.log(most)
 
 
-class _Pairs:
-    """Tokens in pairs of neighbouring blocks; the last pair's second block may be shorter.
-
-    Attributes:
-        span: tokens of a block.
-        whole: pairs of whole blocks.
-        end: where these end.
-        rest: tokens of the second block of a last pair; 0 if there is none.
-        even: whether the whole pairs are all there is.
-    """
-
-    def __init__(self, tokens: int, span: int) -> None:
-        self.span = span
-        self.whole = tokens // (2 * span)
-        self.end = self.whole * 2 * span
-        self.rest = max(0, tokens - self.end - span)
-        self.even = self.end == tokens
-
-    def first(self, x: Tensor) -> Tensor:
-        """The first blocks of whole pairs, (B, pairs, span, K)."""
-        return self._blocks(x)[:, :, 0]
-
-    def second(self, x: Tensor) -> Tensor:
-        """The second blocks of whole pairs, (B, pairs, span, K)."""
-        return self._blocks(x)[:, :, 1]
-
-    def last_first(self, x: Tensor) -> Tensor:
-        """The first block of the last pair, (B, span, K)."""
-        return x[:, self.end : self.end + self.span]
-
-    def last_second(self, x: Tensor) -> Tensor:
-        """The second block of the last pair, (B, rest, K)."""
-        return x[:, self.end + self.span :]
-
-    def _blocks(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
-
-
-def _all_pairs(tokens: int) -> Iterator[_Pairs]:
-    """The levels of the tree, from blocks of one token on."""
-    span = 1
-    while span < tokens:
-        yield _Pairs(tokens, span)
-        span *= 2
+def forgotten(dtype: torch.dtype) -> float:
+    """The product of decays behind which nothing is left but rounding."""
+    return torch.finfo(dtype).eps / 16

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from .base import Operator
-from .compose import Chain, Sum
+from .compose import Chain
 from .conv import ShortConv
-from .decay_heads import ScalarDecayHeads, VectorDecayHeads
+from .decay_heads import ScalarDecayHeads
 from .diagonal import Diagonal
 from .permute import Permute
 from .selective_scan import SelectiveScan
+from .sums import Sum
+from .vector_decay_heads import VectorDecayHeads
 
 #: Recurrences whose states do not mix.
 Scan = SelectiveScan | ScalarDecayHeads | VectorDecayHeads

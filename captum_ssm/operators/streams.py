@@ -8,16 +8,30 @@ no more memory than a few tokens do, and these stay in the processor's cache.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-#: Elements of all channels of the tokens fed at a time, and the fewest and most of these tokens:
-#: few enough for the states of a selective scan to stay in a processor's second cache.
-_ELEMENTS = 2**15
+
+class Portion(NamedTuple):
+    """How many tokens an operator is best fed at a time.
+
+    Attributes:
+        elements: those of all channels of these tokens together.
+        most: the most tokens.
+    """
+
+    elements: int
+    most: int
+
+
+#: Few enough for the states of a selective scan to stay in a processor's second cache.
+SMALL = Portion(2**15, 32)
+#: The same where there is one number for each channel and token: all steps are larger.
+LARGE = Portion(2**17, 1024)
+#: Fewest tokens fed at a time.
 _FEWEST = 4
-_MOST = 32
 
 
 class Stream(Protocol):
@@ -32,6 +46,9 @@ class Streamed(Protocol):
 
     @property
     def shape(self) -> tuple[int, int, int, int]: ...
+
+    @property
+    def portion(self) -> Portion: ...
 
     def apply(self, v: Tensor) -> Tensor: ...
 
@@ -59,7 +76,8 @@ def channel_mean(operator: Streamed, x: Tensor, transposed: bool) -> Tensor:
     Computed from a few tokens at a time, or from all at once if the operator has no stream.
     """
     batch, tokens, heads, per_head = operator.shape
-    size = min(_MOST, max(_FEWEST, _ELEMENTS // (batch * heads * per_head)))
+    elements, most = operator.portion
+    size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
     stream = operator.stream(transposed, size)
     if stream is None:
         mapped = operator.transpose if transposed else operator.apply

@@ -2,112 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import token_loops
 import torch
+from chunked_kinds import (
+    DECAYS,
+    EXACT,
+    HEADS,
+    KINDS,
+    Logs,
+    Make,
+    applied,
+    contracted,
+    kinds,
+    mild,
+    randn,
+    resets,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from captum_ssm.operators import DeltaRule, Operator, ScalarDecayHeads, VectorDecayHeads
+from captum_ssm.operators import (
+    chunks,
+    vector_decay_heads,
+)
 from captum_ssm.operators.chunks import CHUNK
 from captum_ssm.operators.heads import HeadOperator
 
-EXACT = 1e-12
-HEADS, STATE, VALUES = 4, 6, 5
 LENGTHS = [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
 HEAVY = pytest.param(9 * CHUNK + 5, marks=pytest.mark.heavy)
-
-
-def randn(*size: int) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64)
-
-
-def mild(*size: int) -> Tensor:
-    """Logarithms of decays between almost 1 and almost 0."""
-    return -torch.exp(2 * randn(*size) - 2)
-
-
-def resets(*size: int) -> Tensor:
-    """Some tokens forget everything."""
-    return mild(*size).masked_fill(torch.rand(*size) < 0.1, -torch.inf)
-
-
-def strong(*size: int) -> Tensor:
-    return torch.full(size, -80.0, dtype=torch.float64)
-
-
-def none(*size: int) -> Tensor:
-    return torch.zeros(*size, dtype=torch.float64)
-
-
-DECAYS = {"mild": mild, "resets": resets, "strong": strong, "no decay": none}
-Logs = Callable[..., Tensor]
-
-
-def scalar(tokens: int, logs: Logs = mild, batch: int = 2, groups: int = 2) -> ScalarDecayHeads:
-    q, k = randn(2, batch, tokens, groups, STATE)
-    scale = randn(batch, tokens, HEADS)
-    return ScalarDecayHeads(q, k, logs(batch, tokens, HEADS), scale, VALUES)
-
-
-def scalar_of_own_keys(tokens: int, logs: Logs = mild, batch: int = 2) -> ScalarDecayHeads:
-    q, k = randn(2, batch, tokens, HEADS, STATE)
-    return ScalarDecayHeads(q, k, logs(batch, tokens, HEADS), None, VALUES)
-
-
-def vector(tokens: int, logs: Logs = mild, batch: int = 2) -> VectorDecayHeads:
-    q, k = randn(2, batch, tokens, HEADS, STATE)
-    return VectorDecayHeads(q, k, logs(batch, tokens, HEADS, STATE), VALUES)
-
-
-def vector_with_bonus(tokens: int, logs: Logs = mild, batch: int = 2) -> VectorDecayHeads:
-    operator = vector(tokens, logs, batch)
-    return VectorDecayHeads(
-        operator.query, operator.key, operator.log_decay, VALUES, randn(HEADS, STATE)
-    )
-
-
-def delta(kind: int | None) -> Callable[..., DeltaRule]:
-    """A decay per head (3 dimensions), per key channel (4), or none."""
-
-    def make(tokens: int, logs: Logs = mild, batch: int = 2) -> DeltaRule:
-        q, k = randn(2, batch, tokens, HEADS, STATE)
-        beta = 2 * torch.rand(batch, tokens, HEADS, dtype=torch.float64)
-        decay = None if kind is None else logs(*(batch, tokens, HEADS, STATE)[:kind])
-        return DeltaRule(q, normalize(k, dim=-1), beta, decay, VALUES)
-
-    return make
-
-
-Make = Callable[..., HeadOperator]
-KINDS: dict[str, tuple[Make, token_loops.Loop]] = {
-    "scalar decay": (scalar, token_loops.scalar_decay),
-    "scalar decay, own keys": (scalar_of_own_keys, token_loops.scalar_decay),
-    "vector decay": (vector, token_loops.vector_decay),
-    "vector decay, bonus": (vector_with_bonus, token_loops.vector_decay),
-    "delta rule": (delta(None), token_loops.delta_rule),
-    "gated delta rule": (delta(3), token_loops.delta_rule),
-    "vector-gated delta rule": (delta(4), token_loops.delta_rule),
-}
-
-kinds = pytest.mark.parametrize(("make", "loop"), KINDS.values(), ids=KINDS)
-
-
-def applied(matrices: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhij,...bjhp->...bihp", matrices, v)
-
-
-def contracted(matrices: Tensor, left: Tensor, right: Tensor, operator: Operator) -> Tensor:
-    left, right = left.expand(operator.shape), right.expand(operator.shape)
-    return torch.einsum("bihp,bhij,bjhp->bhij", left, matrices, right)
-
-
-# --- applied to values ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [*LENGTHS, HEAVY])
@@ -118,6 +43,28 @@ def test_equals_the_loop(make: Make, loop: token_loops.Loop, tokens: int) -> Non
     assert relative_error(operator.apply(v), loop(operator, v)) <= EXACT
     wanted = applied(token_loops.matrices(loop, operator).mT, u)
     assert relative_error(operator.transpose(u), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("few", [0, 100], ids=["many vectors", "few vectors"])
+@pytest.mark.parametrize("logs", [mild, resets], ids=["mild", "resets"])
+@kinds
+def test_chunks_held_one_or_two_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, make: Make, loop: token_loops.Loop, logs: Logs, few: int
+) -> None:
+    """A state is carried from what is held to what is held next."""
+    monkeypatch.setattr(chunks, "FEW", few)
+    monkeypatch.setattr(vector_decay_heads, "_STATE_ELEMENTS", 5000)
+    operator = make(3 * CHUNK + 9, logs, batch=1)
+    matrices = token_loops.matrices(loop, operator)
+    v, u, left, right = randn(4, *operator.shape)
+    for each in (1, 2):
+        monkeypatch.setattr(chunks, "_HELD", each * HEADS * CHUNK)
+        assert relative_error(operator.apply(v), applied(matrices, v)) <= EXACT
+        assert relative_error(operator.transpose(u), applied(matrices.mT, u)) <= EXACT
+        wanted = contracted(matrices, left, right, operator).sum(1)
+        assert relative_error(operator.contract(left, right), wanted) <= EXACT
+        strip = operator.strip(left, right, range(70, 180))
+        assert relative_error(strip.entries, wanted[:, 70:180, :180]) <= EXACT
 
 
 @pytest.mark.parametrize("logs", DECAYS.values(), ids=DECAYS)
@@ -188,93 +135,3 @@ def test_anything_equals_the_loop(tokens: int, batch: int, kind: str, decay: str
     operator = make(tokens, DECAYS[decay], batch)
     v = randn(*operator.shape)
     assert relative_error(operator.apply(v), loop(operator, v)) <= EXACT
-
-
-# --- contracted ----------------------------------------------------------------------------
-
-
-@kinds
-def test_factors_of_every_kind(make: Make, loop: token_loops.Loop) -> None:
-    """Factors that channels share take another road than factors of their own."""
-    operator = make(CHUNK + 11)
-    batch, tokens, heads, per_head = operator.shape
-    matrices = token_loops.matrices(loop, operator)
-    sizes = [
-        (1, 1, 1, 1),
-        (batch, tokens, heads, 1),
-        (1, 1, heads, per_head),
-        (batch, tokens, heads, per_head),
-    ]
-    for left, right in ((randn(*a), randn(*b)) for a in sizes for b in sizes):
-        wanted = contracted(matrices, left, right, operator)
-        for x, y in ((left, right), (left.expand(operator.shape), right.expand(operator.shape))):
-            assert relative_error(operator.contract(x, y), wanted.sum(1)) <= EXACT
-            assert relative_error(operator.contract_heads(x, y), wanted) <= EXACT
-
-
-@pytest.mark.parametrize("tokens", [1, 5, CHUNK, 3 * CHUNK + 2])
-@kinds
-def test_agrees_with_the_generic_version(make: Make, loop: token_loops.Loop, tokens: int) -> None:
-    operator = make(tokens)
-    left, right = randn(2, *operator.shape)
-    generic = Operator.contract(operator, left, right)
-    assert relative_error(operator.contract(left, right), generic) <= EXACT
-    generic = Operator.contract_heads(operator, left, right)
-    assert relative_error(operator.contract_heads(left, right), generic) <= EXACT
-    x = randn(*operator.shape[:2])
-    for found, wanted in (
-        (operator.mean_matvec(x), Operator.mean_matvec(operator, x)),
-        (operator.mean_rmatvec(x), Operator.mean_rmatvec(operator, x)),
-    ):
-        assert relative_error(found, wanted) <= EXACT
-
-
-@kinds
-def test_strips(make: Make, loop: token_loops.Loop) -> None:
-    tokens = 2 * CHUNK + 30
-    operator = make(tokens)
-    left, right = randn(2, *operator.shape)
-    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    for factors in ((left, right), (one, one)):
-        whole = Operator.contract(operator, *factors)
-        for start, stop in ((0, 1), (0, 70), (3, 4), (3, 100), (CHUNK, 2 * CHUNK), (100, tokens)):
-            rows = range(start, stop)
-            strip = operator.strip(*factors, rows)
-            assert strip.rows == rows
-            assert relative_error(strip.whole(tokens), whole[:, start:stop]) <= EXACT
-
-
-@kinds
-def test_selected_heads(make: Make, loop: token_loops.Loop) -> None:
-    operator = make(CHUNK + 2)
-    matrices = token_loops.matrices(loop, operator)
-    for chosen in ([3, 0, 3], [3, 2], [1], [0, 1, 0]):
-        part = operator.select(chosen)
-        left, right = randn(2, *part.shape)
-        wanted = contracted(matrices[:, chosen], left, right, part)
-        assert relative_error(part.contract(left, right), wanted.sum(1)) <= EXACT
-        assert relative_error(part.contract_heads(left, right), wanted) <= EXACT
-        applied_to = applied(matrices[:, chosen], left)
-        assert relative_error(part.apply(left), applied_to) <= EXACT
-
-
-def test_one_group_serves_all_heads() -> None:
-    operator = scalar(CHUNK + 1, groups=1)
-    matrices = token_loops.matrices(token_loops.scalar_decay, operator)
-    assert relative_error(operator.dense("heads"), matrices) <= EXACT
-    assert relative_error(operator.dense("mean"), matrices.mean(1)) <= EXACT
-
-
-@kinds
-def test_nothing_is_overwritten(make: Make, loop: token_loops.Loop) -> None:
-    operator = make(CHUNK + 5)
-    kept = {name: t.clone() for name, t in operator.tensors().items()}
-    left, right = randn(2, *operator.shape)
-    factors = left.clone(), right.clone()
-    operator.apply(left)
-    operator.transpose(left)
-    operator.contract(left, right)
-    operator.contract_heads(left, right)
-    assert torch.equal(left, factors[0]) and torch.equal(right, factors[1])
-    for name, tensor in operator.tensors().items():
-        assert torch.equal(tensor, kept[name]), f"{name} was overwritten"

@@ -7,8 +7,8 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators.decays import decay_matrices, decayed
-from captum_ssm.operators.grams import decayed_grams
+from captum_ssm.operators.chunk_tree import decay_matrices
+from captum_ssm.operators.grams import decayed, decayed_grams
 
 EXACT = 1e-12
 
@@ -61,7 +61,7 @@ def test_grams(tokens: int, kinds: int) -> None:
 def test_one_decay_for_all_key_channels(tokens: int) -> None:
     logs, rows, columns = log_decays(2, 3, tokens, 1), *randn(2, 2, 3, tokens, 4)
     spread = logs.expand(-1, -1, -1, 4)
-    alike, each = decayed(logs.squeeze(-1), [rows], columns), decayed(spread, [rows], columns)
+    alike, each = decayed(logs, [rows], columns), decayed(spread, [rows], columns)
     assert relative_error(alike.grams[0], gram(spread, rows, columns)) <= EXACT
     assert relative_error(alike.grams[0], each.grams[0]) <= EXACT
     assert relative_error(alike.reads[0], each.reads[0]) <= EXACT
@@ -71,9 +71,10 @@ def test_one_decay_for_all_key_channels(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 100, 130])
 def test_decay_matrices(tokens: int) -> None:
-    logs = log_decays(2, 3, tokens, 1)
+    logs = log_decays(2, 3, tokens, 1)  # (B, H, L, 1)
     one = torch.ones_like(logs)
-    assert relative_error(decay_matrices(logs.squeeze(-1)), gram(logs, one, one)) <= EXACT
+    found = decay_matrices(logs.squeeze(-1).transpose(1, 2))
+    assert relative_error(found, gram(logs, one, one)) <= EXACT
 
 
 def test_products_of_many_weak_decays_keep_their_precision() -> None:

@@ -7,6 +7,7 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
+from captum_ssm.operators import semiseparable
 from captum_ssm.operators.semiseparable import semiseparable_strip, semiseparable_sum
 
 Factors = tuple[Tensor, Tensor, list[Tensor]]
@@ -21,18 +22,17 @@ def drawn(batch: int, tokens: int, lags: int, width: int = 3) -> Factors:
 
 
 def written_out(factors: Factors, first_lag: int) -> Tensor:
-    """Entry by entry: what token j adds lag tokens later fades until token i reads it."""
+    """Token by token: every column's state fades, gains what is written to it, and is read."""
     decay, rows, columns = factors
-    batch, tokens, _ = decay.shape
+    batch, tokens, width = decay.shape
+    states = decay.new_zeros(batch, tokens, width)  # of each column
     out = decay.new_zeros(batch, tokens, tokens)
-    for j in range(tokens):
+    for i in range(tokens):
+        states *= decay[:, i, None]
         for lag, column in enumerate(columns, first_lag):
-            if not 0 <= j + lag < tokens:
-                continue
-            state = column[:, j + lag]
-            for i in range(j + lag, tokens):
-                state = state * decay[:, i] if i > j + lag else state
-                out[:, i, j] += (rows[:, i] * state).sum(-1)
+            if 0 <= i - lag < tokens:
+                states[:, i - lag] += column[:, i]
+        out[:, i] = (states * rows[:, i, None]).sum(-1)
     return out
 
 
@@ -93,6 +93,32 @@ def test_float32_is_accurate(tokens: int) -> None:
         [(decay.float().double(), u.float().double(), v.float().double())], 1, tokens
     )
     assert relative_error(semiseparable_sum(single, 1, tokens), wanted) <= 2e-6
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
+@pytest.mark.parametrize("batch, tokens", [(1, 128), (1, 256), (3, 193), (2, 300)])
+@pytest.mark.parametrize("first_lag, lags", [(0, 1), (-1, 4)])
+def test_what_is_forgotten(
+    batch: int, tokens: int, rate: float, first_lag: int, lags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large blocks meet near their pivots alone, and nothing is missing."""
+    fading = drawn(batch, tokens, lags)
+    fading[0].copy_((-rate * (0.8 + 0.4 * torch.rand_like(fading[0]))).exp())
+    lasting = drawn(batch, tokens, lags)
+    lasting[0].clamp_(min=0.999)
+    windows = []
+    near = semiseparable._Tree.near
+
+    def noted(tree: semiseparable._Tree, first: int, window: int) -> None:
+        windows.append(window)
+        near(tree, first, window)
+
+    monkeypatch.setattr(semiseparable._Tree, "near", noted)
+    factors = [fading, lasting, fading]
+    wanted = sum(written_out(f, first_lag) for f in factors)
+    assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
+    # of the three blocks of channels, those that fade fast enough
+    assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
 
 
 def test_needs_a_block() -> None:

@@ -88,8 +88,8 @@ def test_what_looks_ahead_has_no_stream() -> None:
 
 @pytest.mark.parametrize("elements", [1, 100])
 def test_products_with_the_mean_matrix(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr(streams, "_ELEMENTS", elements)
     operator: Any = mixer(37)
+    monkeypatch.setattr(Chain, "portion", streams.Portion(elements, 32))
     mean, x = operator.dense(), randn(2, 37)
     assert relative_error(operator.mean_matvec(x), torch.einsum("bij,bj->bi", mean, x)) <= 1e-12
     assert relative_error(operator.mean_rmatvec(x), torch.einsum("bi,bij->bj", x, mean)) <= 1e-12
