@@ -97,8 +97,11 @@ class Contributions:
         Args:
             direction: (..., B, L, E).
         """
-        before = direction.to(self.weight) @ self.weight.T  # (..., B, L, C)
-        before = before.view(*before.shape[:-1], *self.shape[2:])
+        direction = direction.to(self.weight)
+        asked = direction.ne(0).any(-1)  # few queries, as a rule
+        before = direction.new_zeros(*asked.shape, self.channels)  # (..., B, L, C)
+        before[asked] = direction[asked] @ self.weight.T
+        before = before.view(*asked.shape, *self.shape[2:])
         found = self.paths[0].toward(before)
         for path in self.paths[1:]:
             found = found + path.toward(before)

@@ -33,10 +33,13 @@ class Rules:
     Attributes:
         gate: where the relevance of a gated product goes.
         constants: whether biases and other constants are kept.
+        by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
+            which they are held in memory.
     """
 
     gate: Gate
     constants: bool
+    by_layer: bool
 
 
 class LatimFlow(ImplicitMethod):
@@ -127,7 +130,7 @@ class LatimFlow(ImplicitMethod):
             tensor,
             questions,
             additional_forward_args,
-            self._rules(gate, zero_bias),
+            self._rules(gate, zero_bias, by_layer=False),
             internal_batch_size,
             grid,
         )
@@ -195,7 +198,7 @@ class LatimFlow(ImplicitMethod):
             inputs,
             questions,
             additional_forward_args,
-            self._rules(gate, zero_bias),
+            self._rules(gate, zero_bias, by_layer=True),
             internal_batch_size,
         )
 
@@ -227,11 +230,11 @@ class LatimFlow(ImplicitMethod):
         )
         return found.output - given.flatten(1).sum(1).to(found.output) - found.bias
 
-    def _rules(self, gate: Gate | None, zero_bias: bool) -> Rules:
+    def _rules(self, gate: Gate | None, zero_bias: bool, by_layer: bool) -> Rules:
         gate = self.default_gate if gate is None else gate
         if gate not in GATES:
             raise OptionError(f"gate={gate!r} is not known. Use one of {GATES}.")
-        return Rules(gate, constants=not zero_bias)
+        return Rules(gate, constants=not zero_bias, by_layer=by_layer)
 
     def _decompositions(
         self,
@@ -286,6 +289,7 @@ class LatimFlow(ImplicitMethod):
                     gate=rules.gate,
                     constants=rules.constants,
                     layers=self.layers,
+                    steps=rules.by_layer,
                 )
             )
             start = network.mode.begun(inputs)

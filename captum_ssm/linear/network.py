@@ -51,11 +51,13 @@ class Network:
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
-        steps: its mixer calls, in the order in which they ran.
+        ran: whether one of them has run.
+        steps: its mixer calls, in the order in which they ran; none if they are not kept.
     """
 
     mode: Linearising
     mixers: Sequence[Mixer]
+    ran: bool = False
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -70,7 +72,7 @@ class Network:
 
     def check_ran(self) -> None:
         """Raise if none of the model's mixers ran."""
-        if not self.steps:
+        if not self.ran:
             raise none_ran(self.mixers)
 
 
@@ -82,6 +84,7 @@ def linearised(
     gate: Gate = "frozen",
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
+    steps: bool = True,
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
@@ -93,6 +96,7 @@ def linearised(
             ``"half"`` (both alike). Default: ``"frozen"``.
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        steps: whether what enters and leaves the mixers is kept. Default: True.
 
     Yields:
         The :class:`Network`, complete when the forward run is.
@@ -105,12 +109,14 @@ def linearised(
 
         def frozen(mixer: Mixer, call: Call) -> Tensor:
             out = through(_checked(linearize(mixer, call), mixer.name), mode)
-            block = () if call.block is None else entering[call.block]
-            network.steps.append(Step(mixer.name, block, out))
+            network.ran = True
+            if steps:
+                block = () if call.block is None else entering[call.block]
+                network.steps.append(Step(mixer.name, block, out))
             return out
 
         for block in {block for mixer in mixers for block in mixer.blocks}:
-            before = in_this_thread(_block_hook(entering, mode))
+            before = in_this_thread(_block_hook(entering, mode if steps else None))
             handle = block.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(handle.remove)
         for mixer in mixers:
@@ -197,12 +203,13 @@ def _checked(linear: LinearMixer, name: str) -> LinearMixer:
     return linear
 
 
-def _block_hook(entering: dict[nn.Module, tuple[Tensor, ...]], mode: Linearising) -> Any:
-    """Notes the live tensors entering a block; the block entered last comes last."""
+def _block_hook(entering: dict[nn.Module, tuple[Tensor, ...]], mode: Linearising | None) -> Any:
+    """Notes a block, the one entered last coming last, with the live tensors that enter it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering.pop(module, None)
-        entering[module] = tuple(x for x in (*args, *kwargs.values()) if mode.is_live(x))
+        given = () if mode is None else (*args, *kwargs.values())
+        entering[module] = tuple(x for x in given if mode is not None and mode.is_live(x))
 
     return hook
 
