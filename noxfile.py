@@ -29,6 +29,14 @@ def install_mamba_ssm(session: nox.Session) -> None:
     )
 
 
+def texts_of_others(session: nox.Session) -> dict[str, str]:
+    """The rated texts, as the environment names them."""
+    folder = session.create_tmp()
+    source = ("vaderSentiment", "--no-deps", "--no-binary", ":all:")
+    session.run("pip", "download", "-c", "constraints.txt", *source, "-d", folder)
+    return {"CAPTUM_SSM_VALENCE": str(Path(folder, "vaderSentiment-0.5.zip").resolve())}
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """The quick tests; what follows -- goes to pytest."""
@@ -41,8 +49,8 @@ def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
     install(session, "-e", ".[test]", "pytest-xdist", "flash-linear-attention", "fla-core")
     install_mamba_ssm(session)
-    selection = "not gpu and not timm and not mambavision"
-    env = {**ONE_THREAD, "CAPTUM_SSM_NO_SKIPS": "1"}
+    selection = "not gpu and not timm and not mambavision and not captum08"
+    env = {**ONE_THREAD, **texts_of_others(session), "CAPTUM_SSM_NO_SKIPS": "1"}
     session.run("pytest", *PARALLEL, "-m", selection, *session.posargs, env=env)
 
 
@@ -81,9 +89,11 @@ def captum08(session: nox.Session) -> None:
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     kept = Path(session.create_tmp(), "constraints.txt").resolve()
     kept.write_text("".join(pin for pin in pins if not pin.startswith(("captum==", "numpy=="))))
-    packages = ("-e", ".[test]", "pytest-xdist", "captum==0.8.*", "numpy<2")
+    insights = ("flask", "flask-compress")
+    packages = ("-e", ".[test]", "pytest-xdist", "captum==0.8.*", "numpy<2", *insights)
     install(session, *packages, constraints=str(kept))
-    core = ("tests/attr", "tests/conformance", "tests/test_cli.py", "tests/test_documents.py")
+    folders = ("tests/attr", "tests/conformance", "tests/insights")
+    core = (*folders, "tests/test_cli.py", "tests/test_documents.py")
     session.run("pytest", *PARALLEL, *(session.posargs or core), env=ONE_THREAD)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .mixers import register_mixer, supported_architectures
     from .operators import discard_smallest
     from .tracing import trace
+    from .viz import report
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _WHERE = {
     "compare": "attr",
     "discard_smallest": "operators",
     "register_mixer": "mixers",
+    "report": "viz",
     "supported_architectures": "mixers",
     "trace": "tracing",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "compare",
     "discard_smallest",
     "register_mixer",
+    "report",
     "supported_architectures",
     "trace",
 ]

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from .errors import CaptumSSMError
 from .evaluation import command as evaluate
+from .explain import command as explain
+from .insights import command as serve
 from .models import command as train
+
+#: Errors that speak for themselves; of others, their kind is told, and how to see where.
+_EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
+_UNEXPECTED = " ({0}; captum-ssm --debug ... shows where)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="List the supported mixers. Example: captum-ssm architectures --markdown",
     )
     architectures.add_argument("--markdown", action="store_true", help="print a markdown table")
+    explain.add_to(commands)
+    serve.add_to(commands)
     evaluate.add_to(commands)
     train.add_to(commands)
 
@@ -48,17 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .demo import run
 
             run(options.prompt, options.out)
+        elif options.command == "explain":
+            explain.run(options)
+        elif options.command == "serve":
+            serve.run(options)
+        elif options.command == "methods":
+            from .explain.methods import methods_table
+
+            print(methods_table())
         elif options.command == "evaluate":
             evaluate.run(options)
         elif options.command == "train":
             train.run(options)
         else:
             print(architectures_table(options.markdown))
-    except (CaptumSSMError, ValueError, ImportError, OSError) as error:
+    except Exception as error:
         if options.debug:
             raise
-        print(f"captum-ssm: {error}", file=sys.stderr)
+        hint = "" if isinstance(error, _EXPECTED) else _UNEXPECTED.format(type(error).__name__)
+        print(f"captum-ssm: {error}{hint}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("captum-ssm: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -23,7 +23,8 @@ STRATA: tuple[frozenset[str], ...] = (
     frozenset({"metrics", "tasks", "viz"}),
     frozenset({"models"}),
     frozenset({"evaluation"}),
-    frozenset({"demo", "insights"}),
+    frozenset({"demo", "explain"}),
+    frozenset({"insights"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )

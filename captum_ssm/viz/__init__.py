@@ -1,6 +1,29 @@
-"""Pictures: matplotlib figures of token relevance and of implicit attention matrices."""
+"""Pictures and pages: matplotlib figures, Captum's own pictures, and a report in HTML."""
 
-from .matrices import plot_matrices
+from .captum_pictures import captum_image, captum_text, image_arrays
+from .contributions import plot_contributions
+from .curves import plot_curves, plot_perturbed
+from .html.report import report
+from .images import plot_image
+from .intervals import plot_intervals
+from .layers import plot_decomposition_errors, plot_layers
+from .matrices import plot_channels, plot_depths, plot_matrices
 from .text import plot_text
 
-__all__ = ["plot_matrices", "plot_text"]
+__all__ = [
+    "captum_image",
+    "captum_text",
+    "image_arrays",
+    "plot_channels",
+    "plot_contributions",
+    "plot_curves",
+    "plot_decomposition_errors",
+    "plot_depths",
+    "plot_image",
+    "plot_intervals",
+    "plot_layers",
+    "plot_matrices",
+    "plot_perturbed",
+    "plot_text",
+    "report",
+]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Brown for negative, white at zero, purple for positive.
 DIVERGING = "PuOr"
 #: White at zero, darker for more.
 SEQUENTIAL = "Purples"
+#: Colours of lines: Okabe and Ito's, which stay apart for the common kinds of colour vision.
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+#: Line styles, for when colours run out or are not seen.
+DASHES = ("-", "--", "-.", ":")
 
 
 def scale(values: Tensor) -> tuple[str, float, float]:
@@ -23,17 +22,14 @@ def scale(values: Tensor) -> tuple[str, float, float]:
     return SEQUENTIAL, 0.0, largest
 
 
-def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
-    """A figure that belongs to no global state, so that plotting leaks none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(**grid)
+def min_max(values: Tensor) -> Tensor:
+    """Absolute values stretched to 0 ... 1, as the papers' figures show matrices."""
+    size = values.abs()
+    spread = float(size.max() - size.min())
+    return (size - size.min()) / (spread or 1.0)
 
 
-def shown(token: str) -> str:
-    """A token as plain text: control characters spelled out, mathtext's dollar sign escaped."""
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in token) or "∅"
-    return plain.replace("$", r"\$")
+def line_style(index: int) -> dict[str, str]:
+    """Colour and dashes of the line of this number, the same for none of the first 28."""
+    dashes = DASHES[index // len(LINES) % len(DASHES)]
+    return {"color": LINES[index % len(LINES)], "linestyle": dashes}

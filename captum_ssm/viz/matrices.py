@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import InputError
-from .colours import SEQUENTIAL, new_figure, scale, shown
+from ..errors import InputError, OptionError
+from .colours import SEQUENTIAL, min_max, scale
+from .figure import check_labels, new_figure, numbers
+from .labels import label_axis, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: More labels than this are thinned out so that they do not collide.
-_MOST_LABELS = 64
+#: Depths at which the papers' figures show matrices.
+QUARTERS = (0.25, 0.5, 0.75)
 
 
 def plot_matrices(
@@ -23,6 +25,7 @@ def plot_matrices(
     *,
     titles: Sequence[str] | None = None,
     absolute: bool = False,
+    columns: int | None = None,
 ) -> tuple[Figure, Any]:
     """Draw implicit attention matrices side by side; row i is what token i takes from the others.
 
@@ -32,6 +35,7 @@ def plot_matrices(
         titles: a heading for each. Default: None, ``layer 0``, ``layer 1``, ...
         absolute: show min-max normalised absolute values, as the papers do, instead of signed
             ones. Default: False.
+        columns: begin a new row of pictures after so many. Default: None, all in one row.
 
     Returns:
         The matplotlib figure and its axes, one per matrix.
@@ -42,25 +46,100 @@ def plot_matrices(
         >>> figure, axes = plot_matrices([torch.eye(3)], ["a", "b", "c"])
     """
     squares = [_square(m) for m in matrices]
-    tokens_count = len(squares[0])
-    side = min(9.0, 2.6 + 0.13 * tokens_count)
-    figure, axes = new_figure(side * len(squares), side, ncols=len(squares), squeeze=False)
-    for i, (axis, square) in enumerate(zip(axes[0], squares, strict=True)):
-        colour_map, low, high = scale(square)
-        if absolute:
-            square = square.abs()
-            square = (square - square.min()) / (square.max() - square.min()).clamp_min(1e-30)
-            colour_map, low, high = SEQUENTIAL, 0.0, 1.0
-        image = axis.imshow(square.numpy(), cmap=colour_map, vmin=low, vmax=high)
+    if not squares:
+        raise InputError("matrices is empty; pass at least one (L, L).")
+    names = [f"layer {i}" for i in range(len(squares))] if titles is None else list(titles)
+    check_labels(names, len(squares), "titles")
+    wide = len(squares) if columns is None else _positive(columns, "columns")
+    side = min(9.0, 2.6 + 0.13 * max(map(len, squares)))
+    wide, high = min(wide, len(squares)), -(-len(squares) // wide)
+    figure, grid = new_figure(side * wide, side * high, nrows=high, ncols=wide, squeeze=False)
+    axes = grid.flatten()
+    for axis, square, name in zip(axes, squares, names, strict=False):
+        image = _draw(axis, square, absolute)
         figure.colorbar(image, ax=axis, shrink=0.7)
-        axis.set_title(shown(titles[i]) if titles else f"layer {i}", size=10)
-        _label(axis, tokens, len(square))
-    axes[0, 0].set_ylabel("takes from …")
-    return figure, axes[0]
+        axis.set_title(shown(name), size=10)
+        label_axis(axis.xaxis, tokens, len(square), "tokens")
+        label_axis(axis.yaxis, tokens, len(square), "tokens")
+    for axis in axes[len(squares) :]:
+        axis.remove()
+    for axis in axes[: len(squares) : wide]:
+        axis.set_ylabel("takes from …")
+    return figure, axes[: len(squares)]
+
+
+def plot_depths(
+    matrices: Sequence[Tensor],
+    tokens: Sequence[str] | None = None,
+    *,
+    depths: Sequence[float] = QUARTERS,
+    absolute: bool = True,
+) -> tuple[Figure, Any]:
+    """Draw the matrices at some depths of the model, as the papers' figures do.
+
+    Args:
+        matrices: those of all layers, as for :func:`plot_matrices`.
+        tokens: labels of the tokens. Default: None, positions.
+        depths: shares of the layers, 0 for the first and 1 for the last. Default: 25 %, 50 %, 75 %.
+        absolute: see :func:`plot_matrices`. Default: True, as the papers.
+
+    Returns:
+        The matplotlib figure and its axes, one per depth.
+    """
+    wrong = [depth for depth in depths if not 0 <= depth <= 1]
+    if wrong or not len(depths):
+        raise OptionError(f"depths={list(depths)!r} must be one or more shares from 0 to 1.")
+    places = [round(depth * (len(matrices) - 1)) for depth in depths]
+    titles = [f"layer {i}  ({d:.0%})" for i, d in zip(places, depths, strict=True)]
+    chosen = [matrices[i] for i in places] if len(matrices) else []
+    return plot_matrices(chosen, tokens, titles=titles, absolute=absolute)
+
+
+def plot_channels(
+    matrix: Tensor,
+    tokens: Sequence[str] | None = None,
+    *,
+    channels: Sequence[int] | None = None,
+    absolute: bool = True,
+    columns: int = 4,
+) -> tuple[Figure, Any]:
+    """Draw the matrices of single channels, or heads, of one layer.
+
+    Args:
+        matrix: (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices` returns it with
+            ``reduce=None`` or ``"heads"``.
+        tokens: labels of the tokens. Default: None, positions.
+        channels: which ones; negative ones count from the end. Default: None, the first 16.
+        absolute: see :func:`plot_matrices`. Default: True, as the papers.
+        columns: pictures in a row. Default: 4.
+
+    Returns:
+        The matplotlib figure and its axes, one per channel.
+    """
+    parts = matrix[0] if matrix.dim() == 4 and len(matrix) == 1 else matrix
+    if parts.dim() != 3:
+        raise InputError(
+            f"a matrix of shape {tuple(matrix.shape)} has no channels to draw; pass (C, L, L), for "
+            "example ImplicitAttention(model).matrices(inputs, reduce=None)[layer][example]."
+        )
+    count = len(parts)
+    chosen = range(min(count, 16)) if channels is None else channels
+    for channel in chosen:
+        if not -count <= channel < count:
+            raise OptionError(f"channels names {channel}, but there are {count}.")
+    titles = [f"channel {channel % count}" for channel in chosen]
+    squares = [parts[channel] for channel in chosen]
+    return plot_matrices(squares, tokens, titles=titles, absolute=absolute, columns=columns)
+
+
+def _draw(axis: Any, square: Tensor, absolute: bool) -> Any:
+    colour_map, low, high = (SEQUENTIAL, 0.0, 1.0) if absolute else scale(square)
+    drawn = min_max(square) if absolute else square
+    return axis.imshow(drawn.numpy(), cmap=colour_map, vmin=low, vmax=high)
 
 
 def _square(matrix: Tensor) -> Tensor:
-    square = matrix.detach().float().cpu()
+    square = numbers(matrix, "matrices")
     square = square[0] if square.dim() == 3 and len(square) == 1 else square
     if square.dim() != 2 or square.shape[0] != square.shape[1]:
         raise InputError(
@@ -70,12 +149,7 @@ def _square(matrix: Tensor) -> Tensor:
     return square
 
 
-def _label(axis: Any, tokens: Sequence[str] | None, count: int) -> None:
-    if tokens is not None and len(tokens) != count:
-        raise InputError(f"{len(tokens)} tokens were given for a matrix of {count}.")
-    step = -(-count // _MOST_LABELS)
-    ticks = list(range(0, count, step))
-    labels = [str(i) if tokens is None else shown(tokens[i]) for i in ticks]
-    size = max(4.0, min(8.0, 260 / len(ticks)))
-    axis.set_xticks(ticks, labels, rotation=90, fontsize=size)
-    axis.set_yticks(ticks, labels, fontsize=size)
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise OptionError(f"{name}={value} must be at least 1.")
+    return value

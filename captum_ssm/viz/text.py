@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .colours import new_figure, scale, shown
+from .colours import scale
+from .figure import by_name, new_figure, numbers
+from .labels import FAMILIES, cut, shown, width
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,60 +45,71 @@ def plot_text(
         >>> figure, axes = plot_text(["a", "b"], {"rollout": torch.tensor([0.2, 0.9])})
         >>> figure.savefig("text.png")  # doctest: +SKIP
     """
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    rows = relevance if isinstance(relevance, Mapping) else {"": relevance}
-    labels = [shown(token) for token in tokens]
-    places, lines = _wrap(labels)
-    width, height = _LINE * _CELL[0] + 0.4, (lines * _CELL[1] + 0.42) * len(rows)
-    figure, axes = new_figure(width, height + (0.4 if title else 0), nrows=len(rows), squeeze=False)
+    rows = by_name(relevance, "relevance")
+    names = [cut(token, _LINE // 2) for token in tokens]
+    places, lines = _wrap([width(name) for name in names])
+    high = (lines * _CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
+    figure, axes = new_figure(_LINE * _CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
     for axis, (name, values) in zip(axes[:, 0], rows.items(), strict=True):
-        scores = torch.as_tensor(values).detach().float().cpu().flatten()
-        if len(scores) != len(labels):
+        scores = numbers(values, "relevance").flatten()
+        if len(scores) != len(names):
             raise InputError(
-                f"relevance {name!r} has {len(scores)} numbers for {len(labels)} tokens."
+                f"relevance {name!r} has {len(scores)} numbers for {len(names)} tokens."
             )
-        colour_map, low, high = scale(scores)
-        for i, (label, (line, column)) in enumerate(zip(labels, places, strict=True)):
-            colour = colormaps[colour_map]((float(scores[i]) - low) / (high - low))
-            box = Rectangle(
-                (column, line + 0.08),
-                len(label) + 0.8,
-                0.84,
-                facecolor=colour,
-                edgecolor="black" if i in marked else "0.85",
-                linewidth=1.6 if i in marked else 0.5,
-            )
-            axis.add_patch(box)
-            dark = sum(c * w for c, w in zip(colour, (0.3, 0.59, 0.11), strict=False)) < 0.45
-            axis.text(
-                column + len(label) / 2 + 0.4,
-                line + 0.52,
-                label,
-                ha="center",
-                va="center",
-                fontsize=8.5,
-                family="monospace",
-                color="white" if dark else "black",
-                zorder=3,
-            )
+        _draw(axis, names, places, scores, set(marked))
         axis.set(xlim=(0, _LINE), ylim=(lines, 0))
-        axis.set_title(f"{shown(name)}   (largest: {high:.3g})" if name else "", loc="left", size=9)
+        heading = f"{shown(name)}   (largest: {float(scores.abs().max()):.3g})"
+        axis.set_title(heading if name else "", loc="left", size=9)
         axis.axis("off")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]
 
 
-def _wrap(labels: Sequence[str]) -> tuple[list[tuple[int, float]], int]:
+def _draw(
+    axis: Any,
+    names: Sequence[str],
+    places: Sequence[tuple[int, float]],
+    scores: Tensor,
+    marked: Collection[int],
+) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    colour_map, low, high = scale(scores)
+    for i, (name, (line, column), score) in enumerate(
+        zip(names, places, scores.tolist(), strict=True)
+    ):
+        colour = colormaps[colour_map]((score - low) / (high - low))
+        cells = width(name)
+        box = Rectangle((column, line + 0.08), cells + 0.8, 0.84, facecolor=colour)
+        box.set(edgecolor="black" if i in marked else "0.85", linewidth=1.6 if i in marked else 0.5)
+        axis.add_patch(box)
+        axis.text(
+            column + cells / 2 + 0.4,
+            line + 0.52,
+            shown(name),
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            family=list(FAMILIES),
+            color="white" if _is_dark(colour) else "black",
+            zorder=3,
+        )
+
+
+def _is_dark(colour: Sequence[float]) -> bool:
+    return sum(c * w for c, w in zip(colour, (0.3, 0.59, 0.11), strict=False)) < 0.45
+
+
+def _wrap(widths: Sequence[int]) -> tuple[list[tuple[int, float]], int]:
     """Line and column of every label, and the number of lines."""
     places: list[tuple[int, float]] = []
     line, column = 0, 0.0
-    for label in labels:
-        width = len(label) + 1.2
-        if column > 0 and column + width > _LINE:
+    for cells in widths:
+        wanted = cells + 1.2
+        if column > 0 and column + wanted > _LINE:
             line, column = line + 1, 0.0
         places.append((line, column))
-        column += width
+        column += wanted
     return places, line + 1

@@ -1,0 +1,1 @@
+"""``captum-ssm explain`` and ``captum-ssm methods``."""

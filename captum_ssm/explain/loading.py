@@ -1,0 +1,170 @@
+"""The model that is to be explained, and what its inputs are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DataNotFoundError, InputError, OptionError
+from ..models import VisionMamba, load_bundled, load_vim
+from ..models.bundled import BUNDLED
+from ..tasks.files import optional
+from ..tasks.images import read_image
+from ..tasks.vocabulary import WordVocabulary
+
+#: Makes images (B, C, H, W), as the model wants them, of files.
+Prepare = Callable[[Sequence[Path]], Tensor]
+
+#: Mean and standard deviation of the colours of ImageNet, which Vision Mamba was trained with.
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+#: Images are resized to this multiple of the model's side, and their middle is cut out.
+_MARGIN = 256 / 224
+
+#: What a folder's configuration ends in, and the class of transformers that loads it.
+_KINDS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is, and what may be done to load it.
+
+    Attributes:
+        name: a bundled model, a folder of transformers, a file of Vision Mamba's weights, or with
+            ``hub`` a name on the Hugging Face hub.
+        tokenizer: a folder, or with ``hub`` a name, of its tokenizer; None for the model's.
+        hub: whether it may be fetched.
+        trust_remote_code: whether Python files beside the weights may be run.
+    """
+
+    name: str
+    tokenizer: str | None = None
+    hub: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What transformers is told."""
+        return {"local_files_only": not self.hub, "trust_remote_code": self.trust_remote_code}
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model in evaluation mode, with its tokenizer, or what prepares its images.
+
+    Attributes:
+        model: the model.
+        tokenizer: for texts, or None.
+        prepare: for images, or None.
+        is_language: whether it predicts the next token.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    prepare: Prepare | None = None
+    is_language: bool = False
+
+    def on(self, device: str, dtype: str) -> Loaded:
+        """The same on a device, in a precision; ``"auto"`` leaves that of the file."""
+        try:
+            self.model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise OptionError(f"--device {device}: {error}") from error
+        if dtype != "auto":
+            self.model.to(getattr(torch, dtype))
+        return self
+
+    def prepared(self, files: Sequence[Path]) -> Tensor:
+        """Images (B, C, H, W) in the model's precision, where it is."""
+        if self.prepare is None:
+            raise OptionError(f"{type(self.model).__name__} takes no images.")
+        return self.prepare(files).to(next(self.model.parameters()))
+
+
+def load(source: Source) -> Loaded:
+    """The model; nothing is fetched unless ``source.hub``."""
+    if source.name in BUNDLED:
+        model, tokenizer = load_bundled(source.name)
+        return Loaded(model, tokenizer, is_language=True)
+    path = Path(source.name)
+    if path.is_file():
+        vim = load_vim(path)
+        return Loaded(vim, prepare=lambda files: torch.stack([_for_vim(vim, f) for f in files]))
+    if not path.is_dir() and not source.hub:
+        raise DataNotFoundError(
+            f"{source.name}: there is no such folder or file, and no bundled model of that name "
+            f"({', '.join(BUNDLED)}). To fetch a model of that name from the hub, add --hub."
+        )
+    return _of_transformers(source)
+
+
+def _of_transformers(source: Source) -> Loaded:
+    transformers = optional("transformers", "transformers", f"Loading {source.name}")
+    config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
+    kinds = list(getattr(config, "architectures", None) or [])
+    auto = next(
+        (auto for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
+    )
+    if auto is None:
+        raise OptionError(
+            f"{source.name} holds {' or '.join(kinds) or 'a model that its config does not name'}, "
+            "which is none of a language model, a text classifier or an image classifier. Load it "
+            "in Python and use captum_ssm.report."
+        )
+    model = getattr(transformers, auto).from_pretrained(source.name, **source.options).eval()
+    if auto == "AutoModelForImageClassification":
+        processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
+        return Loaded(model, prepare=lambda files: _processed(processor, files))
+    is_language = auto == "AutoModelForCausalLM"
+    return Loaded(model, _tokenizer(transformers, source), is_language=is_language)
+
+
+def _tokenizer(transformers: Any, source: Source) -> Any:
+    """The tokenizer; that of a model made by captum-ssm train is a list of words."""
+    where = source.name if source.tokenizer is None else source.tokenizer
+    folder = Path(where)
+    words = folder / "vocab.json"
+    own = any((folder / f"tokenizer{end}").exists() for end in (".json", "_config.json", ".model"))
+    if words.exists() and not own and not (folder / "merges.txt").exists():
+        return WordVocabulary.from_json(words)
+    return transformers.AutoTokenizer.from_pretrained(where, **source.options)
+
+
+def _processed(processor: Any, files: Sequence[Path]) -> Tensor:
+    pictures = [read_image(file).numpy() for file in files]
+    found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    return found
+
+
+def _for_vim(model: VisionMamba, file: Path) -> Tensor:
+    """An image (3, H, W) as Vision Mamba was trained to see it: resized, its middle, normalised."""
+    projection = model.patch_embed.proj
+    if projection.in_channels != 3:
+        raise InputError(
+            f"The model takes images of {projection.in_channels} colour channels; files are read "
+            "with three. Prepare the image in Python and use captum_ssm.report."
+        )
+    height, width = (
+        (cells - 1) * stride + patch
+        for cells, stride, patch in zip(
+            model.grid, projection.stride, projection.kernel_size, strict=True
+        )
+    )
+    image = read_image(file)[None].float() / 255  # (1, 3, h, w)
+    scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
+    size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]
+    resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    middle = resized[:, top : top + height, left : left + width]
+    mean, deviation = (torch.tensor(x)[:, None, None] for x in (_MEAN, _DEVIATION))
+    return (middle - mean) / deviation

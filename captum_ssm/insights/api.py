@@ -1,0 +1,110 @@
+"""What the page can ask for."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+from .dataset import Example
+from .filters import FilterConfig
+
+if TYPE_CHECKING:
+    from .visualizer import AttributionVisualizer
+
+#: Examples that were shown and can be asked about.
+_REMEMBERED = 256
+
+
+class Api:
+    """Answers the page's questions about a visualizer, by name.
+
+    Args:
+        visualizer: what the page shows.
+    """
+
+    def __init__(self, visualizer: AttributionVisualizer) -> None:
+        self._visualizer = visualizer
+        self._shown: OrderedDict[int, Example] = OrderedDict()
+        self._identities = itertools.count(1)
+        self._lock = threading.Lock()
+        #: print the tracebacks of errors that the page is told of
+        self.debug = False
+
+    def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked for.  Questions wait for each other, so that choices do not mix.
+
+        Args:
+            question: ``"config"``, ``"examples"`` or ``"relevance"``.
+            request: what the page sent with it.
+        """
+        questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "config": self._config,
+            "examples": self._examples,
+            "relevance": self._relevance,
+        }
+        with self._lock:
+            return questions[question](request)
+
+    def _config(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        visualizer = self._visualizer
+        return {
+            **visualizer.get_insights_config(),
+            "models": [type(model).__name__ for model in visualizer.models],
+            "obstacles": visualizer.obstacles(),
+            "filter": visualizer.config,
+        }
+
+    def _examples(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        visualizer = self._visualizer
+        visualizer.config = _filter(request)
+        found = visualizer.search(self._view, again=bool(request.get("again")))
+        examples = []
+        for example, outputs in found.examples:
+            identity = next(self._identities)
+            self._shown[identity] = example
+            examples.append({"id": identity, "number": example.number, "models": outputs})
+        while len(self._shown) > _REMEMBERED:
+            self._shown.popitem(last=False)
+        return {"examples": examples, "searched": found.searched, "ended": found.ended}
+
+    def _relevance(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        visualizer = self._visualizer
+        visualizer.config = _filter(request)
+        identity, model, target = (request.get(key) for key in ("id", "model", "target"))
+        if type(identity) is not int or identity not in self._shown:
+            raise OptionError("this example is not remembered any more. Show examples again.")
+        if type(model) is not int or not 0 <= model < len(visualizer.models):
+            raise OptionError(f"model={model!r} is none of the {len(visualizer.models)} models.")
+        if type(target) is not int or not 0 <= target < len(visualizer.classes):
+            raise OptionError(f"target={target!r} is no class.")
+        example = self._shown[identity]
+        return self._told(model, lambda: visualizer.explain(example, model, target)) or {}
+
+    def _view(self, example: Example, model: int) -> dict[str, Any] | None:
+        return self._told(model, lambda: self._visualizer.view(example, model))
+
+    def _told(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
+        """An explanation; an error of one model leaves the others to be shown."""
+        try:
+            output = explain()
+        except Exception as error:
+            if self.debug:
+                traceback.print_exc(file=sys.stderr)
+            return {"model_index": model, "error": str(error) or type(error).__name__}
+        return None if output is None else dict(output._asdict())
+
+
+def _filter(request: Mapping[str, Any]) -> FilterConfig:
+    """The choices on the page; what is left out has its default."""
+    given = request.get("filter", {})
+    if not isinstance(given, Mapping):
+        raise OptionError("filter must be an object.")
+    if unknown := set(given) - set(FilterConfig._fields):
+        raise OptionError(f"filter has no field {sorted(unknown)[0]!r}.")
+    return FilterConfig(**given)

@@ -1,0 +1,54 @@
+"""Which methods fit a model and its inputs, by rules alone: nothing is run to find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from captum.attr import Attribution, Deconvolution, DeepLift, GradientAttribution, GuidedBackprop
+from torch import Tensor, nn
+
+from ..attr.base import ImplicitMethod
+from ..errors import CaptumSSMError
+from ..tracing import find_mixers, find_model
+
+
+def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
+    """Why a method cannot explain a model on such inputs, or None if it can.
+
+    Args:
+        method: the class of the method.
+        model: what it would explain.
+        inputs: what the model is given, one tensor per feature, each a batch.
+    """
+    if issubclass(method, ImplicitMethod):
+        return _of_mixers(model, inputs)
+    if issubclass(method, GradientAttribution):
+        return _of_gradients(method, model, inputs)
+    return None
+
+
+def _of_mixers(model: Any, inputs: tuple[Tensor, ...]) -> str | None:
+    if len(inputs) != 1:
+        return f"it explains one input, and the model takes {len(inputs)}"
+    shape, floating = tuple(inputs[0].shape), inputs[0].is_floating_point()
+    if not (len(shape) in (3, 4) and floating) and not (len(shape) == 2 and not floating):
+        kind = str(inputs[0].dtype).removeprefix("torch.")
+        return f"it explains token ids, embeddings or images, not {kind} of shape {shape}"
+    try:
+        find_mixers(find_model(model))
+    except CaptumSSMError as error:
+        return str(error).partition(". ")[0]  # the rest is for those who can change the model
+    return None
+
+
+def _of_gradients(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
+    if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in inputs):
+        return "it takes gradients of the inputs, which are integers"
+    of_relu = issubclass(method, GuidedBackprop | Deconvolution)
+    if not (of_relu or issubclass(method, DeepLift)):
+        return None
+    if not isinstance(model, nn.Module):
+        return f"it needs a torch.nn.Module, not a {type(model).__name__}"
+    if of_relu and not any(isinstance(module, nn.ReLU) for module in model.modules()):
+        return "it changes how torch.nn.ReLU passes gradients, and the model has none"
+    return None

@@ -1,0 +1,111 @@
+// The page: it asks the server, and shows what comes back.
+
+import { Controls } from "./controls.js";
+import { drawExample } from "./drawing.js";
+
+const find = (id) => document.getElementById(id);
+const token = new URLSearchParams(location.search).get("token") ?? "";
+
+async function ask(question, request) {
+  const sent = request && {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(request),
+  };
+  const address = `api/${question}?token=${encodeURIComponent(token)}`;
+  const response = await fetch(address, sent).catch(() => {
+    throw new Error("The server does not answer. Has its script ended?");
+  });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function say(text, isError = false) {
+  find("status").textContent = text;
+  find("status").classList.toggle("error", isError);
+}
+
+let busy = false;
+
+// Do one thing at a time, and say what went wrong with it.
+async function alone(action) {
+  if (busy) return undefined;
+  busy = true;
+  find("examples").setAttribute("aria-busy", "true");
+  try {
+    return await action();
+  } catch (error) {
+    say(error.message, true);
+    return undefined;
+  } finally {
+    busy = false;
+    find("examples").removeAttribute("aria-busy");
+  }
+}
+
+function summary({ examples, searched, ended }) {
+  if (searched === 0) return "The dataset is empty.";
+  const one = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+  const end = ended ? " The end of the dataset is reached; behind it comes its start." : "";
+  const few = examples.length ? "" : " None passes the filter.";
+  return `${one(examples.length, "example")} of ${searched} searched.${few}${end}`;
+}
+
+// The filter is the one that the examples were found by, whatever was chosen since.
+function showExamples(answer, models, filter) {
+  const explain = (id, model, target) =>
+    alone(async () => {
+      say("Explaining …");
+      const output = await ask("relevance", { filter, id, model, target });
+      say("Explained.");
+      return output;
+    });
+  const drawn = answer.examples.map((each) => drawExample(each, models, explain));
+  find("examples").replaceChildren(...drawn);
+  find("overlay-label").hidden = find("examples").querySelector(".stack") === null;
+  say(summary(answer));
+}
+
+function fetchExamples(controls, again) {
+  return alone(async () => {
+    say("Searching …");
+    const filter = controls.read();
+    showExamples(await ask("examples", { filter, again }), controls.config.models, filter);
+  });
+}
+
+// Automatic is what the system prefers.
+const THEMES = ["automatic", "dark", "light"];
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+function applyTheme(theme) {
+  const dark = theme === "dark" || (theme === "automatic" && prefersDark.matches);
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  find("theme").textContent = `Theme: ${theme}`;
+}
+
+let theme = THEMES[0];
+applyTheme(theme);
+prefersDark.addEventListener("change", () => applyTheme(theme));
+find("theme").addEventListener("click", () => {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  applyTheme(theme);
+});
+
+find("overlay").addEventListener("input", (event) => {
+  find("examples").style.setProperty("--overlay", event.target.value / 100);
+});
+
+const config = await alone(() => ask("config"));
+if (config !== undefined) {
+  const controls = new Controls(config);
+  find("choices").addEventListener("submit", (event) => {
+    event.preventDefault();
+    fetchExamples(controls, true);
+  });
+  find("next").addEventListener("click", () => {
+    if (find("choices").reportValidity()) fetchExamples(controls, false);
+  });
+  fetchExamples(controls, true);
+}

@@ -1,0 +1,212 @@
+"""What a model predicts for one example, and what a method says of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.base import ImplicitMethod
+from ..attr.forward import as_tuple, call_model
+from ..attr.targets import logits_of
+from ..errors import InputError, OptionError
+from .applicability import obstacle
+from .dataset import Example
+from .features import BaseFeature
+from .filters import OutputScore
+from .methods import ATTRIBUTION_NAMES_TO_METHODS, DEFAULTS_FROM_INPUTS, parameters_of
+
+#: So many classes are named of a prediction.
+_NAMED = 4
+#: Arguments of ``attribute`` that are no options of the method.
+_GIVEN = {"self", "inputs", "target", "additional_forward_args"}
+
+
+class Prediction(NamedTuple):
+    """What a model says of an example.
+
+    Attributes:
+        scores: its likeliest classes, likeliest first; empty where the output names no class.
+        output: what the model returned, (1, ...).
+    """
+
+    scores: list[OutputScore]
+    output: Tensor
+
+    def target(self, index: int) -> Any:
+        """Captum's target of a class: of a sequence's output, that of its last position."""
+        if self.output.numel() == 1:
+            return None
+        return (-1, index) if self.output.dim() == 3 else index
+
+
+class AttributionCalculation:
+    """Runs models and methods on single examples.
+
+    Args:
+        models, classes, features, score_func, use_label_for_attr: as
+            :class:`~captum_ssm.insights.AttributionVisualizer` has them.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        classes: Sequence[str],
+        features: Sequence[BaseFeature],
+        score_func: Callable[[Tensor], Tensor] | None = None,
+        use_label_for_attr: bool = True,
+    ) -> None:
+        self.models = models
+        self.classes = classes
+        self.features = features
+        self.score_func = score_func
+        self.use_label_for_attr = use_label_for_attr
+
+    def transformed(self, example: Example) -> tuple[Tensor, ...]:
+        """What the models are given: the inputs after each feature's transforms."""
+        if len(example.inputs) != len(self.features):
+            raise InputError(
+                f"features has {len(self.features)} entries, but the examples have "
+                f"{len(example.inputs)} inputs. Name a feature for each input; EmptyFeature for "
+                "one that is not to be shown."
+            )
+        return tuple(
+            _applied(feature.input_transforms, tensor)
+            for feature, tensor in zip(self.features, example.inputs, strict=True)
+        )
+
+    def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What each transformed input is held against."""
+        return tuple(
+            _applied(feature.baseline_transforms[:1], tensor)
+            if feature.baseline_transforms
+            else torch.zeros_like(tensor)
+            for feature, tensor in zip(self.features, inputs, strict=True)
+        )
+
+    def predict(self, model: Any, inputs: tuple[Tensor, ...], additional: Any) -> Prediction:
+        """What a model says of transformed inputs."""
+        with torch.no_grad():
+            output = _output(model, inputs, additional)
+            last = output[:, -1] if output.dim() == 3 else output
+            scores = last if self.score_func is None else self.score_func(last)
+        return Prediction(self._named(scores.detach().cpu().double().flatten()), output)
+
+    def _named(self, scores: Tensor) -> list[OutputScore]:
+        if len(scores) == 1:
+            # one number is the probability, or the index, of a class
+            return [self.score(float(scores), i) for i in self._nearest(float(scores))]
+        if len(scores) > len(self.classes):
+            raise InputError(
+                f"the model returns {len(scores)} scores, but classes has {len(self.classes)} "
+                "names."
+            )
+        best = scores.topk(min(_NAMED, len(scores)))
+        return [
+            self.score(score, index)
+            for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+
+    def _nearest(self, number: float) -> list[int]:
+        return [i for i in range(len(self.classes)) if abs(number - i) <= 0.5][:1]
+
+    def score(self, score: float, index: int) -> OutputScore:
+        """A class by its index."""
+        if not 0 <= index < len(self.classes):
+            raise InputError(
+                f"a label is {index}, but classes has {len(self.classes)} names, counted from 0."
+            )
+        return OutputScore(score, index, str(self.classes[index]))
+
+    def obstacle(self, name: str, model: Any, inputs: tuple[Tensor, ...]) -> str | None:
+        """Why a method, by its name, cannot explain a model on such inputs, or None."""
+        return obstacle(ATTRIBUTION_NAMES_TO_METHODS[name], model, inputs)
+
+    def relevance(
+        self,
+        model: Any,
+        inputs: tuple[Tensor, ...],
+        additional: tuple[Any, ...],
+        target: Any,
+        name: str,
+        arguments: Mapping[str, Any],
+    ) -> tuple[Tensor, ...]:
+        """What a method says of transformed inputs, one tensor for each.
+
+        Args:
+            model: one of the models.
+            inputs: what it is given.
+            additional: its further arguments.
+            target: in Captum's forms.
+            name: of the method.
+            arguments: those of its ``attribute``; those left out have their defaults.
+        """
+        if (reason := self.obstacle(name, model, inputs)) is not None:
+            raise OptionError(f"{name} does not fit this model: {reason}.")
+        kind = ATTRIBUTION_NAMES_TO_METHODS[name]
+        explained = model if issubclass(kind, ImplicitMethod) else Logits(model, len(inputs))
+        found = kind(explained).attribute(
+            inputs,
+            target=target if self.use_label_for_attr else None,
+            additional_forward_args=additional or None,
+            **self._options(name, inputs, arguments),
+        )
+        return tuple(tensor.detach() for tensor in as_tuple(found))
+
+    def _options(
+        self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A method's options, with what the features and the inputs say of them."""
+        accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
+        chosen = parameters_of(name).parse(arguments)
+        if unknown := set(chosen) - (set(accepted) - _GIVEN):
+            raise OptionError(f"{name} has no argument {sorted(unknown)[0]!r}.")
+        if name in DEFAULTS_FROM_INPUTS:
+            suggested = DEFAULTS_FROM_INPUTS[name](inputs)
+            chosen |= {key: value for key, value in suggested.items() if chosen.get(key) is None}
+        if "baselines" in accepted:
+            chosen["baselines"] = self.baselines(inputs)
+        return chosen
+
+
+class Logits(nn.Module):
+    """A model as Captum's methods want it: its output is one tensor.
+
+    Args:
+        model: returns a tensor, or an output of transformers.
+        inputs: how many of the arguments are explained.
+    """
+
+    def __init__(self, model: Any, inputs: int) -> None:
+        super().__init__()
+        self.model = model
+        self._inputs = inputs
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return _output(self.model, arguments[: self._inputs], arguments[self._inputs :])
+
+
+def contributions(relevance: Sequence[Tensor]) -> list[float]:
+    """The share of each feature, signed; absolute values sum to 1, or are all 0."""
+    sums = torch.stack([tensor.cpu().double().sum() for tensor in relevance])
+    total = sums.abs().sum()
+    shares: list[float] = (sums / torch.where(total > 0, total, 1.0)).tolist()
+    return shares
+
+
+def _output(model: Any, inputs: tuple[Tensor, ...], additional: tuple[Any, ...]) -> Tensor:
+    if len(inputs) == 1:
+        return logits_of(call_model(model, inputs[0], additional))
+    return logits_of(model(*inputs, *additional))
+
+
+def _applied(transforms: Sequence[Callable[..., Any]], batch: Tensor) -> Tensor:
+    """The one example of a batch, transformed, as a batch again."""
+    example: Any = batch.squeeze(0)
+    for transform in transforms:
+        example = transform(example)
+    transformed: Tensor = example.unsqueeze(0)
+    return transformed

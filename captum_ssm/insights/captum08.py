@@ -1,0 +1,85 @@
+"""Our methods in the Insights of Captum 0.8 itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..attr.base import ImplicitMethod
+from ..errors import OptionError
+from .config import (
+    BoolConfig,
+    Config,
+    NumberConfig,
+    StrConfig,
+    StrEnumConfig,
+    TupleConfig,
+)
+from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
+
+#: How its page, which knows words and whole numbers alone, says yes, no and nothing.
+_YES, _NO, _NOTHING = "yes", "no", "default"
+
+
+def register_with_captum() -> list[str]:
+    """Adds the methods of this package to ``captum.insights``, which Captum has up to 0.8.
+
+    Returns:
+        Their names, under which its page offers them.
+
+    Raises:
+        OptionError: where Captum has no Insights of its own.
+    """
+    try:
+        from captum.insights.attr_vis import config
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"register_with_captum() needs the Insights of Captum 0.8, with flask and "
+            f"flask-compress ({error}). On a newer Captum use captum_ssm.insights, which offers "
+            "these methods."
+        ) from error
+    if config.__name__.startswith("captum_ssm."):
+        raise OptionError("captum.insights is captum_ssm.insights, which offers these methods.")
+    ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+    for method in ours:
+        name = method.get_name()
+        if method not in config.SUPPORTED_ATTRIBUTION_METHODS:
+            config.SUPPORTED_ATTRIBUTION_METHODS.append(method)
+        config.ATTRIBUTION_NAMES_TO_METHODS[name] = method
+        config.ATTRIBUTION_METHOD_CONFIG[name] = _translated(parameters_of(name).params, config)
+    return [method.get_name() for method in ours]
+
+
+def _translated(params: Mapping[str, Config], theirs: Any) -> Any:
+    """The arguments in the kinds that Captum 0.8 knows, and how its values are read."""
+    kinds = {name: _kind(kind, theirs) for name, kind in params.items()}
+    return theirs.ConfigParameters(
+        params=kinds,
+        post_process={name: _reader(name, kind) for name, kind in params.items()},
+    )
+
+
+def _kind(kind: Config, theirs: Any) -> Any:
+    if isinstance(kind, NumberConfig) and kind.whole:
+        return theirs.NumberConfig(value=kind.value, limit=kind.limit)
+    if isinstance(kind, NumberConfig | StrConfig):  # its page cuts numbers down to whole ones
+        return theirs.StrConfig(value=str(kind.value))
+    if isinstance(kind, TupleConfig):
+        return theirs.StrConfig(value=" ".join(map(str, kind.value or ())))
+    if isinstance(kind, BoolConfig):
+        return theirs.StrEnumConfig(value=_YES if kind.value else _NO, limit=[_NO, _YES])
+    words = [_NOTHING if word is None else word for word in kind.limit]
+    return theirs.StrEnumConfig(value=kind.value or _NOTHING, limit=words)
+
+
+def _reader(name: str, kind: Config) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(kind, BoolConfig) and value in (_YES, _NO):
+            value = value == _YES
+        if isinstance(kind, NumberConfig) and isinstance(value, str):
+            value = float(value)
+        if isinstance(kind, StrEnumConfig) and value == _NOTHING and None in kind.limit:
+            value = None
+        return kind.parse(name, value)
+
+    return read

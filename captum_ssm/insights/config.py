@@ -1,0 +1,171 @@
+"""What arguments of a method may be: each kind has a default, says what it is, and reads a value.
+
+The names are those of ``captum.insights.attr_vis.config``, so that a script that adds a method of
+its own to the tables still can; :class:`BoolConfig` and :class:`TupleConfig` are new.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import OptionError
+
+
+class NumberConfig(NamedTuple):
+    """A number; a whole one, unless the default or a limit is written with a decimal point.
+
+    Attributes:
+        value: the default. Default: 1.
+        limit: the smallest and the largest value; None where there is none. Default: no limits.
+    """
+
+    value: float = 1
+    limit: tuple[float | None, float | None] = (None, None)
+    type: str = "number"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it must be an integer."""
+        return not any(isinstance(number, float) for number in (self.value, *self.limit))
+
+    def parse(self, name: str, value: Any) -> float:
+        """The value, an int or a float as the argument wants it."""
+        if not _is_number(value) or (self.whole and value != int(value)):
+            raise OptionError(f"{name}={value!r}: use a{' whole' if self.whole else ''} number.")
+        low, high = self.limit
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise OptionError(f"{name}={value!r}: use a number {_between(low, high)}.")
+        return int(value) if self.whole else float(value)
+
+
+class StrEnumConfig(NamedTuple):
+    """One of several words.
+
+    Attributes:
+        value: the default.
+        limit: the words; None, where the argument may be left out, is one of them.
+    """
+
+    value: str | None
+    limit: Sequence[str | None]
+    type: str = "enum"
+
+    def parse(self, name: str, value: Any) -> str | None:
+        """The word, if it is one of them."""
+        if value not in self.limit:
+            raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
+        chosen: str | None = value
+        return chosen
+
+
+class StrConfig(NamedTuple):
+    """Any text.
+
+    Attributes:
+        value: the default.
+    """
+
+    value: str
+    type: str = "string"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """The text. What a script passes in place of one is the method's to judge."""
+        return value
+
+
+class BoolConfig(NamedTuple):
+    """Yes or no.
+
+    Attributes:
+        value: the default. Default: False.
+    """
+
+    value: bool = False
+    type: str = "boolean"
+
+    def parse(self, name: str, value: Any) -> bool:
+        """The value."""
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r}: use true or false.")
+        return value
+
+
+class TupleConfig(NamedTuple):
+    """Whole numbers in a row, which may also be written as text: ``"3, 5, 5"``.
+
+    Attributes:
+        value: the default. Default: None, the argument is left to the method.
+    """
+
+    value: tuple[int, ...] | None = None
+    type: str = "tuple"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """The numbers, or None for none; tuples of tuples pass as they are."""
+        if isinstance(value, str):
+            words = [word for word in re.split(r"[\s,()\[\]]+", value) if word]
+            value = [int(w) if re.fullmatch(r"[+-]?\d{1,9}", w) else w for w in words]
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = (value,)
+        if value is None or (isinstance(value, Sequence) and not value):
+            return None
+        if isinstance(value, tuple) and all(isinstance(inner, tuple) for inner in value):
+            return value
+        if not isinstance(value, Sequence) or not all(type(number) is int for number in value):
+            raise OptionError(f"{name}={value!r}: use whole numbers, such as '3, 5, 5'.")
+        return tuple(value)
+
+
+Config = NumberConfig | StrEnumConfig | StrConfig | BoolConfig | TupleConfig
+
+
+class ConfigParameters(NamedTuple):
+    """The arguments of a method that the page offers.
+
+    Attributes:
+        params: their kinds, by name.
+        help_info: a line about the method. Default: None.
+        post_process: by name, what makes of a value that was read what the method is given.
+            Default: None, nothing.
+    """
+
+    params: Mapping[str, Config]
+    help_info: str | None = None
+    post_process: Mapping[str, Callable[[Any], Any]] | None = None
+
+    def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the method is given: those arguments that it has kinds for are read and checked.
+
+        One that is not given has its default; None says that the method's own is to hold.
+        """
+        final = self.post_process or {}
+        read = dict(given)
+        for name, kind in self.params.items():
+            value = kind.parse(name, given.get(name, kind.value))
+            read[name] = final[name](value) if name in final else value
+        return read
+
+
+def described(parameters: ConfigParameters) -> dict[str, dict[str, Any]]:
+    """The arguments as the page is told of them."""
+    found = {}
+    for name, kind in parameters.params.items():
+        found[name] = kind._asdict()
+        if isinstance(kind, NumberConfig):
+            found[name]["whole"] = kind.whole
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _between(low: float | None, high: float | None) -> str:
+    if low is None:
+        return f"of at most {high}"
+    return f"of at least {low}" if high is None else f"from {low} to {high}"

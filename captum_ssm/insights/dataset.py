@@ -1,0 +1,174 @@
+"""The examples that are looked through, one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attr.forward import as_tuple
+from ..errors import InputError
+
+#: Of a dataset that can be gone through only once, so many examples are kept to be shown again.
+KEPT = 256
+
+
+class Batch:
+    """Inputs of a model, with their labels.
+
+    Args:
+        inputs: a tensor, or one for each feature; the first dimension counts the examples.
+        labels: the index of each example's class, (B,); None where it is not known.
+        additional_args: further arguments of the model, for which no relevance is asked. Tensors
+            with a dimension count examples as well. Default: None.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        labels: Tensor | None,
+        additional_args: Any = None,
+    ) -> None:
+        self.inputs = inputs
+        self.labels = labels
+        self.additional_args = additional_args
+
+
+class Example(NamedTuple):
+    """One example of a batch.
+
+    Attributes:
+        inputs: a batch of one for each feature.
+        additional: further arguments of the model.
+        label: the index of its class, if it is known.
+        number: which one of the dataset it is, from 1. Default: 0, of none.
+    """
+
+    inputs: tuple[Tensor, ...]
+    additional: tuple[Any, ...]
+    label: int | None
+    number: int = 0
+
+
+def examples_of(batch: Any) -> Iterator[Example]:
+    """The examples of a batch, checked before the first is handed out."""
+    if not hasattr(batch, "inputs"):
+        raise InputError(
+            f"the dataset holds a {type(batch).__name__}; wrap inputs and labels: Batch(inputs, "
+            "labels)."
+        )
+    inputs = as_tuple(batch.inputs)
+    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+        raise InputError(
+            "the inputs of a Batch must be tensors whose first dimension is the batch."
+        )
+    size = len(inputs[0])
+    additional = as_tuple(getattr(batch, "additional_args", None))
+    counted = [*inputs, *(a for a in additional if isinstance(a, Tensor) and a.dim())]
+    if others := [tuple(tensor.shape) for tensor in counted if len(tensor) != size]:
+        raise InputError(
+            f"a Batch has {size} examples in its first input, but {others[0][0]} in another tensor "
+            f"of shape {others[0]}."
+        )
+    labels = _labels(getattr(batch, "labels", None), size)
+    for i in range(size):
+        yield Example(
+            tuple(x[i : i + 1] for x in inputs),
+            tuple(a[i : i + 1] if isinstance(a, Tensor) and a.dim() else a for a in additional),
+            labels[i],
+        )
+
+
+def _labels(labels: Any, size: int) -> list[int | None]:
+    if labels is None:
+        return [None] * size
+    numbers: list[Any] = torch.as_tensor(labels).reshape(-1).tolist()
+    if len(numbers) != size:
+        raise InputError(
+            f"the labels of a Batch are {len(numbers)} numbers for {size} examples; pass the index "
+            "of each example's class, or None."
+        )
+    return [int(number) for number in numbers]
+
+
+class Stream:
+    """Goes through a dataset page by page, and after its end from the beginning again.
+
+    Args:
+        dataset: batches.  An iterator can be gone through only once: after its end, the last
+            :data:`KEPT` examples are shown again.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+        self._kept: deque[Example] = deque(maxlen=KEPT)
+        # None stands for the end of the dataset
+        self._ahead: deque[Example | None] = deque()
+        self._page: list[Example | None] = []
+        self._source = self._first_time()
+        #: whether the end of the dataset was met on the current page
+        self.ended = False
+
+    def first(self) -> Example | None:
+        """The next example, which stays the next one; None if the dataset is empty."""
+        for _ in range(2):  # the end may come first, and behind it the beginning
+            if not self._ahead:
+                self._ahead.append(self._read())
+            if self._ahead[0] is not None:
+                return self._ahead[0]
+            self._ahead.popleft()
+        return None
+
+    def page(self, again: bool = False) -> Iterator[Example]:
+        """The examples from here to the end of the dataset, as many as are taken.
+
+        Args:
+            again: begin where the current page began. Default: False, behind it.
+        """
+        if again:
+            self._ahead.extendleft(reversed(self._page))
+        self._page, self.ended = [], False
+        self.first()
+        while (example := self._ahead.popleft() if self._ahead else self._read()) is not None:
+            self._page.append(example)
+            yield example
+        self._page.append(None)
+        self.ended = True
+
+    def _read(self) -> Example | None:
+        example = next(self._source, None)
+        if example is None:
+            self._source = self._again()
+        return example
+
+    def _first_time(self) -> Iterator[Example]:
+        once = isinstance(self._dataset, Iterator)
+        for example in _examples(self._dataset):
+            if once:
+                self._kept.append(example)
+            yield example
+
+    def _again(self) -> Iterator[Example]:
+        if isinstance(self._dataset, Iterator):
+            return iter(tuple(self._kept))
+        return _examples(self._dataset)
+
+
+def _examples(dataset: Iterable[Any]) -> Iterator[Example]:
+    number = 0
+    for batch in _batches(iter(dataset)):
+        for example in examples_of(batch):
+            number += 1
+            yield example._replace(number=number)
+
+
+def _batches(dataset: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from dataset
+    except RuntimeError as error:
+        # Captum's own example calls next() inside a generator, which so ends (PEP 479)
+        if not isinstance(error.__cause__, StopIteration):
+            raise

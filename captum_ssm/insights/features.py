@@ -1,0 +1,201 @@
+"""Features: what the inputs of a model are, and how each is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .pictures import heat, photograph
+
+#: A function, several in a row, or none.
+Transforms = Callable[..., Any] | Sequence[Callable[..., Any]] | None
+
+
+class FeatureOutput(NamedTuple):
+    """What is shown of one feature of one example.
+
+    Attributes:
+        name: of the feature.
+        base: the input: base64 of a PNG, a list of words, or a list of labels.
+        modified: its relevance: base64 of a PNG, or from -100 to 100 for each word or label.
+        type: ``"image"``, ``"text"``, ``"general"`` or ``"empty"``.
+        contribution: the feature's share in the relevance of all features, from -1 to 1.
+    """
+
+    name: str
+    base: Any
+    modified: Any
+    type: str
+    contribution: float
+
+
+class BaseFeature:
+    """Base of all features; a new one defines ``visualization_type`` and ``visualize``.
+
+    Args:
+        name: what it is called, such as ``"Photo"``.
+        baseline_transforms: made of a transformed input, without its batch dimension, its baseline;
+            of several the first is used. None stands for zeros.
+        input_transforms: applied one after the other to an input, without its batch dimension,
+            before the model is given it. None stands for none.
+        visualization_transform: applied to the input as it comes from the dataset before it is
+            shown. None stands for none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        baseline_transforms: Transforms,
+        input_transforms: Transforms,
+        visualization_transform: Callable[..., Any] | None,
+    ) -> None:
+        self.name = name
+        self.baseline_transforms = _listed(baseline_transforms)
+        self.input_transforms = _listed(input_transforms)
+        self.visualization_transform = visualization_transform
+
+    @staticmethod
+    def visualization_type() -> str:
+        """How it is shown; one of the types of :class:`FeatureOutput`."""
+        raise NotImplementedError
+
+    def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
+        """What is shown of an example.
+
+        Args:
+            attribution: the relevance of the transformed input, a batch of one.
+            data: the input as it comes from the dataset, a batch of one.
+            contribution_frac: the feature's share.
+        """
+        raise NotImplementedError
+
+    def _output(self, base: Any, modified: Any, contribution: float) -> FeatureOutput:
+        return FeatureOutput(self.name, base, modified, self.visualization_type(), contribution)
+
+
+class ImageFeature(BaseFeature):
+    """An image (1, C, H, W): red, green and blue, or shades of grey.
+
+    Args:
+        name: what it is called.
+        baseline_transforms, input_transforms: see :class:`BaseFeature`.
+        visualization_transform: see :class:`BaseFeature`. Default: None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        baseline_transforms: Transforms,
+        input_transforms: Transforms,
+        visualization_transform: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(name, baseline_transforms, input_transforms, visualization_transform)
+
+    @staticmethod
+    def visualization_type() -> str:
+        return "image"
+
+    def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
+        image = self.visualization_transform(data) if self.visualization_transform else data
+        return self._output(photograph(image), heat(attribution), contribution_frac)
+
+
+class TextFeature(BaseFeature):
+    """A text: token ids (1, L), or embeddings, whose relevance is summed over features.
+
+    Args:
+        name: what it is called.
+        baseline_transforms, input_transforms: see :class:`BaseFeature`.
+        visualization_transform: makes of the ids the words. None leaves the numbers.
+    """
+
+    @staticmethod
+    def visualization_type() -> str:
+        return "text"
+
+    def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
+        words = self.visualization_transform(data) if self.visualization_transform else data[0]
+        relevance = _numbers(attribution)
+        relevance = relevance.flatten(1).sum(1) if relevance.dim() > 1 else relevance
+        percent = _percent(relevance, relevance.nan_to_num(0, 0, 0).abs().max())
+        listed = words.tolist() if isinstance(words, Tensor) else words
+        return self._output([str(word) for word in listed], percent, contribution_frac)
+
+
+class GeneralFeature(BaseFeature):
+    """Numbers (1, C), one for each of several categories.
+
+    Args:
+        name: what it is called.
+        categories: the names of the numbers, in their order.
+    """
+
+    def __init__(self, name: str, categories: Sequence[str]) -> None:
+        super().__init__(name, None, None, None)
+        self.categories = categories
+
+    @staticmethod
+    def visualization_type() -> str:
+        return "general"
+
+    def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
+        values, relevance = _numbers(data), _numbers(attribution)
+        if values.shape != (len(self.categories),) or relevance.shape != values.shape:
+            raise InputError(
+                f"the feature {self.name!r} has {len(self.categories)} categories, but its input "
+                f"has shape {tuple(data.shape)}; a GeneralFeature needs (1, categories)."
+            )
+        length = relevance.nan_to_num(0, 0, 0).norm()
+        base = [
+            f"{category}: {value:.2f}"
+            for category, value in zip(self.categories, values.tolist(), strict=True)
+        ]
+        return self._output(base, _percent(relevance, length), contribution_frac)
+
+
+class EmptyFeature(BaseFeature):
+    """An input that is not shown.
+
+    Args:
+        name: what it is called. Default: ``"empty"``.
+        baseline_transforms, input_transforms, visualization_transform: see :class:`BaseFeature`.
+            Default: None.
+    """
+
+    def __init__(
+        self,
+        name: str = "empty",
+        baseline_transforms: Transforms = None,
+        input_transforms: Transforms = None,
+        visualization_transform: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(name, baseline_transforms, input_transforms, visualization_transform)
+
+    @staticmethod
+    def visualization_type() -> str:
+        return "empty"
+
+    def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
+        return self._output(None, None, contribution_frac)
+
+
+def _listed(transforms: Transforms) -> list[Callable[..., Any]]:
+    if transforms is None:
+        return []
+    return [transforms] if callable(transforms) else list(transforms)
+
+
+def _numbers(batch: Tensor) -> Tensor:
+    """The one example of a batch, in double precision."""
+    return batch.detach().cpu().double()[0]
+
+
+def _percent(relevance: Tensor, whole: Tensor) -> list[float]:
+    """The relevance in hundredths of ``whole``; zeros where that is zero."""
+    divisor = torch.where(whole > 0, whole, 1.0)
+    percent: list[float] = (relevance / divisor * 100).tolist()
+    return percent

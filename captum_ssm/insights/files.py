@@ -1,0 +1,136 @@
+"""Files as examples: texts and images, labelled by the folders they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attr.codec import Codec
+from ..errors import DataError, InputError, OptionError
+from ..explain.loading import Loaded
+from ..tasks.files import folder, lines, text
+from ..tasks.image_folders import SUFFIXES
+from .dataset import Batch
+from .features import ImageFeature, TextFeature
+
+
+def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
+    """The names of a model's classes; for a language model, those of its vocabulary.
+
+    Args:
+        loaded: the model.
+        names: those that the user gave. None for those that the model knows, or else numbers.
+    """
+    config = getattr(loaded.model, "config", None)
+    if names is None and loaded.is_language:
+        count = config.vocab_size if config is not None else len(loaded.tokenizer)
+        return Codec(loaded.tokenizer).names(torch.arange(count))
+    if names is None and config is not None:
+        return [str(config.id2label[i]) for i in range(len(config.id2label))]
+    if names is None:
+        heads = [m for m in loaded.model.modules() if isinstance(m, nn.Linear)]
+        return [str(i) for i in range(heads[-1].out_features)]
+    return list(names)
+
+
+class Texts:
+    """The texts of a file, one a line, or of the files ``*.txt`` of a folder.
+
+    Args:
+        path: the file or the folder.
+        loaded: the models, which must read a text as the same tokens.
+        classes: the names of the classes.
+    """
+
+    def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
+        self._codecs = [Codec(each.tokenizer) for each in loaded]
+        self._device = _device(loaded)
+        if path.is_file():
+            found: list[tuple[str, int | None]] = [(line, None) for line in lines(path)]
+        else:
+            found = [(text(file), label) for file, label in _labelled(path, (".txt",), classes)]
+        self._texts = [(written, label) for written, label in found if written.strip()]
+        if not self._texts:
+            raise DataError(f"{path} holds no text.")
+
+    @property
+    def feature(self) -> TextFeature:
+        """How a text is shown: token by token."""
+        return TextFeature("Text", None, None, lambda ids: self._codecs[0].names(ids[0].cpu()))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for written, label in self._texts:
+            ids, *others = (codec.encode(written, special=True) for codec in self._codecs)
+            if not len(ids):
+                raise InputError(f"the text {written!r} has no tokens.")
+            if not all(torch.equal(ids, other) for other in others):
+                raise OptionError(
+                    f"the models read {written!r} as different tokens. Models that are shown side "
+                    "by side must have the same tokenizer; name it with --tokenizer."
+                )
+            yield Batch(ids[None].to(self._device), _label(label))
+
+
+class Images:
+    """The images of a folder, read when they are asked for.
+
+    Args:
+        path: the folder.
+        loaded: the models, which must see an image alike.
+        classes: the names of the classes.
+    """
+
+    def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
+        self._loaded = loaded
+        self._device = _device(loaded)
+        self._files = _labelled(path, SUFFIXES, classes)
+
+    @property
+    def feature(self) -> ImageFeature:
+        """How an image is shown: as the models see it."""
+        return ImageFeature("Image", None, None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for file, label in self._files:
+            image, *others = (each.prepared([file]) for each in self._loaded)
+            if not all(torch.equal(image, other) for other in others):
+                raise OptionError(
+                    "the models want images of different sizes or colours. Show them one by one."
+                )
+            yield Batch(image.to(self._device), _label(label))
+
+
+def _device(loaded: Sequence[Loaded]) -> torch.device:
+    return next(loaded[0].model.parameters()).device
+
+
+def _label(label: int | None) -> Any:
+    return None if label is None else torch.tensor([label])
+
+
+def _labelled(
+    path: Path, suffixes: Sequence[str], classes: Sequence[str]
+) -> list[tuple[Path, int | None]]:
+    """Files of a folder, then those of the folders in it with the class that is their name."""
+    top = folder(path, f"files that end in {', '.join(suffixes)}")
+    numbers = {name: number for number, name in enumerate(classes)}
+    labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]
+    for inner in sorted(p for p in top.iterdir() if p.is_dir() and _files(p, suffixes)):
+        if inner.name not in numbers:
+            known = ", ".join(list(classes)[:8])
+            raise DataError(
+                f"{inner} is named after none of the {len(classes)} classes ({known}, ...). Rename "
+                "the folder, or name the classes by --labels."
+            )
+        labelled += [(file, numbers[inner.name]) for file in _files(inner, suffixes)]
+    if not labelled:
+        raise DataError(f"{top} holds no file that ends in {', '.join(suffixes)}.")
+    return labelled
+
+
+def _files(inside: Path, suffixes: Sequence[str]) -> list[Path]:
+    return sorted(p for p in inside.iterdir() if p.is_file() and p.suffix.lower() in suffixes)

@@ -1,0 +1,90 @@
+"""Which examples are shown, and by which method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from captum.attr import IntegratedGradients
+
+from ..errors import OptionError
+from .methods import ATTRIBUTION_NAMES_TO_METHODS
+
+#: All examples, those that the model has right, or those that it has wrong.
+PREDICTIONS = ("all", "correct", "incorrect")
+#: More examples than this are not explained at a time.
+MOST_EXAMPLES = 100
+
+
+class OutputScore(NamedTuple):
+    """A class, and how likely a model finds it.
+
+    Attributes:
+        score: what ``score_func`` makes of the model's output.
+        index: of the class.
+        label: its name.
+    """
+
+    score: float
+    index: int  # type: ignore[assignment]  # hides tuple.index, as Captum's does
+    label: str
+
+
+class FilterConfig(NamedTuple):
+    """What is shown.
+
+    Attributes:
+        attribution_method: the method's name. Default: ``"Integrated Gradients"``.
+        attribution_arguments: its arguments. Default: {}; those left out have their defaults.
+        prediction: ``"all"``, ``"correct"`` or ``"incorrect"``; an example without a label is
+            neither of the latter. Default: ``"all"``.
+        classes: names of the classes one of which must be the predicted one. Default: [], any.
+        num_examples: how many examples at a time. Default: 4.
+    """
+
+    attribution_method: str = IntegratedGradients.get_name()
+    attribution_arguments: Mapping[str, Any] = {}
+    prediction: str = "all"
+    classes: Sequence[str] = []
+    num_examples: int = 4
+
+    def check(self, classes: Sequence[str]) -> None:
+        """Raise for what is not known, naming it.
+
+        Args:
+            classes: the names of all classes.
+        """
+        method = self.attribution_method
+        if not isinstance(method, str) or method not in ATTRIBUTION_NAMES_TO_METHODS:
+            known = ", ".join(ATTRIBUTION_NAMES_TO_METHODS)
+            raise OptionError(f"attribution_method={method!r} is not known. Use one of: {known}.")
+        if not isinstance(self.attribution_arguments, Mapping):
+            raise OptionError(
+                f"attribution_arguments={self.attribution_arguments!r} must be values by name."
+            )
+        if self.prediction not in PREDICTIONS:
+            raise OptionError(f"prediction={self.prediction!r}: use one of {PREDICTIONS}.")
+        chosen = self.classes
+        if not isinstance(chosen, list | tuple) or any(name not in classes for name in chosen):
+            raise OptionError(
+                f"classes={chosen!r} must be a list of names that the visualizer's classes hold."
+            )
+        count = self.num_examples
+        if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
+            raise OptionError(f"num_examples={count!r}: use 1 to {MOST_EXAMPLES}.")
+
+    def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
+        """Whether an example is to be shown.
+
+        Args:
+            predicted: what a model predicts, likeliest first; empty where that is no class.
+            actual: the class it is labelled with.
+        """
+        best = predicted[0] if predicted else None
+        if self.classes and (best is None or best.label not in self.classes):
+            return False
+        if self.prediction == "all":
+            return True
+        if best is None or actual is None:
+            return False
+        return (best.index == actual.index) == (self.prediction == "correct")

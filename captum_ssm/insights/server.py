@@ -1,0 +1,234 @@
+"""A server for one page, which only this machine and who holds its token can open."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..errors import CaptumSSMError, OptionError
+from .api import Api
+from .payload import encoded
+
+_LOOPBACK = "127.0.0.1"
+#: A request of the page is a few names and numbers.
+_LARGEST_REQUEST = 2**20
+#: Seconds after which a connection that says nothing is closed.
+_SILENCE = 30
+#: Seconds that the end of the server may take.
+_PATIENCE = 0.1
+
+_PAGE = ("page.html", "text/html")
+#: What holds no data, and is handed out without a token.
+_ASSETS = {
+    "/page.css": ("page.css", "text/css"),
+    "/examples.css": ("examples.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/controls.js": ("controls.js", "text/javascript"),
+    "/drawing.js": ("drawing.js", "text/javascript"),
+}
+#: By path, how it is asked and what of.
+_QUESTIONS = {
+    "/api/config": ("GET", "config"),
+    "/api/examples": ("POST", "examples"),
+    "/api/relevance": ("POST", "relevance"),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'self' http://127.0.0.1:* http://localhost:*",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Server:
+    """Serves a page from a thread that ends with the process.
+
+    Args:
+        api: answers the page.
+        port: of the server. Default: None, a free one.
+        debug: print requests and the tracebacks of errors. Default: False.
+    """
+
+    def __init__(self, api: Api, port: int | None = None, debug: bool = False) -> None:
+        api.debug = debug
+        self._http = _listening(api, port or 0, debug)
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(_PATIENCE,), name="insights", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._http.server_port
+
+    @property
+    def url(self) -> str:
+        """The page's address, with its token."""
+        return f"http://{_LOOPBACK}:{self.port}/?token={self._http.token}"
+
+    def wait(self) -> None:
+        """Return when the server has ended."""
+        while self._thread.is_alive():
+            self._thread.join(1)  # a join without end could not be interrupted on every system
+
+    def close(self) -> None:
+        """End the server and free its port."""
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = os.name != "nt"  # there, another process could take the port over
+
+    def __init__(self, api: Api, port: int, debug: bool) -> None:
+        self.api, self.debug = api, debug
+        self.token = secrets.token_urlsafe(32)
+        super().__init__((_LOOPBACK, port), _Handler)
+
+    def server_bind(self) -> None:
+        """As HTTPServer does it, without looking the host's name up in the network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = _LOOPBACK, self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is no error."""
+        if self.debug:
+            super().handle_error(request, client_address)
+
+
+class _Refusal(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Http
+    server_version = "captum_ssm"
+    sys_version = ""
+    timeout = _SILENCE
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def _answer(self, method: str) -> None:
+        address = urlsplit(self.path)
+        try:
+            content = self._content()  # before any refusal: what is not read breaks the connection
+            self._check_origin()
+            if method == "GET" and address.path in _ASSETS:
+                return self._send_asset(*_ASSETS[address.path])
+            self._check_token(address.query)
+            if method == "GET" and address.path == "/":
+                return self._send_asset(*_PAGE)
+            if _QUESTIONS.get(address.path, ("", ""))[0] != method:
+                raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
+            request = _request(content) if method == "POST" else {}
+            answer = self.server.api.answer(_QUESTIONS[address.path][1], request)
+            self._send(HTTPStatus.OK, "application/json", encoded(answer))
+        except _Refusal as refusal:
+            self._send_error(refusal.status, str(refusal))
+        except CaptumSSMError as error:
+            self._send_error(HTTPStatus.BAD_REQUEST, str(error))
+        except ConnectionError:
+            self.close_connection = True
+        except Exception as error:
+            if self.server.debug:
+                traceback.print_exc(file=sys.stderr)
+            self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+
+    def _check_origin(self) -> None:
+        """Refuse what other sites make a browser send here, also under a name that they own."""
+        own = {f"{host}:{self.server.server_port}" for host in (_LOOPBACK, "localhost")}
+        if self.headers.get("Host", "") not in own:
+            raise _Refusal(HTTPStatus.FORBIDDEN, "This page is served to this machine alone.")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin not in {f"http://{host}" for host in own}:
+            raise _Refusal(HTTPStatus.FORBIDDEN, "Another site may not ask for this.")
+
+    def _check_token(self, query: str) -> None:
+        given = parse_qs(query).get("token", [""])[-1]
+        if not secrets.compare_digest(given.encode(), self.server.token.encode()):
+            raise _Refusal(
+                HTTPStatus.FORBIDDEN,
+                "The token is missing or wrong. Use the address that serve() printed.",
+            )
+
+    def _content(self) -> bytes | None:
+        """What was sent; None where its length is not told, or is none."""
+        size = self.headers.get("Content-Length", "")
+        known = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
+        return self.rfile.read(int(size)) if known else None
+
+    def _send_asset(self, name: str, kind: str) -> None:
+        content = files(__package__).joinpath("assets", name).read_bytes()
+        self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
+
+    def _send_error(self, status: HTTPStatus, reason: str) -> None:
+        self._send(status, "application/json", encoded({"error": reason}))
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print a request, without the token, if asked to."""
+        if self.server.debug:
+            status = arguments[1] if len(arguments) > 1 else ""
+            path = urlsplit(getattr(self, "path", "")).path
+            print(f"insights: {self.command} {path} {status}", file=sys.stderr)
+
+
+def _request(content: bytes | None) -> Mapping[str, Any]:
+    """What the page sent as JSON."""
+    if content is None:
+        raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or too large.")
+    try:
+        request = json.loads(content)
+    except (ValueError, RecursionError):
+        raise _Refusal(HTTPStatus.BAD_REQUEST, "The request is not JSON.") from None
+    if not isinstance(request, dict):
+        raise _Refusal(HTTPStatus.BAD_REQUEST, "The request is not a JSON object.")
+    return request
+
+
+def _listening(api: Api, port: int, debug: bool) -> _Http:
+    try:
+        return _Http(api, port, debug)
+    except OverflowError:
+        raise OptionError(f"port={port}: use 0 to 65535, or None for a free one.") from None
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise OptionError(
+            f"port={port} cannot be had: {error.strerror}. Use another, or None for a free one."
+        ) from None

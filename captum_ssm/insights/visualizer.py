@@ -1,0 +1,264 @@
+"""Looking through a dataset, with a method's word on what models predict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from captum.log import log_usage
+from torch import Tensor
+
+from ..errors import OptionError
+from .calculation import AttributionCalculation
+from .config import described
+from .dataset import Example, Stream
+from .explanation import VisualizationOutput, explanation
+from .features import BaseFeature
+from .filters import FilterConfig
+from .methods import ATTRIBUTION_METHOD_CONFIG, ATTRIBUTION_NAMES_TO_METHODS
+from .search import Found, Seen, search
+
+if TYPE_CHECKING:
+    from .server import Server
+
+#: Models are hooked while they run, so that one runs at a time.
+_RUNNING = threading.RLock()
+
+
+class AttributionVisualizer:
+    """Shows examples of a dataset, what models predict for them, and why.
+
+    The successor of Captum Insights, with its interface.  :meth:`serve` shows a page that only this
+    machine can open, :meth:`render` shows it in a notebook, :meth:`visualize` returns what the page
+    shows.  The server runs beside the script and ends with it, or with :meth:`close`, or with the
+    ``with`` that the visualizer is used in.
+
+    Args:
+        models: a model, or several to be shown side by side.
+        classes: the names of the classes, in the order of the model's outputs.
+        features: the features, one for each input of the models.
+        dataset: batches of examples.
+        score_func: makes of the model's output, (1, classes), the scores that are shown, for
+            example a softmax. Default: None, the output itself.
+        use_label_for_attr: whether methods are given the class as their target; False for models
+            that return one number. Default: True.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import AttributionVisualizer, Batch
+        >>> from captum_ssm.insights.features import GeneralFeature
+        >>> visualizer = AttributionVisualizer(
+        ...     torch.nn.Linear(2, 3), ["a", "b", "c"], GeneralFeature("size", ["width", "height"]),
+        ...     [Batch(torch.rand(5, 2), labels=None)])
+        >>> [len(models) for models in visualizer.visualize()]
+        [1, 1, 1, 1]
+        >>> with visualizer:
+        ...     port = visualizer.serve()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        models: Any,
+        classes: Sequence[str],
+        features: Sequence[BaseFeature] | BaseFeature,
+        dataset: Iterable[Any],
+        score_func: Callable[[Tensor], Tensor] | None = None,
+        use_label_for_attr: bool = True,
+    ) -> None:
+        self.models = list(models) if isinstance(models, list | tuple) else [models]
+        self.classes = list(classes)
+        self.features = list(features) if isinstance(features, Sequence) else [features]
+        if not self.models or not self.features:
+            what = "features" if self.models else "models"
+            raise OptionError(f"{what} is empty. Name at least one.")
+        self.dataset = dataset
+        self.attribution_calculation = AttributionCalculation(
+            self.models, self.classes, self.features, score_func, use_label_for_attr
+        )
+        self._stream = Stream(dataset)
+        self._config: FilterConfig | None = None
+        self._server: Server | None = None
+
+    @property
+    def config(self) -> FilterConfig:
+        """What is shown. At first, any example by the first method that fits the first model."""
+        if self._config is None:
+            self._config = self._first_config()
+        return self._config
+
+    @config.setter
+    def config(self, config: FilterConfig) -> None:
+        config.check(self.classes)
+        self._config = config
+
+    def obstacles(self) -> dict[str, list[str | None]]:
+        """By method, why each of the models cannot be explained by it, or None if it can.
+
+        The inputs are those of the next example; without any example, all methods seem to fit.
+        """
+        calculation = self.attribution_calculation
+        with _RUNNING:
+            example = self._stream.first()
+            inputs = None if example is None else calculation.transformed(example)
+        if inputs is None:
+            return {name: [None] * len(self.models) for name in ATTRIBUTION_NAMES_TO_METHODS}
+        return {
+            name: [calculation.obstacle(name, model, inputs) for model in self.models]
+            for name in ATTRIBUTION_NAMES_TO_METHODS
+        }
+
+    def get_insights_config(self) -> dict[str, Any]:
+        """What can be chosen: classes, methods, their arguments, and which method is chosen."""
+        return {
+            "classes": self.classes,
+            "methods": list(ATTRIBUTION_NAMES_TO_METHODS),
+            "method_arguments": {
+                name: described(parameters)
+                for name, parameters in ATTRIBUTION_METHOD_CONFIG.items()
+            },
+            "selected_method": self.config.attribution_method,
+        }
+
+    @log_usage()  # type: ignore[untyped-decorator]
+    def visualize(self) -> list[list[VisualizationOutput]]:
+        """The next examples that pass the filter, each with what the models that pass make of it.
+
+        Fewer than asked for are returned at the end of the dataset, behind which the next call
+        begins at its start, and where too few pass of as many examples as one call runs; see
+        :data:`~captum_ssm.insights.search.MOST_SEARCHED`.
+        """
+        return [outputs for _, outputs in self.search(self.view).examples]
+
+    def search(
+        self, view: Callable[[Example, int], Seen | None], again: bool = False
+    ) -> Found[Seen]:
+        """Goes on through the dataset until as many examples as asked for pass the filter.
+
+        Args:
+            view: what the model of an index makes of an example; None if it does not pass.
+            again: begin where the last search began. Default: False, where it ended.
+        """
+        with _RUNNING:
+            return search(self._stream, self.config.num_examples, len(self.models), view, again)
+
+    def view(self, example: Example, model_index: int) -> VisualizationOutput | None:
+        """What a model and the method make of an example, if it passes the filter."""
+        return self.explain(example, model_index, filtered=True)
+
+    def explain(
+        self,
+        example: Example,
+        model_index: int,
+        target: int | None = None,
+        filtered: bool = False,
+    ) -> VisualizationOutput | None:
+        """What a model and the method make of an example.
+
+        Args:
+            example: a batch of one.
+            model_index: which of the models.
+            target: the class to explain. Default: None, the predicted one.
+            filtered: return None if the example does not pass the filter. Default: False.
+        """
+        with _RUNNING:
+            return explanation(
+                self.attribution_calculation, self.config, example, model_index, target, filtered
+            )
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with the token that opens it."""
+        if self._server is None:
+            raise OptionError("the visualizer has no page yet. Call serve() or render() first.")
+        return self._server.url
+
+    @log_usage()  # type: ignore[untyped-decorator]
+    def serve(
+        self,
+        blocking: bool = False,
+        debug: bool = False,
+        port: int | None = None,
+        bind_all: bool = False,
+    ) -> int:
+        """Shows the page to this machine alone, at the address that is printed.
+
+        Called again, it prints the address again.
+
+        Args:
+            blocking: return when the server has ended, for example by Ctrl-C. Default: False.
+            debug: print requests and the tracebacks of errors. Default: False.
+            port: of the server. Default: None, a free one.
+            bind_all: Captum Insights then answered every machine of the network. Refused if True:
+                forward the port instead. Default: False.
+
+        Returns:
+            The port.
+        """
+        if bind_all:
+            raise OptionError(
+                "bind_all=True would let every machine of the network run your models and see your "
+                "data; the page is for this machine alone. To see it from another one, forward "
+                "the port: ssh -L PORT:127.0.0.1:PORT HOST."
+            )
+        server = self._started(debug, port)
+        print(f"\nFetch data and view Captum Insights at {server.url}\n", flush=True)
+        if blocking:
+            try:
+                server.wait()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                self.close()
+        return server.port
+
+    @log_usage()  # type: ignore[untyped-decorator]
+    def render(self, debug: bool = True) -> None:
+        """Shows the page in a notebook whose kernel runs on the browser's machine.
+
+        Args:
+            debug: as in :meth:`serve`. Default: True.
+        """
+        try:
+            from IPython.display import IFrame, display
+        except ImportError as error:
+            raise ImportError("render() needs a notebook: pip install ipython") from error
+        frame = IFrame(self._started(debug, None).url, width="100%", height=900)
+        display(frame)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Ends the server, if there is one. It can be started again."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def __enter__(self) -> AttributionVisualizer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _started(self, debug: bool, port: int | None) -> Server:
+        from .api import Api
+        from .server import Server
+
+        if self._server is None:
+            self._server = Server(Api(self), port, debug)
+        elif port not in (None, 0, self._server.port):
+            raise OptionError(
+                f"port={port}, but the page is already served on {self._server.port}. Call "
+                "close() first."
+            )
+        return self._server
+
+    def _first_config(self) -> FilterConfig:
+        for name, reasons in self.obstacles().items():
+            if reasons[0] is None:
+                return FilterConfig(name)
+        return FilterConfig()

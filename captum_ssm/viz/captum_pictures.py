@@ -1,0 +1,156 @@
+"""The pictures of Captum's own ``captum.attr.visualization``, made of what these methods return.
+
+Captum's functions want numpy arrays of a certain layout, cannot draw a map without any relevance of
+the sign asked for, do not enlarge a patch grid, and put words into HTML as they are.  The functions
+here see to that and leave the drawing to Captum.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InputError, OptionError
+from .figure import numbers
+from .images import picture_of, pixels_of
+from .labels import shown, spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Captum's names of the parts of a map, and whether a map has that part.
+_SIGNS = {
+    "all": lambda x: bool(x.any()),
+    "absolute_value": lambda x: bool(x.any()),
+    "positive": lambda x: bool((x > 0).any()),
+    "negative": lambda x: bool((x < 0).any()),
+}
+#: Captum's methods that cannot show both signs at once.
+_ONE_SIGN = ("masked_image", "alpha_scaling")
+
+
+def image_arrays(relevance: Tensor, image: Tensor) -> tuple[Any, Any]:
+    """The two arrays of ``visualize_image_attr`` and its kin.
+
+    Args:
+        relevance: as in :func:`captum_ssm.viz.plot_image`.
+        image: as in :func:`captum_ssm.viz.plot_image`.
+
+    Returns:
+        Relevance (H, W, 1), and the image (H, W, 3) in 0 to 255, which all of Captum's methods
+        take.
+    """
+    picture = picture_of(image)
+    pixels = pixels_of(relevance, (picture.shape[0], picture.shape[1]))
+    return pixels[..., None].numpy(), (picture * 255).round().to(torch.uint8).numpy()
+
+
+def captum_image(
+    image: Tensor,
+    relevance: Tensor,
+    *,
+    method: str = "blended_heat_map",
+    sign: str | None = None,
+    title: str | None = None,
+    **options: Any,
+) -> tuple[Figure, Any]:
+    """Captum's ``visualize_image_attr`` for any map of this package.
+
+    Args:
+        image: as in :func:`captum_ssm.viz.plot_image`.
+        relevance: as in :func:`captum_ssm.viz.plot_image`.
+        method: Captum's: ``"heat_map"``, ``"blended_heat_map"``, ``"original_image"``,
+            ``"masked_image"`` or ``"alpha_scaling"``. Default: ``"blended_heat_map"``.
+        sign: Captum's: ``"all"``, ``"positive"``, ``"negative"`` or ``"absolute_value"``. Default:
+            None, ``"all"`` if something is negative and the method can show it, else
+            ``"positive"``.
+        title: a heading. Default: None.
+        **options: further arguments of ``visualize_image_attr``; ``use_pyplot`` is False unless
+            set.
+
+    Returns:
+        The matplotlib figure and its axes. Where the map holds nothing of the sign, they show the
+        image alone, and the title says so.
+    """
+    from captum.attr import visualization
+
+    if sign is not None and sign not in _SIGNS:
+        raise OptionError(f"sign={sign!r} is not known. Use None or one of {tuple(_SIGNS)}.")
+    pixels, picture = image_arrays(relevance, image)
+    if sign == "all" and method in _ONE_SIGN:
+        raise OptionError(
+            f"sign='all': method={method!r} cannot show both signs at once. Use another sign, or "
+            "None."
+        )
+    if sign is None:
+        sign = "all" if pixels.min() < 0 and method not in _ONE_SIGN else "positive"
+    heading = "" if title is None else shown(title)
+    # Captum divides by the sum of the part shown; numbers near the smallest would vanish in it
+    largest = float(np.abs(pixels).max())
+    pixels = pixels / largest if largest else pixels
+    if not _SIGNS[sign](pixels):
+        method, sign = "original_image", "all"
+        pixels = np.ones_like(pixels)
+        heading = f"{heading}\n(no relevance of this sign)".strip()
+    options.setdefault("use_pyplot", False)
+    figure, axis = visualization.visualize_image_attr(
+        pixels, picture, method=method, sign=sign, title=heading or None, **options
+    )
+    return figure, axis
+
+
+def captum_text(
+    tokens: Sequence[str],
+    relevance: Tensor,
+    *,
+    predicted: str | int = "",
+    probability: float = float("nan"),
+    true: str | int = "",
+    explained: str | int = "",
+    convergence: float = float("nan"),
+) -> Any:
+    """A record for Captum's ``visualization.visualize_text``, safe to show.
+
+    Args:
+        tokens: the tokens of a text, escaped here.
+        relevance: one number per token (L,), scaled here so that the largest is 1 or -1.
+        predicted: what the model predicts. Default: ``""``.
+        probability: of the prediction. Default: not a number.
+        true: what is right. Default: ``""``.
+        explained: what the relevance is for. Default: ``""``.
+        convergence: what the relevance misses. Default: not a number.
+
+    Returns:
+        A ``VisualizationDataRecord``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import captum_text
+        >>> record = captum_text(["<b>", "lamp"], torch.tensor([0.1, 0.4]))
+        >>> record.raw_input_ids
+        ['&lt;b&gt;', 'lamp']
+    """
+    from captum.attr import visualization
+
+    scores = numbers(relevance, "relevance").flatten()
+    if len(scores) != len(tokens):
+        raise InputError(f"relevance has {len(scores)} numbers for {len(tokens)} tokens.")
+    words = [html.escape(spelled(token)) for token in tokens]
+    classes = [
+        html.escape(spelled(str(c))) if c != "" else "" for c in (predicted, true, explained)
+    ]
+    return visualization.VisualizationDataRecord(
+        word_attributions=scores / (float(scores.abs().max()) or 1.0),
+        pred_prob=probability,
+        pred_class=classes[0],
+        true_class=classes[1],
+        attr_class=classes[2],
+        attr_score=float(scores.sum()),
+        raw_input_ids=words,
+        convergence_score=convergence,
+    )

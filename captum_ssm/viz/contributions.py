@@ -1,0 +1,77 @@
+"""Which sources each target token is due to, as a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import InputError
+from .colours import scale
+from .figure import new_figure, numbers
+from .labels import label_axis, shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Up to so many cells their numbers are written into them.
+_MOST_NUMBERS = 300
+
+
+def plot_contributions(
+    contributions: Tensor,
+    sources: Sequence[str] | None = None,
+    targets: Sequence[str] | None = None,
+    *,
+    title: str | None = None,
+    values: bool | None = None,
+) -> tuple[Figure, Any]:
+    """Draw what each target takes from each source: one row per target, one column per source.
+
+    Targets may be the tokens of a generated text (:class:`SSMLLMAttribution`), the positions of a
+    map (:class:`LatimNorm`), or the layers of a profile (:attr:`Decomposition.streams`, stacked).
+
+    Args:
+        contributions: (targets, sources).
+        sources: labels of the columns. Default: None, positions.
+        targets: labels of the rows. Default: None, positions.
+        title: a heading. Default: None.
+        values: write the numbers into the cells. Default: None, if there are at most 300 of them.
+
+    Returns:
+        The matplotlib figure and its axes.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import plot_contributions
+        >>> figure, axis = plot_contributions(torch.eye(2), ["le", "chat"], ["the", "cat"])
+    """
+    found = numbers(contributions, "contributions")
+    if found.dim() != 2:
+        raise InputError(
+            f"contributions of shape {tuple(found.shape)} cannot be drawn; pass (targets, sources)."
+        )
+    rows, columns = found.shape
+    size = (min(14.0, 2.6 + 0.32 * columns), min(12.0, 1.9 + 0.28 * rows))
+    figure, axis = new_figure(*size)
+    colour_map, low, high = scale(found)
+    image = axis.imshow(found.numpy(), cmap=colour_map, vmin=low, vmax=high, aspect="auto")
+    figure.colorbar(image, ax=axis, shrink=0.8)
+    label_axis(axis.xaxis, sources, columns, "sources")
+    label_axis(axis.yaxis, targets, rows, "targets")
+    axis.set(xlabel="source", ylabel="target")
+    if title:
+        axis.set_title(shown(title), size=10, loc="left")
+    if found.numel() <= _MOST_NUMBERS if values is None else values:
+        _write(axis, found, high)
+    return figure, axis
+
+
+def _write(axis: Any, found: Tensor, largest: float) -> None:
+    """The numbers, in white where the cell is dark."""
+    for row, line in enumerate(found.tolist()):
+        for column, value in enumerate(line):
+            colour = "white" if abs(value) > 0.6 * largest else "black"
+            text = f"{value:.2g}"
+            axis.text(column, row, text, ha="center", va="center", size=5.5, color=colour)

@@ -1,0 +1,118 @@
+"""Perturbation curves: a measurement at several shares of a change, for several methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from .colours import line_style
+from .figure import by_name, new_figure, numbers
+from .labels import shown
+from .layers import finish
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class CurveLike(Protocol):
+    """What is drawn of a :class:`captum_ssm.metrics.Curve`: shares (F,) and values (B, F)."""
+
+    @property
+    def fractions(self) -> Tensor: ...
+
+    @property
+    def values(self) -> Tensor: ...
+
+    def area(self) -> Tensor: ...
+
+
+class PerturbedLike(Protocol):
+    """What is drawn of :class:`captum_ssm.metrics.Perturbed`."""
+
+    @property
+    def correct(self) -> CurveLike: ...
+
+    @property
+    def probability(self) -> CurveLike: ...
+
+    @property
+    def logit(self) -> CurveLike: ...
+
+
+def plot_curves(
+    curves: CurveLike | Mapping[str, CurveLike],
+    *,
+    quantity: str = "measured",
+    change: str = "share changed",
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw the mean curve of each method, a band of its standard error, and its area.
+
+    Args:
+        curves: a :class:`captum_ssm.metrics.Curve`, or several by name.
+        quantity: what was measured, for the axis. Default: ``"measured"``.
+        change: what the shares are shares of. Default: ``"share changed"``.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Curve
+        >>> from captum_ssm.viz import plot_curves
+        >>> curve = Curve(torch.tensor([0.1, 0.5, 0.9]), torch.rand(8, 3))
+        >>> figure, axis = plot_curves({"rollout": curve}, quantity="accuracy")
+    """
+    figure, axis = new_figure(6.6, 3.6)
+    named = by_name(curves, "curves")
+    _draw(axis, named)
+    axis.set(xlabel=shown(change), ylabel=shown(quantity))
+    finish(figure, axis, [*named] if isinstance(curves, Mapping) else [], title)
+    return figure, axis
+
+
+def plot_perturbed(
+    perturbed: PerturbedLike | Mapping[str, PerturbedLike],
+    *,
+    change: str = "share changed",
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw accuracy, probability and logit under a perturbation, side by side.
+
+    Args:
+        perturbed: a :class:`captum_ssm.metrics.Perturbed`, or several by name.
+        change, title: as in :func:`plot_curves`, with the same defaults.
+
+    Returns:
+        The matplotlib figure and its three axes.
+    """
+    named = by_name(perturbed, "perturbed")
+    figure, axes = new_figure(11.5, 3.6, ncols=3)
+    panels = {"correct": "accuracy", "probability": "probability", "logit": "logit"}
+    for axis, (part, quantity) in zip(axes, panels.items(), strict=True):
+        _draw(axis, {name: getattr(p, part) for name, p in named.items()})
+        axis.set(xlabel=shown(change), ylabel=quantity)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=7)
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+    return figure, axes
+
+
+def _draw(axis: Any, curves: Mapping[str, CurveLike]) -> None:
+    for i, (name, curve) in enumerate(curves.items()):
+        shares = numbers(curve.fractions, "fractions").numpy()
+        values = numbers(curve.values, "values")
+        style, mean = line_style(i), values.mean(0)
+        label = shown(name)
+        if len(shares) > 1:
+            label = f"{label}  area {float(curve.area().mean()):.3g}".strip()
+        axis.plot(shares, mean.numpy(), marker="o", markersize=3.5, label=label, **style)
+        if len(values) > 1:
+            error = values.std(0) / len(values) ** 0.5
+            low, high = (mean - error).numpy(), (mean + error).numpy()
+            axis.fill_between(shares, low, high, color=style["color"], alpha=0.15, linewidth=0)

@@ -1,0 +1,144 @@
+"""The examples of a report, one by one, from what the user has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attr.batches import cuts
+from ...attr.codec import Codec
+from ...attr.forward import as_tuple, check_batch, single_input
+from ...errors import InputError
+from ...tracing import find_model
+
+#: The tokens' names: of one example, or of each.
+Names = Sequence[str] | Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One example.
+
+    Attributes:
+        inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W).
+        target: what is explained, in Captum's forms, or None.
+        additional: further arguments of the model, as a tuple.
+        names: of its tokens, or None.
+    """
+
+    inputs: Tensor
+    target: Any
+    additional: tuple[Any, ...]
+    names: Sequence[str] | None
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image."""
+        return self.inputs.dim() == 4
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is explained, and what it is read with.
+
+    Attributes:
+        forward_func: what runs the model.
+        module: the model.
+        layers: names or modules of the mixers to use, or None for all.
+        codec: the tokenizer, or None.
+        labels: names of the classes, or None.
+    """
+
+    forward_func: Callable[..., Any]
+    module: nn.Module
+    layers: Sequence[str | nn.Module] | None
+    codec: Codec | None
+    labels: Sequence[str] | None
+
+
+def read_examples(
+    subject: Subject,
+    inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
+    target: Any,
+    additional_forward_args: Any,
+    tokens: Names | None,
+) -> list[Example]:
+    """The examples, each by itself.
+
+    Args:
+        subject: the model, and the tokenizer for texts.
+        inputs, target, additional_forward_args, tokens: see :func:`captum_ssm.viz.report`.
+    """
+    additional = as_tuple(additional_forward_args)
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if not isinstance(inputs, Tensor | tuple) or any(isinstance(i, str) for i in inputs):
+        if additional or tokens is not None:
+            raise InputError(
+                "inputs holds texts, of which the tokenizer makes the tokens. Leave out tokens and "
+                "additional_forward_args, or pass token ids."
+            )
+        return list(_texts(subject, inputs, target))
+    tensor, _ = single_input(inputs)
+    check_batch(tensor, additional)
+    names = _names(tensor, tokens, subject.codec)
+    return [
+        Example(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
+        for cut, named in zip(cuts(len(tensor), 1), names, strict=True)
+    ]
+
+
+def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[Example]:
+    if subject.codec is None:
+        raise InputError("inputs holds texts: pass the model's tokenizer, or token ids (B, L).")
+    if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+        raise InputError(
+            f"inputs is of type {type(texts).__name__}. Pass token ids (B, L), embeddings "
+            "(B, L, E), images (B, C, H, W), or with a tokenizer a str or a list of them."
+        )
+    if not texts:
+        raise InputError("inputs is an empty list; pass at least one text.")
+    device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
+    for text, cut in zip(texts, cuts(len(texts), 1), strict=True):
+        ids = subject.codec.encode(text, special=True)
+        if not len(ids):
+            raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
+        yield Example(ids[None].to(device), cut.target(target), (), subject.codec.names(ids))
+
+
+def _names(
+    inputs: Tensor, tokens: Names | None, codec: Codec | None
+) -> Sequence[Sequence[str] | None]:
+    """The names of each example's tokens."""
+    batch = len(inputs)
+    if tokens is None:
+        if codec is None or inputs.dim() != 2 or inputs.is_floating_point():
+            return [None] * batch
+        return [codec.names(ids) for ids in inputs.cpu()]
+    if isinstance(tokens, str) or inputs.dim() == 4:
+        raise InputError(
+            "tokens must be a list of names for each sequence; images have patches instead."
+        )
+    if all(isinstance(name, str) for name in tokens):
+        if batch == 1:
+            return [list(map(str, tokens))]
+        raise InputError(f"tokens names one sequence, but inputs holds {batch}: pass a list each.")
+    if len(tokens) != batch:
+        raise InputError(f"tokens names {len(tokens)} sequences, but inputs holds {batch}.")
+    return [list(names) for names in tokens]
+
+
+def find_subject(
+    forward_func: Callable[..., Any],
+    model: nn.Module | None,
+    layers: Sequence[str | nn.Module] | None,
+    tokenizer: Any,
+    labels: Sequence[str] | None,
+) -> Subject:
+    """The subject of a report; arguments as in :func:`captum_ssm.viz.report`."""
+    codec = None if tokenizer is None else Codec(tokenizer)
+    return Subject(forward_func, find_model(forward_func, model), layers, codec, labels)

@@ -1,0 +1,234 @@
+"""What a report says of one example.
+
+Shapes: L tokens without padding.
+"""
+
+from __future__ import annotations
+
+import base64
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from captum.attr import Attribution
+from torch import Tensor
+
+from ...attr import ImplicitAttention, LatimNorm, compare
+from ...attr.fold import shown
+from ...errors import InputError
+from ..figure import numbers
+from ..images import picture_of
+from ..labels import spelled
+from .example import Example, Subject
+from .outline import LayerOutline, Outline
+from .packing import PackedMap, pack
+from .png import png
+
+#: The token-to-token maps there are, by the name that asks for them, and what they are called.
+MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
+
+#: Methods as :func:`captum_ssm.compare` takes them.
+Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
+
+#: Elements of the matrices that are held at a time (1 GiB in float32).
+_HELD = 2**28
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What is to be explained, and how.
+
+    Attributes:
+        methods: the methods, by name or in a list; see :func:`captum_ssm.compare`.
+        options: further arguments of each.
+        maps: names of token-to-token maps, keys of :data:`MAPS`.
+        shown_layers: indices of the layers whose maps are wanted.
+        kept: how many entries of each row of a map are kept.
+        show_progress: show progress bars.
+    """
+
+    methods: Methods
+    options: Mapping[str, Mapping[str, Any]] | None
+    maps: Sequence[str]
+    shown_layers: Sequence[int]
+    kept: int
+    show_progress: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What is shown of an example.
+
+    Attributes:
+        facts: all but the maps' numbers, ready for JSON.
+        tokens: the tokens as they are; those of ``facts`` are spelled.
+        layers: the mixers, in the order in which they ran.
+        blocks: the maps' numbers, by the names that ``facts`` gives them.
+    """
+
+    facts: dict[str, Any]
+    tokens: list[str]
+    layers: list[LayerOutline]
+    blocks: dict[str, bytes]
+
+
+def explain(
+    subject: Subject, example: Example, known: Outline, wanted: Wanted, number: int
+) -> Explanation:
+    """Explain one example.
+
+    Args:
+        subject: the model.
+        example: the example.
+        known: its outline.
+        wanted: what is wanted.
+        number: of the example, which keeps the names of its blocks apart from others'.
+    """
+    found = compare(
+        subject.forward_func,
+        wanted.methods,
+        example.inputs,
+        known.target,
+        example.additional or None,
+        model=subject.module,
+        layers=subject.layers,
+        options=wanted.options,
+    )
+    names = _names(example, known)
+    facts: dict[str, Any] = {
+        "name": f"Example {number + 1}",
+        "explained": spelled(known.explained),
+        "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
+        "tokens": [spelled(token) for token in names],
+        "breaks": [i for i, token in enumerate(names) if "\n" in token],
+        "direction": _direction("".join(names)),
+        "methods": [
+            {"name": spelled(name), "values": _values(name, relevance, known)}
+            for name, relevance in found.items()
+        ],
+        "image": _image(example, known),
+        "maps": [],
+    }
+    blocks: dict[str, bytes] = {}
+    for kind in wanted.maps:
+        layers = []
+        found_maps = _maps(subject, example, known, wanted, kind)
+        for index, packed in zip(wanted.shown_layers, found_maps, strict=True):
+            block = f"map-{number}-{kind}-{index}"
+            blocks[block] = packed.data
+            layers.append(_layer(known, index, packed, block))
+        facts["maps"].append({"name": MAPS[kind], "layers": layers})
+    return Explanation(facts, names, known.layers, blocks)
+
+
+def _names(example: Example, known: Outline) -> list[str]:
+    """What the tokens are called, without padding."""
+    if example.is_image:
+        return _patch_names(known)
+    if example.names is None:
+        ids = example.inputs[0].tolist() if example.inputs.dim() == 2 else None
+        return [str(i if ids is None else ids[i]) for i in known.real]
+    if len(example.names) == len(known.real):
+        return list(example.names)
+    if len(example.names) == known.layers[0].tokens:
+        return [example.names[i] for i in known.real]
+    raise InputError(
+        f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
+        f"tokens, {len(known.real)} of them not padding; give one for each."
+    )
+
+
+def _patch_names(known: Outline) -> list[str]:
+    """Patches by row and column, other tokens by number."""
+    names = [f"token {i}" for i in known.real]
+    if known.grid is not None:
+        columns = known.grid.size[1]
+        for place, token in enumerate(known.grid.tokens.tolist()):
+            names[token] = f"row {place // columns}, column {place % columns}"
+    return names
+
+
+def _direction(text: str) -> str:
+    """``"rtl"`` if most letters that have a direction run from right to left."""
+    kinds = [unicodedata.bidirectional(character) for character in text]
+    leftward = sum(kind in ("R", "AL") for kind in kinds)
+    return "rtl" if leftward > kinds.count("L") else "ltr"
+
+
+def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
+    """One number per token; None for tokens that are no patches of an image."""
+    scores = numbers(relevance[0], f"the relevance by {name}")
+    if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
+        placed: list[float | None] = [None] * len(known.real)
+        for token, score in zip(known.grid.tokens.tolist(), scores.flatten().tolist(), strict=True):
+            placed[token] = _short(score)
+        return placed
+    if scores.dim() != 1 or len(scores) != known.layers[0].tokens:
+        raise InputError(
+            f"{name} returned relevance of shape {tuple(relevance.shape)}, which is not one number "
+            f"for each of the {known.layers[0].tokens} tokens."
+        )
+    return [_short(score) for score in scores[known.real].tolist()]
+
+
+def _short(score: float) -> float:
+    return float(f"{score:.5g}")
+
+
+def _image(example: Example, known: Outline) -> dict[str, Any] | None:
+    """The image as a data address, and where its tokens lie."""
+    if not example.is_image:
+        return None
+    picture = picture_of(example.inputs[0])
+    encoded = base64.b64encode(png(picture)).decode("ascii")
+    return {
+        "source": f"data:image/png;base64,{encoded}",
+        "height": picture.shape[0],
+        "width": picture.shape[1],
+        "grid": None if known.grid is None else list(known.grid.size),
+        "cells": [] if known.grid is None else known.grid.tokens.tolist(),
+    }
+
+
+def _maps(
+    subject: Subject, example: Example, known: Outline, wanted: Wanted, kind: str
+) -> Iterator[PackedMap]:
+    """The maps of the layers wanted, of which few are held at a time."""
+    method = (ImplicitAttention if kind == "attention" else LatimNorm)(
+        subject.forward_func, subject.module, subject.layers
+    )
+    take = method.matrices if isinstance(method, ImplicitAttention) else method.maps
+    tokens = max(known.layers[i].tokens for i in wanted.shown_layers)
+    together = max(1, _HELD // tokens**2)
+    starts = range(0, len(wanted.shown_layers), together)
+    for start in shown(starts, f"Report, {kind}", wanted.show_progress):
+        part = list(wanted.shown_layers[start : start + together])
+        found = take(
+            example.inputs, layers=part, additional_forward_args=example.additional or None
+        )
+        for matrix in found:
+            yield pack(_without_padding(matrix[0], known), wanted.kept)
+
+
+def _without_padding(matrix: Tensor, known: Outline) -> Tensor:
+    if len(matrix) != known.layers[0].tokens or len(known.real) == len(matrix):
+        return matrix
+    real = torch.tensor(known.real, device=matrix.device)
+    return matrix[real[:, None], real]
+
+
+def _layer(known: Outline, index: int, packed: PackedMap, block: str) -> dict[str, Any]:
+    layer = known.layers[index]
+    return {
+        "index": index,
+        "module": layer.name,
+        "family": layer.architecture,
+        "size": packed.size,
+        "kept": packed.kept,
+        "side": packed.overview_side,
+        "cell": packed.overview_cell,
+        "largest": _short(packed.largest),
+        "block": block,
+    }

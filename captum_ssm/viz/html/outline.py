@@ -1,0 +1,144 @@
+"""What one forward run says of an example before anything is explained.
+
+Shapes: L tokens, V vocabulary, K classes.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attr.forward import call_model
+from ...attr.layout import ImageProbe
+from ...attr.targets import logits_of, target_index
+from ...errors import InputError
+from ...tracing import require_layers, trace
+from .example import Example, Subject
+
+#: How many of the likeliest classes are named.
+_NAMED = 5
+
+
+class LayerOutline(NamedTuple):
+    """One layer: the mixer's name in the model, its family, and how many tokens it mixes."""
+
+    name: str
+    architecture: str
+    tokens: int
+
+
+class Prediction(NamedTuple):
+    """A class, or a token, with its logit and its probability among all."""
+
+    label: str
+    logit: float
+    probability: float
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Where an image's tokens lie.
+
+    Attributes:
+        size: rows and columns of patches.
+        tokens: the token of each patch, row by row.
+    """
+
+    size: tuple[int, int]
+    tokens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What a forward run says.
+
+    Attributes:
+        layers: the mixers, in the order in which they ran.
+        real: the positions that are no padding.
+        grid: where an image's patches lie; None for sequences, and where there is no grid.
+        target: what is explained: the user's, or what the model predicts.
+        explained: the same in words.
+        predictions: the likeliest classes, or tokens where the target stands.
+    """
+
+    layers: list[LayerOutline]
+    real: list[int]
+    grid: Grid | None
+    target: Any
+    explained: str
+    predictions: list[Prediction]
+
+
+def outline(subject: Subject, example: Example) -> Outline:
+    """Run the model once on an example."""
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        probe = ImageProbe(subject.module) if example.is_image else None
+        if probe is not None:
+            stack.enter_context(probe.watch())
+        with trace(subject.module, layers=subject.layers) as record:
+            given = subject.forward_func, example.inputs, example.additional
+            output = logits_of(call_model(*given)).detach()
+        require_layers(record, subject.module)
+        layers = [LayerOutline(x.name, x.architecture, x.tokens) for x in record.layers]
+        grid = None
+        if probe is not None:
+            first = record.layers[0]
+            if first.map is not None:
+                grid = Grid(first.map.size, torch.arange(first.tokens))
+            else:
+                grid = _grid(probe, subject, example, first.tokens)
+        mask = record.mask
+    real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
+    positions = real.nonzero().flatten().tolist()
+    target = _predicted(output, positions) if example.target is None else example.target
+    explained, predictions = _said(subject, output, target_index(target, output))
+    return Outline(layers, positions, grid, target, explained, predictions)
+
+
+def _grid(probe: ImageProbe, subject: Subject, example: Example, tokens: int) -> Grid | None:
+    try:
+        index, size = probe.patches(
+            subject.forward_func, example.inputs, example.additional, tokens
+        )
+    except InputError:  # tokens that are no grid of patches are shown one after the other
+        return None
+    return Grid(size, index.cpu())
+
+
+def _predicted(output: Tensor, positions: list[int]) -> Any:
+    """The likeliest class, or the likeliest token after the last one; None for a single number."""
+    if output.dim() == 3:
+        return positions[-1], int(output[0, positions[-1]].argmax())
+    return int(output[0].argmax()) if output.dim() == 2 and output.shape[1] > 1 else None
+
+
+def _said(subject: Subject, output: Tensor, index: Tensor | None) -> tuple[str, list[Prediction]]:
+    """What is explained, in words, and the likeliest answers."""
+    if index is None:
+        return f"the model's output, {float(output.flatten()[0]):.4g}", []
+    *place, chosen = index[0].tolist()
+    logits = output[(0, *place)].double().cpu()
+    chances = logits.softmax(-1)
+    best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
+    predictions = [
+        Prediction(_label(subject, k, output), float(logits[k]), float(chances[k]))
+        for k in dict.fromkeys([*best, chosen])
+    ]
+    label = _label(subject, chosen, output)
+    where = f", predicted after token {place[0]}" if output.dim() == 3 else ""
+    return f"the logit of “{label}”{where}", predictions
+
+
+def _label(subject: Subject, index: int, output: Tensor) -> str:
+    if subject.labels is not None and index < len(subject.labels):
+        return str(subject.labels[index])
+    if output.dim() == 3 and subject.codec is not None:
+        return subject.codec.names(torch.tensor([index]))[0]
+    known = getattr(getattr(subject.module, "config", None), "id2label", None)
+    if output.dim() == 2 and isinstance(known, dict) and index in known:
+        return str(known[index])
+    return str(index)

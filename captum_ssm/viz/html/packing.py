@@ -1,0 +1,125 @@
+"""Token-to-token maps, small enough for a page.
+
+24 layers of 2,000 tokens have 96 million entries.  A page holds an overview of each map and, for
+every row, its strongest entries: which they are is exact, their values are rounded to 1/127 of the
+row's largest.  Where there is room, all entries are held.
+
+Shapes: L tokens, K entries kept in each row, O cells along the overview's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import OptionError
+
+#: Cells along the side of an overview.
+_OVERVIEW = 128
+#: With fewer entries of each row a map would say too little.
+_FEWEST = 8
+#: Bytes of an entry that is kept: its column and its value.
+_ENTRY = 3
+#: Columns are counted in 16 bits.
+_MOST_TOKENS = 2**16
+_STEPS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMap:
+    """A token-to-token map in few bytes.
+
+    Attributes:
+        size: tokens, L.
+        kept: entries kept of each row; L if all are.
+        overview_side: O.
+        overview_cell: rows, and columns, of the map in a cell of the overview.
+        largest: the largest absolute value of the map.
+        data: the row's largest absolute values (L,) and the shares of the rows' absolute sums that
+            are kept (L,), little-endian float32; the columns kept (L, K), uint16, unless all are;
+            the overview (O, O) in 127ths of ``largest``, int8, each cell its strongest entry; the
+            values (L, K) in 127ths of the row's largest, int8.
+    """
+
+    size: int
+    kept: int
+    overview_side: int
+    overview_cell: int
+    largest: float
+    data: bytes
+
+
+def entries_kept(sizes: Sequence[int], room: int) -> int:
+    """How many entries of each row fit.
+
+    Args:
+        sizes: the tokens of each map.
+        room: bytes for all of them.
+    """
+    if max(sizes) > _MOST_TOKENS:
+        raise OptionError(
+            f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
+            f"{_MOST_TOKENS} are accepted. Use matrices=False."
+        )
+    fixed = sum(8 * size + min(size, _OVERVIEW) ** 2 for size in sizes)
+    kept = (room - fixed) // (_ENTRY * sum(sizes))
+    if kept < min(_FEWEST, *sizes):
+        raise OptionError(
+            f"matrices: {len(sizes)} maps with {sum(sizes)} rows do not fit into {room / 1e6:.1f} "
+            "MB. Name fewer layers by layers=, explain fewer examples, raise megabytes=, or use "
+            "matrices=False."
+        )
+    return int(kept)
+
+
+def pack(matrix: Tensor, kept: int) -> PackedMap:
+    """Pack a map.
+
+    Args:
+        matrix: (L, L).
+        kept: the most entries of each row to keep.
+    """
+    values = matrix.detach().cpu().to(torch.promote_types(matrix.dtype, torch.float32))
+    size = len(values)
+    scales = values.abs().amax(-1)  # (L,)
+    cells, cell = _overview(values)
+    largest = float(scales.max())
+    parts = [_little(scales, "<f4")]
+    if _ENTRY * kept >= size:  # naming the columns would cost more than keeping all
+        kept = size
+        parts += [_little(torch.ones(size), "<f4"), b""]
+    else:
+        columns = values.abs().topk(kept, dim=-1).indices.sort(-1).values  # (L, K)
+        sums = values.abs().sum(-1)
+        values = values.gather(-1, columns)
+        shares = values.abs().sum(-1) / sums.where(sums > 0, 1.0)
+        parts += [_little(shares.where(sums > 0, 1.0), "<f4"), _little(columns, "<u2")]
+    parts += [_steps(cells, scales.max()), _steps(values, scales[:, None])]
+    return PackedMap(size, kept, len(cells), cell, largest, b"".join(parts))
+
+
+def _overview(values: Tensor) -> tuple[Tensor, int]:
+    """The strongest entry of each cell (O, O), and the cell's side in tokens."""
+    size = len(values)
+    cell = -(-size // _OVERVIEW)
+    if cell == 1:
+        return values, 1
+    pad = (0, -size % cell, 0, -size % cell)
+    high, low = (F.max_pool2d(F.pad(x, pad)[None], cell)[0] for x in (values, -values))
+    return torch.where(high >= low, high, -low), cell
+
+
+def _steps(values: Tensor, largest: Tensor) -> bytes:
+    unit = values / largest.where(largest > 0, 1.0)
+    return _little((unit * _STEPS).round(), "|i1")
+
+
+def _little(values: Tensor, kind: str) -> bytes:
+    array: npt.NDArray[np.generic] = values.numpy().astype(kind)
+    return array.tobytes()

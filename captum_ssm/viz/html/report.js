@@ -1,0 +1,267 @@
+/* The page: what is chosen, and what is shown of it. */
+
+const FACTS = JSON.parse(document.getElementById('facts').textContent);
+const part = (id) => document.getElementById(id);
+
+/** What is chosen: an example, a method, a map and its layer; the token pointed at, and kept. */
+const chosen = { example: 0, method: 0, map: 0, layer: 0, pointed: null, kept: null };
+let tokens = null;
+let layers = [];
+
+const example = () => FACTS.examples[chosen.example];
+
+/** The layer's map, if its rows belong to the tokens that are shown. */
+function usableMap() {
+  const map = layers[chosen.layer];
+  return map && map.size === example().tokens.length ? map : null;
+}
+
+function act(kind, index) {
+  if (kind === 'layer') {
+    if (!layers.length) return;
+    chosen.layer = Math.max(0, Math.min(layers.length - 1, chosen.layer + index));
+    part('layer').value = chosen.layer;
+    showLayer();
+    return;
+  }
+  if (kind === 'point') {
+    if (chosen.pointed === index) return;
+    chosen.pointed = index;
+    if (chosen.kept !== null) return;
+  } else chosen.kept = index === chosen.kept ? null : index;
+  showTokens();
+}
+
+/** Tokens coloured by the method, or by the row of the token that is looked at. */
+function showTokens() {
+  const { tokens: names, methods } = example();
+  const method = methods[chosen.method];
+  const current = chosen.kept === null ? chosen.pointed : chosen.kept;
+  const map = current === null ? null : usableMap();
+  const row = map ? map.row(current) : null;
+  const column = map ? map.column(current) : null;
+  const largest = tokens.paint(row || method.values, column, current, chosen.kept);
+  const layer = map ? `layer ${map.facts.index}` : '';
+  part('most').textContent = short(largest);
+  part('least').textContent = short(-largest);
+  part('shown').textContent = map
+    ? `Background: what token ${current} takes from each token in ${layer}. Bar below: what each takes from it.`
+    : `Background: relevance by ${method.name}.`;
+  part('status').replaceChildren(...sentence(current, map, row, column));
+  showOverviewLines(current, map);
+  part('partners').classList.toggle('empty', !map);
+  if (!map) return;
+  part('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
+  showPartners(part('sources'), names, row);
+  showPartners(part('takers'), names, column);
+}
+
+/** The token that is looked at, in words. */
+function sentence(current, map, row, column) {
+  if (current === null) {
+    return [document.createTextNode('Point at a token, or move to one with Tab and the arrow keys.')];
+  }
+  const { tokens: names, methods } = example();
+  const method = methods[chosen.method];
+  const said = [];
+  const say = (text) => said.push(document.createTextNode(text));
+  const quote = (index) => {
+    say('“');
+    said.push(make('bdi', 'name', names[index])); // the quotes keep the sentence's direction
+    say('”');
+  };
+  say(`Token ${current} `);
+  quote(current);
+  say(`${chosen.kept === null ? '' : ' (kept)'}: ${short(method.values[current])} by ${method.name}.`);
+  const tell = (verb, values) => {
+    const [best] = strongest(values, 1);
+    if (best === undefined) return;
+    say(` ${verb} `);
+    quote(best);
+    say(` (token ${best}, ${short(values[best])}).`);
+  };
+  if (map) {
+    tell(`In layer ${map.facts.index} it takes most from`, row);
+    tell('Most is taken from it by', column);
+  }
+  return said;
+}
+
+/** The chosen layer: its name, its picture, and what is kept of it. */
+function showLayer() {
+  const map = layers[chosen.layer];
+  if (!map) return;
+  const { index, module, family, side, cell, largest, size, kept } = map.facts;
+  part('layer-name').textContent = `${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
+  part('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
+  const canvas = part('overview').querySelector('canvas');
+  // by square roots: most entries are far smaller than the largest
+  const shades = map.overview().map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
+  paintCells(canvas, shades, side, side, 1, 1);
+  canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
+  const cells = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
+  const fits = size === example().tokens.length ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
+  part('overview-note').textContent = `Layer ${index}: row = taking token, column = source; largest ${short(largest)}; shades by square roots.${cells}${fits}`;
+  part('note').textContent = map.whole
+    ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
+    : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${shares(map)} of the rows' absolute sums.`;
+  showTokens();
+}
+
+/** The least and the mean share of rows that is kept, in words. */
+function shares(map) {
+  const all = Array.from({ length: map.size }, (_, i) => map.share(i));
+  const percent = (x) => `${(100 * x).toFixed(0)} %`;
+  const mean = all.reduce((sum, x) => sum + x, 0) / all.length;
+  return `${percent(mean)} on average, ${percent(Math.min(...all))} at least,`;
+}
+
+function showOverviewLines(current, map) {
+  for (const [id, side] of [['row-line', 'top'], ['column-line', 'left']]) {
+    const line = part(id);
+    line.style.display = map ? 'block' : 'none';
+    if (map) line.style[side] = `${(100 * (current + 0.5)) / map.size}%`;
+  }
+}
+
+/** The map's layers, the first time and when the map changes. */
+function showMap() {
+  const map = example().maps[chosen.map];
+  layers = map ? map.layers.map((facts) => new LayerMap(facts)) : [];
+  chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
+  part('controls').hidden = part('side').hidden = !layers.length;
+  part('reading').classList.toggle('mapped', layers.length > 0);
+  part('layer').max = Math.max(0, layers.length - 1);
+  part('layer').value = chosen.layer;
+  if (layers.length) showLayer();
+  else {
+    part('note').textContent = '';
+    showTokens();
+  }
+}
+
+/** A row, or a small picture, for each method to choose it by. */
+function showMethods() {
+  const { methods, image } = example();
+  const field = part('methods');
+  const legend = field.querySelector('legend');
+  const gridded = image && image.grid;
+  field.classList.toggle('of-images', Boolean(gridded));
+  const rows = methods.map((method, index) => {
+    const row = make('label');
+    const radio = make('input');
+    radio.type = 'radio';
+    radio.name = 'method';
+    radio.value = index;
+    radio.checked = index === chosen.method;
+    const canvas = make('canvas');
+    canvas.setAttribute('aria-hidden', 'true');
+    const largest = make('span', 'largest', `largest ${short(largestOf(method.values))}`);
+    row.append(radio, make('span', 'name', method.name));
+    if (gridded) {
+      const thumb = make('span', 'thumb');
+      const picture = make('img');
+      picture.src = image.source;
+      picture.alt = '';
+      thumb.append(picture, canvas);
+      row.append(thumb, largest);
+    } else row.append(canvas, largest);
+    return row;
+  });
+  field.replaceChildren(legend, ...rows);
+  paintMethods();
+}
+
+/** The methods' strips, in the colours of the theme. */
+function paintMethods() {
+  const { methods, image } = example();
+  const canvases = part('methods').querySelectorAll('canvas');
+  methods.forEach(({ values }, index) => {
+    const largest = largestOf(values);
+    if (image && image.grid) {
+      const [height, width] = image.grid;
+      const cells = image.cells.map((token) => values[token]);
+      paintCells(canvases[index], cells, width, height, largest, 0.75);
+    } else paintStrip(canvases[index], values, largest);
+  });
+}
+
+function showNumbers() {
+  const holder = part('numbers-table');
+  holder.replaceChildren(...(part('numbers').open ? [numbersTable(example())] : []));
+}
+
+/** All of the chosen example. */
+function showExample() {
+  const { explained, predictions, methods, maps } = example();
+  Object.assign(chosen, { pointed: null, kept: null });
+  part('explained').textContent = explained;
+  showPredictions(part('predictions'), predictions);
+  showMethods();
+  tokens = new TokenView(part('text'), part('picture'), example(), act);
+  tokens.unfold(strongest(methods[chosen.method].values, 5));
+  part('folding').hidden = tokens.parts.length === 0;
+  part('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
+  part('map-choice').hidden = maps.length < 2;
+  part('map').value = chosen.map;
+  showNumbers();
+  showMap();
+}
+
+function begin() {
+  const families = FACTS.families.join(', ');
+  part('model').textContent = `${FACTS.model}: ${FACTS.layers} token mixers (${families})`;
+  part('choice').hidden = FACTS.examples.length < 2;
+  part('example').append(...FACTS.examples.map(({ name }, index) => new Option(name, index)));
+  part('example').addEventListener('change', (event) => {
+    chosen.example = Number(event.target.value);
+    showExample();
+  });
+  part('methods').addEventListener('change', (event) => {
+    chosen.method = Number(event.target.value);
+    tokens.unfold(strongest(example().methods[chosen.method].values, 5));
+    showTokens();
+  });
+  part('map').addEventListener('change', (event) => {
+    chosen.map = Number(event.target.value);
+    showMap();
+  });
+  part('layer').addEventListener('input', (event) => {
+    chosen.layer = Number(event.target.value);
+    showLayer();
+  });
+  part('unfold').addEventListener('click', () => tokens.foldAll(true));
+  part('fold').addEventListener('click', () => tokens.foldAll(false));
+  part('numbers').addEventListener('toggle', showNumbers);
+  for (const id of ['text', 'picture']) TokenView.listen(part(id), () => tokens);
+  listenToOverview(part('overview'));
+  document.addEventListener('keydown', (event) => {
+    if (event.key === 'Escape' && chosen.kept !== null) act('keep', null);
+  });
+  showExample();
+  themeButton(part('theme'), () => {
+    paintMethods();
+    if (layers.length) showLayer();
+    else showTokens();
+  });
+}
+
+/** Pointing at a row of the map's picture is pointing at its token. */
+function listenToOverview(overview) {
+  const tokenAt = (event) => {
+    const map = usableMap();
+    const box = overview.getBoundingClientRect();
+    const share = (event.clientY - box.top) / box.height;
+    return map ? Math.max(0, Math.min(map.size - 1, Math.floor(share * map.size))) : null;
+  };
+  overview.addEventListener('pointermove', (event) => act('point', tokenAt(event)));
+  overview.addEventListener('pointerleave', () => act('point', null));
+  overview.addEventListener('click', (event) => {
+    const index = tokenAt(event);
+    if (index === null) return;
+    tokens.unfold([index]);
+    act('keep', index);
+  });
+}
+
+begin();

@@ -1,0 +1,188 @@
+"""A report: examples, what the model says of them, and why, in one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from ...attr.fold import shown
+from ...attr.latim import wanted as layers_wanted
+from ...errors import OptionError
+from ..figure import check_labels
+from .example import Example, Names, Subject, find_subject, read_examples
+from .explanation import MAPS, Explanation, Methods, Wanted, explain
+from .outline import Outline, outline
+from .packing import entries_kept
+from .page import page
+
+#: What explains if nothing else is said.
+METHODS = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
+
+
+def report(
+    forward_func: Callable[..., Any],
+    inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
+    methods: Methods = METHODS,
+    *,
+    target: Any = None,
+    additional_forward_args: Any = None,
+    model: nn.Module | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    tokenizer: Any = None,
+    tokens: Names | None = None,
+    labels: Sequence[str] | None = None,
+    matrices: bool | Sequence[str] = True,
+    shown_layers: Sequence[int] | None = None,
+    megabytes: float = 12.0,
+    names: Sequence[str] | None = None,
+    title: str = "Explanation",
+    path: str | Path = "report.html",
+    show_progress: bool = False,
+) -> Path:
+    """Explain examples by several methods and write one HTML file that needs nothing else.
+
+    The page shows the model's predictions; the relevance of every token, or patch of an image, by
+    every method; and from token to token, layer by layer, what a token takes from each other one.
+    It opens from the disk, asks for nothing from the network, and works by keyboard alone.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
+            tensor; or with a tokenizer a text or several, which need not be of one length.
+        methods: as in :func:`captum_ssm.compare`. Default: LatimFlow, MambaAttribution and
+            ImplicitAttentionRollout.
+        target: what is explained, in Captum's forms; a list has one for each example. Default:
+            None, what the model predicts: of a language model, after the last token.
+        additional_forward_args: further positional arguments of forward_func, for example an
+            attention mask. Default: None.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+        options: further arguments of ``attribute`` for each method, by its name in the result.
+            Default: None.
+        tokenizer: names tokens and, of a language model, predictions; anything with
+            ``encode(text)`` and ``decode(ids)``. Default: None.
+        tokens: names of the tokens of one sequence, or a list of them for each. Default: None,
+            what the tokenizer says, else ids.
+        labels: names of the classes. Default: None, the model's own, else numbers.
+        matrices: show token-to-token maps: True or ``"attention"`` for the implicit attention,
+            ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
+        shown_layers: indices of the layers whose maps are shown, in the order in which they ran;
+            negative ones count from the end. Default: None, all.
+        megabytes: how much the maps may add to the file; where all of their entries do not fit,
+            the strongest of each row are kept, and the page says how many. Default: 12.
+        names: what the examples are called. Default: None, ``Example 1``, ...
+        title: the page's heading. Default: ``"Explanation"``.
+        path: the file to write; its folder is made if it is missing. Default: ``"report.html"``.
+        show_progress: show progress bars. Default: False.
+
+    Returns:
+        The path of the file.
+
+    Example:
+        >>> from captum_ssm import report
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> prompt = "anna owns the lamp . ? anna owns the"
+        >>> path = report(model, prompt, tokenizer=vocabulary)  # doctest: +SKIP
+    """
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
+    subject = find_subject(forward_func, model, layers, tokenizer, labels)
+    examples = read_examples(subject, inputs, target, additional_forward_args, tokens)
+    check_labels(names, len(examples), "names")
+    found = explain_all(
+        subject,
+        examples,
+        methods,
+        options,
+        matrices=matrices,
+        shown_layers=shown_layers,
+        megabytes=megabytes,
+        show_progress=show_progress,
+    )
+    for name, explanation in zip(names or (), found, strict=names is not None):
+        explanation.facts["name"] = name
+    return write_report(subject, found, title, file)
+
+
+def explain_all(
+    subject: Subject,
+    examples: Sequence[Example],
+    methods: Methods,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    matrices: bool | Sequence[str] = True,
+    shown_layers: Sequence[int] | None = None,
+    megabytes: float = 12.0,
+    show_progress: bool = False,
+) -> list[Explanation]:
+    """What a report holds, example by example.
+
+    Args:
+        subject: the model.
+        examples: the examples.
+        methods, options, matrices, shown_layers, megabytes, show_progress: as in :func:`report`,
+            with the same defaults.
+    """
+    kinds = _kinds(matrices)
+    if shown_layers is not None and not len(shown_layers):
+        raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
+    outlines = [
+        outline(subject, example)
+        for example in shown(examples, "Report, forward runs", show_progress)
+    ]
+    chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
+    kept = _kept(outlines, chosen, kinds, megabytes)
+    asked = Wanted(methods, options, kinds, chosen, kept, show_progress)
+    numbered = list(enumerate(zip(examples, outlines, strict=True)))
+    return [
+        explain(subject, example, known, asked, number)
+        for number, (example, known) in shown(numbered, "Report, examples", show_progress)
+    ]
+
+
+def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
+    """Write what :func:`explain_all` returned as a page.
+
+    Args:
+        subject: the model.
+        found: the explanations.
+        title: the page's heading.
+        path: the file to write.
+    """
+    facts = {
+        "model": type(subject.module).__name__,
+        "layers": len(found[0].layers),
+        "families": list(dict.fromkeys(layer.architecture for layer in found[0].layers)),
+        "examples": [explanation.facts for explanation in found],
+    }
+    blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
+    path.write_text(page(title, facts, blocks), encoding="utf-8")
+    return path
+
+
+def _kinds(matrices: bool | Sequence[str]) -> list[str]:
+    """The names of the maps that are wanted."""
+    if isinstance(matrices, bool):
+        return ["attention"] if matrices else []
+    kinds = [matrices] if isinstance(matrices, str) else list(matrices)
+    for kind in kinds:
+        if kind not in MAPS:
+            raise OptionError(f"matrices={matrices!r}: use True, False, or some of {tuple(MAPS)}.")
+    return kinds
+
+
+def _kept(
+    outlines: Sequence[Outline], chosen: Sequence[int], kinds: Sequence[str], megabytes: float
+) -> int:
+    """How many entries of each row of a map fit into the file."""
+    sizes = [known.layers[i].tokens for known in outlines for i in chosen] * len(kinds)
+    if not sizes:
+        return 0
+    return entries_kept(sizes, int(megabytes * 1e6 * 3 / 4))  # base64 takes 4 bytes for 3

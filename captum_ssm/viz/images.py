@@ -1,0 +1,160 @@
+"""Relevance laid over an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InputError, OptionError
+from .colours import scale
+from .figure import by_name, new_figure, numbers
+from .labels import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: How relevance is shown: a heat map alone, over the image, as lines on it, or by what it hides.
+MANNERS = ("heat", "blend", "contour", "masked")
+
+#: Contour lines, as shares of the largest relevance.
+_LEVELS = (0.25, 0.5, 0.75)
+
+
+def plot_image(
+    image: Tensor,
+    relevance: Tensor | Mapping[str, Tensor],
+    *,
+    how: str | Sequence[str] = "blend",
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw an image, and beside it the relevance of one method or of several.
+
+    Args:
+        image: (C, H, W) or (1, C, H, W) with one colour channel or three; numbers outside [0, 1],
+            as normalised images have them, are stretched to it.
+        relevance: (C, H, W) or (H, W), or the patch grid (h, w), which is enlarged bilinearly;
+            a dimension of 1 in front is dropped. Several by name are drawn side by side, each with
+            a colour scale of its own.
+        how: ``"blend"`` (a heat map over the grey image), ``"contour"`` (lines at a quarter, half
+            and three quarters of the largest value; dashed where negative), ``"masked"`` (the image
+            as bright as it is positively relevant), ``"heat"`` (the heat map alone), or several of
+            them, one below another. Default: ``"blend"``.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes, one row for each of ``how``; the image comes first.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import plot_image
+        >>> figure, axes = plot_image(torch.rand(3, 28, 28), {"flow": torch.randn(14, 14)})
+        >>> axes.shape
+        (1, 2)
+    """
+    manners = [how] if isinstance(how, str) else list(how)
+    for manner in manners:
+        if manner not in MANNERS:
+            raise OptionError(f"how={manner!r} is not known. Use one or more of {MANNERS}.")
+    if not manners:
+        raise OptionError(f"how is empty. Use one or more of {MANNERS}.")
+    picture = picture_of(image)  # (H, W, 3)
+    size = (picture.shape[0], picture.shape[1])
+    maps = {name: pixels_of(r, size) for name, r in by_name(relevance, "relevance").items()}
+    wide, high = 2.3 * (1 + len(maps)), 2.3 * size[0] / size[1] * len(manners) + 0.5
+    figure, axes = new_figure(wide, high, nrows=len(manners), ncols=1 + len(maps), squeeze=False)
+    for row, manner in zip(axes, manners, strict=True):
+        row[0].imshow(picture.numpy())
+        row[0].set_ylabel(manner if len(manners) > 1 else "", size=9)
+        for axis, pixels in zip(row[1:], maps.values(), strict=True):
+            _DRAW[manner](axis, picture, pixels)
+        for axis in row:
+            axis.set(xticks=[], yticks=[])
+    axes[0, 0].set_title("image", size=9)
+    for axis, (name, pixels) in zip(axes[0, 1:], maps.items(), strict=True):
+        heading = f"{shown(name)}\n(largest: {float(pixels.abs().max()):.3g})"
+        axis.set_title(heading if name else "", size=9)
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+    return figure, axes
+
+
+def picture_of(image: Tensor) -> Tensor:
+    """The image as (H, W, 3) in [0, 1], stretched if it lies outside.
+
+    Args:
+        image: (C, H, W) or (1, C, H, W), C being 1 or 3.
+    """
+    whole = numbers(image, "image")
+    whole = whole[0] if whole.dim() == 4 and len(whole) == 1 else whole
+    if whole.dim() != 3 or len(whole) not in (1, 3):
+        raise InputError(
+            f"image has shape {tuple(image.shape)}; pass one image (C, H, W) with one colour "
+            "channel or three."
+        )
+    if image.dtype == torch.uint8:
+        whole = whole / 255
+    low, high = float(whole.min()), float(whole.max())
+    if low < 0 or high > 1:
+        whole = (whole - low) / ((high - low) or 1.0)
+    return whole.expand(3, -1, -1).permute(1, 2, 0)
+
+
+def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
+    """Relevance for every pixel (H, W): colour channels summed, a patch grid enlarged bilinearly.
+
+    Args:
+        relevance: (C, H, W), (H, W), or a grid (h, w), with or without a 1 in front.
+        size: the image's height and width.
+    """
+    found = numbers(relevance, "relevance")
+    while found.dim() > 3 and len(found) == 1:
+        found = found[0]
+    if found.dim() == 3:
+        found = found.sum(0)
+    if found.dim() != 2:
+        raise InputError(
+            f"relevance has shape {tuple(relevance.shape)}; pass that of one image: (C, H, W), "
+            "(H, W) or its patch grid (h, w), as per_token=True gives it."
+        )
+    if found.shape == size:
+        return found
+    return F.interpolate(found[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
+
+
+def _heat(axis: Any, picture: Tensor, pixels: Tensor) -> None:
+    colour_map, low, high = scale(pixels)
+    axis.imshow(pixels.numpy(), cmap=colour_map, vmin=low, vmax=high)
+
+
+def _blend(axis: Any, picture: Tensor, pixels: Tensor) -> None:
+    colour_map, low, high = scale(pixels)
+    axis.imshow(picture.mean(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+    # what has no relevance stays as it is
+    opacity = (pixels.abs() / high).sqrt() * 0.85
+    axis.imshow(pixels.numpy(), cmap=colour_map, vmin=low, vmax=high, alpha=opacity.numpy())
+
+
+def _contour(axis: Any, picture: Tensor, pixels: Tensor) -> None:
+    axis.imshow(picture.numpy(), alpha=0.75)
+    colour_map, low, high = scale(pixels)
+    levels = [s * high for s in _LEVELS]
+    levels = [-x for x in reversed(levels)] * (low < 0) + levels
+    inside = [x for x in levels if float(pixels.min()) < x < float(pixels.max())]
+    if inside:  # a map without relevance has no lines
+        dashes = ["dashed" if x < 0 else "solid" for x in inside]
+        axis.contour(
+            pixels.numpy(), inside, cmap=colour_map, vmin=low, vmax=high, linestyles=dashes
+        )
+
+
+def _masked(axis: Any, picture: Tensor, pixels: Tensor) -> None:
+    positive = pixels.clamp_min(0)
+    share = positive / (float(positive.max()) or 1.0)
+    axis.imshow((picture * share[..., None]).numpy())
+
+
+_DRAW = {"heat": _heat, "blend": _blend, "contour": _contour, "masked": _masked}

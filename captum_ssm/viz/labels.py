@@ -1,0 +1,101 @@
+"""Tokens as text that shows all of what they are: labels of pictures and pages.
+
+Characters that would not be seen are spelled out, as ``\\n`` or ``\\u200b``.  So are, in pictures,
+characters that the font has no glyph for.  Right-to-left text is laid out by matplotlib itself from
+version 3.11 on; before, it sets letters in the order of the string, and words read backwards.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from .figure import check_labels
+
+#: Families of the labels of pictures; the second has more glyphs.
+FAMILIES = ("monospace", "sans-serif")
+
+#: What stands for a token without any characters.
+EMPTY = "∅"
+
+#: Characters that Python calls printable and that are drawn as nothing.
+_INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0)).union(
+    range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0)
+)
+
+#: More labels than this along an axis are thinned out so that they do not collide.
+_MOST_LABELS = 64
+#: Labels longer than this are cut.
+_LONGEST = 24
+
+
+def spelled(token: str) -> str:
+    """The token with every character seen: control, zero-width and lone combining ones by name."""
+    if token and not token.strip(" "):
+        return "␣" * len(token)
+    shown, base = [], False
+    for character in token:
+        combining = unicodedata.category(character) in ("Mn", "Me")
+        visible = character.isprintable() and ord(character) not in _INVISIBLE
+        if combining and not base:
+            visible = False
+        shown.append(character if visible else _name(character))
+        base = visible and character != " "
+    return "".join(shown) or EMPTY
+
+
+def shown(token: str) -> str:
+    """The token as matplotlib is to draw it: spelled, in glyphs there are, no mathematics."""
+    glyphs = _glyphs()
+    drawn = "".join(c if ord(c) in glyphs else _name(c) for c in spelled(token))
+    return drawn.replace("$", r"\$")
+
+
+def width(token: str) -> int:
+    """How many cells of a monospaced font a token takes."""
+    label = shown(token).replace(r"\$", "$")
+    return sum(unicodedata.category(c) not in ("Mn", "Me") for c in label)
+
+
+def cut(token: str, longest: int = _LONGEST) -> str:
+    """The token, or its beginning and an ellipsis if it is too long for a label."""
+    return token if len(token) <= longest else token[: longest - 1] + "…"
+
+
+def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -> None:
+    """Name the ticks of an axis by tokens, or by positions, as many as fit.
+
+    Args:
+        axis: matplotlib's ``axes.xaxis`` or ``axes.yaxis``.
+        labels: one for each of the tokens; None for positions.
+        count: how many tokens there are.
+        what: what the labels belong to, for the message if their number is wrong.
+    """
+    check_labels(labels, count, what)
+    ticks = range(0, count, -(-count // _MOST_LABELS))
+    names = [str(i) if labels is None else shown(cut(labels[i])) for i in ticks]
+    size = max(4.0, min(8.0, 260 / len(ticks)))
+    axis.set_ticks(list(ticks), names, fontsize=size, fontfamily=list(FAMILIES))
+    if axis.axis_name == "x":
+        axis.set_tick_params(rotation=90)
+
+
+def _name(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _glyphs() -> frozenset[int]:
+    from matplotlib import rcParams
+
+    return _glyphs_of(tuple(rcParams["font.monospace"]), tuple(rcParams["font.sans-serif"]))
+
+
+@lru_cache(maxsize=4)
+def _glyphs_of(monospace: tuple[str, ...], sans: tuple[str, ...]) -> frozenset[int]:
+    """The characters that :data:`FAMILIES` can draw while the user prefers these fonts."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    files = [findfont(FontProperties(family=[name])) for name in FAMILIES]
+    return frozenset().union(*(get_font(file).get_charmap() for file in files))

@@ -1,0 +1,96 @@
+"""One number per layer, as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import InputError
+from .colours import line_style
+from .figure import by_name, new_figure, numbers
+from .labels import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Numbers per layer: a tensor (layers,), or a list as decomposition_error() returns it.
+Profile = Tensor | Sequence[float]
+
+#: Below this a decomposition error is rounding, and is drawn here.
+_ROUNDING = 1e-8
+
+
+def plot_layers(
+    profiles: Profile | Mapping[str, Profile],
+    *,
+    quantity: str = "relevance",
+    logarithmic: bool = False,
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw how a number changes from layer to layer.
+
+    Args:
+        profiles: one number per layer, or several such by name; they may differ in length.
+        quantity: what the numbers are, for the axis. Default: ``"relevance"``.
+        logarithmic: a logarithmic axis; zeros cannot be shown on it. Default: False.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes.
+
+    Example:
+        >>> from captum_ssm.viz import plot_layers
+        >>> figure, axis = plot_layers({"the evidence": [0.1, 0.7], "the rest": [0.3, 0.2]})
+    """
+    named = by_name(profiles, "profiles")
+    figure, axis = new_figure(6.4, 3.6)
+    for i, (name, values) in enumerate(named.items()):
+        heights = numbers(values, "profiles")
+        if heights.dim() != 1:
+            raise InputError(
+                f"profile {name!r} has shape {tuple(heights.shape)}; pass one number per layer."
+            )
+        axis.plot(heights.numpy(), marker="o", markersize=4, label=shown(name), **line_style(i))
+    if logarithmic:
+        axis.set_yscale("log")
+    else:
+        axis.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set(xlabel="layer", ylabel=shown(quantity))
+    finish(figure, axis, [*named], title)
+    return figure, axis
+
+
+def plot_decomposition_errors(
+    errors: Profile | Mapping[str, Profile], *, title: str | None = None
+) -> tuple[Figure, Any]:
+    """Draw what the contribution vectors of each layer miss (LATIM, figure 4).
+
+    Args:
+        errors: what :meth:`LatimNorm.decomposition_error` returns, or several such by name, for
+            example by the ``activation`` they were made with.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes, logarithmic and ending at 1e-8, below which an error is
+        rounding.
+    """
+    named = by_name(errors, "errors")
+    visible = {n: numbers(e, "errors").clamp_min(_ROUNDING) for n, e in named.items()}
+    figure, axis = plot_layers(
+        visible, quantity="decomposition error", logarithmic=True, title=title
+    )
+    axis.set_ylim(_ROUNDING / 2, max(2.0, *(2 * float(e.max()) for e in visible.values())))
+    return figure, axis
+
+
+def finish(figure: Figure, axis: Any, names: Sequence[str], title: str | None) -> None:
+    """Grid, legend and heading of a picture of lines."""
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    if any(names):
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    if title:
+        axis.set_title(shown(title), size=10, loc="left")

@@ -1,0 +1,384 @@
+"""A report in a real browser, used by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chromium import Page
+from pages import read_page
+from small_models import VOCABULARY, images, mamba_lm, token_ids, vision
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
+
+pytestmark = pytest.mark.browser
+
+METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "$x_1$",
+    "\u200b",
+    "שלום",
+    "👩\u200d🚀",
+    "a\nb",
+    "\"'&amp;",
+    "<!--",
+    "",
+]
+WORDS = [f"w{i}" for i in range(17)]
+
+
+def token(index: int) -> str:
+    return f'.token[data-index="{index}"]'
+
+
+def shade(page: Page, index: int) -> float:
+    """How opaque a token's background is."""
+    colour = page.style(token(index), "background-color")
+    return float(colour.rstrip(")").rpartition("/" if "/" in colour else ",")[2] or 0)
+
+
+def shades(page: Page) -> np.ndarray:
+    """The opacity of every token's background."""
+    found = page.evaluate(
+        "[...document.querySelectorAll('.token')].map((t) => {"
+        " const c = getComputedStyle(t).backgroundColor.match(/[0-9.]+/g).map(Number);"
+        " return c.length > 3 ? c[3] : 1; })"
+    )
+    return np.array(found)
+
+
+def expected(values: np.ndarray) -> np.ndarray:
+    """The opacities that colours.js gives to values: 64 steps up to 0.62."""
+    return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two short texts."""
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    names = [WORDS, [f"v{i}" for i in range(17)]]
+    kinds = ["attention", "contributions"]
+    return report(mamba_lm(), token_ids(2, 17), METHODS, tokens=names, matrices=kinds, path=path)
+
+
+@pytest.fixture
+def opened(page: Page, made: Path) -> Iterator[Page]:
+    """The report in the browser; whatever a test does, nothing may go wrong or be fetched."""
+    page.goto(made)
+    yield page
+    assert page.errors == []
+    assert page.requests == [made.as_uri()]
+    assert page.dialogs == []
+
+
+def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
+    example = read_page(made).facts["examples"][0]
+    assert opened.text("#explained") == example["explained"]
+    assert opened.count("#predictions tbody tr") == len(example["predictions"])
+    assert opened.count("#methods label") == 3
+    texts = opened.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
+    assert texts == WORDS
+    np.testing.assert_allclose(
+        shades(opened), expected(np.array(example["methods"][0]["values"])), atol=0.003
+    )
+    assert not opened.evaluate("document.querySelector('#controls').hidden")
+
+
+def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Path) -> None:
+    page = read_page(made)
+    layer = page.facts["examples"][0]["maps"][0]["layers"][0]
+    matrix, _ = page.matrix(layer)
+    opened.hover(token(11))
+    np.testing.assert_allclose(shades(opened), expected(matrix[11]), atol=0.011)
+    bars = opened.evaluate(
+        "[...document.querySelectorAll('.token')].map((t) => t.style.borderBottomColor !== '')"
+    )
+    assert bars == list(expected(matrix[:, 11]) > 0)
+    best = int(np.abs(matrix[11]).argmax())
+    assert f"takes most from “w{best}”" in opened.text("#status")
+    assert "Token 11 “w11”" in opened.text("#partners-title")
+    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
+    taker = int(np.abs(matrix[:, 11]).argmax())
+    assert opened.text("#takers tbody tr td:nth-child(2)") == f"w{taker}"
+    opened.leave()
+    values = np.array(page.facts["examples"][0]["methods"][0]["values"])
+    np.testing.assert_allclose(shades(opened), expected(values), atol=0.003)
+
+
+def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
+    opened.click(token(9))
+    kept = shades(opened)
+    opened.hover(token(4))
+    assert (shades(opened) == kept).all()
+    assert opened.evaluate(f"document.querySelector('{token(9)}').ariaPressed") == "true"
+    assert "(kept)" in opened.text("#status")
+    opened.click(token(9))
+    opened.hover(token(4))
+    assert "Token 4" in opened.text("#status")
+    opened.click(token(9))
+    opened.key("Escape")
+    opened.leave()
+    assert opened.count('[aria-pressed="true"]') == 0
+
+
+def test_the_slider_and_the_map_choose_what_is_shown(opened: Page, made: Path) -> None:
+    page = read_page(made)
+    opened.click(token(16))
+    opened.evaluate("document.querySelector('#layer').focus()")
+    opened.key("ArrowRight")
+    opened.key("ArrowRight")
+    assert opened.text("#layer-name").startswith("2 of 0–2: Mamba")
+    maps = page.facts["examples"][0]["maps"]
+    matrix, _ = page.matrix(maps[0]["layers"][2])
+    np.testing.assert_allclose(shades(opened), expected(matrix[16]), atol=0.011)
+    opened.evaluate(
+        "(() => { const map = document.querySelector('#map'); map.value = '1';"
+        " map.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    matrix, _ = page.matrix(maps[1]["layers"][2])
+    np.testing.assert_allclose(shades(opened), expected(matrix[16]), atol=0.011)
+
+
+def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
+    examples = read_page(made).facts["examples"]
+    opened.click("#methods label:nth-of-type(3)")
+    opened.leave()
+    values = np.array(examples[0]["methods"][2]["values"])
+    np.testing.assert_allclose(shades(opened), expected(values), atol=0.003)
+    assert "Implicit Attention Rollout" in opened.text("#shown")
+    opened.evaluate("document.querySelector('#example').focus()")
+    opened.key("ArrowDown")
+    assert opened.text(token(3)) == "v3"
+    values = np.array(examples[1]["methods"][2]["values"])
+    np.testing.assert_allclose(shades(opened), expected(values), atol=0.003)
+
+
+def test_keyboard_alone(opened: Page) -> None:
+    seen = []
+    while not seen or seen[-1] != "span.token":
+        opened.key("Tab")
+        seen.append(opened.focused())
+        assert len(seen) < 12, seen
+    assert seen[:3] == ["button#theme", "select#example", "input"]
+    assert seen[3:-1] == ["select#map", "input#layer"]
+    for key, index in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 16)]:
+        opened.key(key)
+        assert f"Token {index} " in opened.text("#status")
+    opened.key("Enter")
+    opened.key("PageUp")
+    assert opened.text("#layer-name").startswith("1 of")
+    opened.key("Home")
+    assert "Token 16 “w16” (kept)" in opened.text("#status")
+    opened.key("Escape")
+    assert opened.evaluate("document.activeElement.dataset.index") == "0"
+    assert opened.count('.token[tabindex="0"]') == 1
+
+
+def test_arrows_up_and_down_move_by_lines(opened: Page) -> None:
+    opened.resize(390)
+    opened.click(token(2))
+    opened.key("ArrowDown")
+    below = int(opened.evaluate("document.activeElement.dataset.index"))
+    assert below > 3
+    tops = [opened.evaluate(f"document.querySelector('{token(i)}').offsetTop") for i in range(17)]
+    assert tops[below] == min(top for top in tops if top > tops[2])
+    opened.key("ArrowUp")
+    assert tops[int(opened.evaluate("document.activeElement.dataset.index"))] == tops[2]
+
+
+def test_the_table_for_those_who_listen(opened: Page, made: Path) -> None:
+    example = read_page(made).facts["examples"][0]
+    opened.click("#numbers summary")
+    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert opened.count("#numbers-table tbody tr") == 17
+    heads = opened.evaluate(
+        "[...document.querySelectorAll('#numbers-table th')].map((t) => t.textContent)"
+    )
+    assert heads == ["Position", "Token", *(m["name"] for m in example["methods"])]
+    assert opened.text("#numbers-table tbody tr:nth-child(6)").startswith("5\tw5")
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+def test_dark_and_light(opened: Page, system: str) -> None:
+    opened.prefer(system)
+    dark = "rgb(22, 22, 26)"
+    assert (opened.style("body", "background-color") == dark) == (system == "dark")
+    before = opened.style("body", "color")
+    opened.click("#theme")
+    assert (opened.style("body", "background-color") == dark) == (system == "light")
+    assert opened.style("body", "color") != before
+    opened.click("#theme")
+    assert opened.style("body", "color") == before
+
+
+def luminance(colour: np.ndarray) -> float:
+    """Relative luminance of sRGB in 0 to 255 (WCAG 2.2)."""
+    share = colour / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("sign", ["more", "less"])
+def test_text_can_be_read_on_the_darkest_tint(opened: Page, scheme: str, sign: str) -> None:
+    opened.prefer(scheme)
+
+    def colour(selector: str, name: str) -> np.ndarray:
+        numbers = opened.style(selector, name).split("(")[-1].rstrip(")").replace(",", " ").split()
+        return np.array([float(x) for x in numbers[:3]])
+
+    tint = colour(f".{sign}.swatch", "background-color")
+    mixed = 0.62 * tint + 0.38 * colour("body", "background-color")
+    lights = sorted(luminance(c) + 0.05 for c in (mixed, colour(token(0), "color")))
+    assert lights[1] / lights[0] >= 4.5
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280, 2000])
+def test_every_width(opened: Page, width: int) -> None:
+    opened.resize(width)
+    opened.hover(token(11))
+    assert opened.overflow() <= 0
+
+
+def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
+    opened.hover("#overview canvas")
+    assert "Token 8 " in opened.text("#status")
+    opened.click("#overview canvas")
+    opened.leave()
+    assert "Token 8 “w8” (kept)" in opened.text("#status")
+
+
+def test_hostile_text_is_text_everywhere(page: Page, tmp_path: Path) -> None:
+    hostile = "\n".join(HOSTILE)
+    path = report(
+        mamba_lm(),
+        token_ids(2, len(HOSTILE)),
+        METHODS,
+        tokens=[HOSTILE, HOSTILE[::-1]],
+        labels=HOSTILE * 2,
+        names=[hostile, "</option><script>alert(1)</script>"],
+        title=hostile,
+        path=tmp_path / "hostile <b> & 'page'.html",
+    )
+    page.goto(path)
+    assert page.evaluate("document.title").split() == hostile.split()
+    assert page.text(token(0)) == HOSTILE[0]
+    assert page.text(token(1)) == HOSTILE[1]
+    assert page.text(token(2)) == "$x_1$"
+    assert page.text(token(3)) == r"\u200b"
+    assert page.text(token(4)) == "שלום"
+    assert page.text(token(5)) == "👩\\u200d🚀"
+    assert page.text(token(6)) == r"a\nb"
+    assert page.text(token(9)) == "∅"
+    for index in range(len(HOSTILE)):
+        page.click(token(index))
+    page.click("#numbers summary")
+    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    for _ in range(2):
+        page.click("#theme")
+    page.evaluate("document.querySelector('#example').focus()")
+    page.key("ArrowDown")
+    page.hover(token(5))
+    assert page.count("img") == 0
+    assert page.count("main script") == 0
+    assert page.dialogs == []
+    assert page.errors == []
+    assert page.requests == [path.as_uri()]
+
+
+def test_the_policy_stops_what_is_not_the_pages_own(page: Page, made: Path) -> None:
+    """What other tests rely on: a foreign script or request would be refused, and seen."""
+    page.goto(made)
+    page.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'alert(1)';"
+        " document.body.append(s); const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; })()"
+    )
+    page.wait_until(lambda: len(page.errors) >= 2, "two refusals")
+    assert all("Content Security Policy" in error for error in page.errors)
+    assert page.dialogs == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_images(page: Page, tmp_path: Path, width: int) -> None:
+    model = vision("middle", (3, 4))
+    methods = [MambaAttribution, ImplicitAttentionRollout]
+    path = report(model, images(2), methods, path=tmp_path / "images.html")
+    page.resize(width)
+    page.goto(path)
+    example = read_page(path).facts["examples"][0]
+    assert page.count("#picture .grid .token") == 12
+    assert page.count("#text .token") == 1
+    assert page.text("#text .token") == "token 6"
+    assert page.evaluate("document.querySelector('#picture img').naturalWidth") == 12
+    assert page.count("#methods .thumb canvas") == 2
+    values = np.array([v or 0 for v in example["methods"][0]["values"]])
+    by_index = "[...document.querySelectorAll('.token')].map((t) => Number(t.dataset.index))"
+    order = page.evaluate(by_index)
+    np.testing.assert_allclose(shades(page), expected(values)[order], atol=0.003)
+    page.click(token(8))
+    assert "row 1, column 3" in page.text("#status")
+    page.key("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.index") == "12"
+    cell, below = (page.centre(token(i)) for i in (0, 4))
+    assert below[0] == pytest.approx(cell[0], abs=1)
+    assert page.overflow() <= 0
+    assert page.errors == []
+    assert page.requests == [path.as_uri()]
+
+
+def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
+    ids = token_ids(1, 950)
+    names = [f"word{i}" for i in range(950)]
+    path = report(mamba_lm(), ids, [LatimFlow], tokens=names, path=tmp_path / "long.html")
+    page.goto(path)
+    assert page.count("#text details") == 5
+    assert page.evaluate("document.querySelectorAll('#text details')[4].open")
+    page.click("#fold")
+    assert page.count("#text details[open]") == 0
+    page.click("#text details:nth-of-type(3) summary")
+    assert page.count("#text details[open]") == 1
+    page.click(token(450))
+    page.key("End")
+    assert page.count("#text details[open]") == 2
+    assert page.evaluate("document.activeElement.dataset.index") == "949"
+    page.click("#unfold")
+    assert page.count("#text details[open]") == 5
+    assert "strongest of 950" in page.text("#note") or "rounded" in page.text("#note")
+    assert page.errors == []
+
+
+@pytest.mark.heavy
+def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
+    model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
+    names = [f" token{i % VOCABULARY}" for i in range(2000)]
+    path = report(model, ids, METHODS, tokens=names, path=tmp_path / "long.html")
+    assert path.stat().st_size < 15e6
+    began = time.monotonic()
+    page.goto(path)
+    print(f"{path.stat().st_size / 1e6:.1f} MB, loaded in {time.monotonic() - began:.2f} s")
+    page.click("#unfold")
+    took = page.evaluate(
+        """(async () => {
+          const times = [];
+          const tokens = document.querySelectorAll('.token');
+          for (let n = 0; n < 40; n++) {
+            const token = tokens[Math.floor(Math.random() * tokens.length)];
+            const began = performance.now();
+            token.dispatchEvent(
+              new PointerEvent('pointerover', {bubbles: true, pointerType: 'mouse'}));
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            times.push(performance.now() - began);
+          }
+          return times;
+        })()"""
+    )
+    print(f"from mouse to next frame: median {np.median(took):.0f} ms, {max(took):.0f} at most")
+    assert np.median(took) < 100
+    assert page.errors == []

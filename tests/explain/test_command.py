@@ -1,0 +1,306 @@
+"""captum-ssm explain and methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from language import word_tokenizer
+from matplotlib.image import imread
+from pages import read_page
+from safetensors.torch import save_file
+from small_models import mamba_lm, randomise
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+import captum_ssm
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.cli import main
+from captum_ssm.errors import OptionError
+from captum_ssm.explain import command
+from captum_ssm.explain.methods import DEFAULT, METHODS
+from captum_ssm.models import VisionMamba, load_bundled
+from captum_ssm.viz.html.png import png
+
+PROMPT = "anna owns the lamp . ? anna owns the"
+
+
+@pytest.fixture
+def language_model(tmp_path: Path) -> Path:
+    """A folder as transformers writes it."""
+    folder = tmp_path / "language"
+    mamba_lm().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(torch.rand(50, 40, 3)))
+    return path
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_numbers_are_those_of_the_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "numbers.json"
+    arguments = ["--text", PROMPT, "bob owns the kite", "--out", str(out)]
+    chosen = ["--method", "latimflow", "ImplicitAttentionRollout", "--target", "lamp"]
+    assert main(["explain", "recall-mamba", *arguments, *chosen]) == 0
+    printed = capsys.readouterr().out
+    assert "Explained is the logit of “lamp”, predicted after token 8." in printed
+    assert f"wrote {out}" in printed
+    model, vocabulary = load_bundled()
+    lamp = vocabulary.encode("lamp")[0]
+    found = read(out)
+    assert found["model"] == "recall-mamba"
+    for example, text in zip(found["examples"], [PROMPT, "bob owns the kite"], strict=True):
+        ids = torch.tensor([vocabulary.encode(text)])
+        assert example["tokens"] == text.split()
+        assert list(example["relevance"]) == ["LATIM Flow", "Implicit Attention Rollout"]
+        for method in (LatimFlow, ImplicitAttentionRollout):
+            expected = method(model).attribute(ids, target=(-1, lamp))[0].numpy()
+            np.testing.assert_allclose(example["relevance"][method.name], expected, rtol=1e-4)
+            best = text.split()[np.abs(expected).argmax()]
+            assert f"  {method.name}: {best} (" in printed
+
+
+def test_reports(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out)]
+    assert main([*arguments, "--title", "<T>"]) == 0
+    page = read_page(out)
+    assert page.texts("h1") == ["<T>"]
+    (example,) = page.facts["examples"]
+    assert [m["name"] for m in example["methods"]] == [
+        getattr(captum_ssm, name).name for name in DEFAULT
+    ]
+    assert [m["name"] for m in example["maps"]] == ["Implicit attention"]
+    assert main([*arguments, "--maps", "contributions", "--layers", "-1"]) == 0
+    (contributions,) = read_page(out).facts["examples"][0]["maps"]
+    assert [layer["index"] for layer in contributions["layers"]] == [1]
+    assert main([*arguments, "--maps"]) == 0
+    assert read_page(out).facts["examples"][0]["maps"] == []
+
+
+def test_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    assert main(["explain", "recall-mamba", "--text", PROMPT, "bob", "--out", str(out)]) == 0
+    for path in (out, tmp_path / "picture-2.png"):
+        pixels = imread(path)
+        assert pixels.shape[1] > 1000
+        assert float(pixels.std()) > 0.02  # not an empty page
+
+
+@pytest.mark.parametrize("target", ["lamp", "id:4"])
+def test_a_folder_of_transformers(tmp_path: Path, language_model: Path, target: str) -> None:
+    out, text = tmp_path / "numbers.json", tmp_path / "prompt.txt"
+    text.write_text("anna owns the $5", encoding="utf-8")
+    arguments = ["--file", str(text), "--target", target, "--out", str(out), "--dtype", "float64"]
+    assert main(["explain", str(language_model), *arguments]) == 0
+    (example,) = read(out)["examples"]
+    assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
+    assert example["explained"] == "the logit of “lamp”, predicted after token 4"
+
+
+def test_a_folder_with_a_list_of_words(tmp_path: Path) -> None:
+    model, vocabulary = load_bundled()
+    folder, out = tmp_path / "trained", tmp_path / "numbers.json"
+    model.save_pretrained(folder)  # type: ignore[operator]
+    vocabulary.to_json(folder / "vocab.json")
+    assert main(["explain", str(folder), "--text", PROMPT, "--out", str(out)]) == 0
+    assert "“lamp”" in read(out)["examples"][0]["explained"]
+
+
+def vision_mamba(path: Path) -> VisionMamba:
+    model = randomise(VisionMamba(img_size=24, patch_size=8, depth=2, embed_dim=12, num_classes=3))
+    save_file(model.state_dict(), path)
+    return model
+
+
+@pytest.mark.parametrize("target", ["dog", "1"])
+def test_vision_mamba(tmp_path: Path, picture: Path, target: str) -> None:
+    weights, labels, out = tmp_path / "vim.safetensors", tmp_path / "labels", tmp_path / "out.json"
+    vision_mamba(weights)
+    labels.write_text("cat\ndog\nbird\n")
+    arguments = ["--image", str(picture), str(picture), "--labels", str(labels)]
+    arguments += ["--target", target, "--method", "ImplicitAttentionRollout", "--out", str(out)]
+    assert main(["explain", str(weights), *arguments]) == 0
+    for example in read(out)["examples"]:
+        assert example["explained"] == "the logit of “dog”"
+        assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
+        assert sum(v is not None for v in example["relevance"]["Implicit Attention Rollout"]) == 9
+    arguments[-1] = str(tmp_path / "out.png")
+    assert main(["explain", str(weights), *arguments]) == 0
+    assert (tmp_path / "out-2.png").exists()
+
+
+def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
+    folder, out = tmp_path / "vit", tmp_path / "out.json"
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}
+    names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    config = ViTConfig(image_size=16, patch_size=8, num_hidden_layers=2, **sizes, **names)
+    randomise(ViTForImageClassification(config)).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    arguments = ["--image", str(picture), "--target", "dog", "--method", "LatimFlow"]
+    assert main(["explain", str(folder), *arguments, "--out", str(out)]) == 0
+    (example,) = read(out)["examples"]
+    assert example["explained"] == "the logit of “dog”"
+    assert {p["label"] for p in example["predictions"]} == {"cat", "dog"}
+    assert len(example["tokens"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recall-mamba", "--text", "a", "--out", "x.pdf"], ".html (a report)"),
+        (["recall-mamba", "--text", "anna", "--method", "Magic"], "no such method"),
+        (["no-such-model", "--text", "anna"], "add --hub"),
+        (["recall-mamba", "--image", "x.png"], "reads texts"),
+        (["recall-mamba", "--text", "zebra"], "unknown word 'zebra'"),
+        (["recall-mamba", "--text", "anna", "--target", "anna bob"], "is 2 tokens"),
+        (["recall-mamba", "--text", "anna", "--target", "id:5000"], "out of range"),
+        (["recall-mamba", "--text", "anna", "--layers", "9"], "layers names 9"),
+        (["recall-mamba", "--text", "anna", "--device", "quantum"], "--device quantum"),
+        (["recall-mamba", "--file", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_errors_are_a_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("captum-ssm: ")
+    assert message in printed
+    assert "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_need_a_model_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision_mamba(tmp_path / "vim.safetensors")
+    assert main(["explain", str(tmp_path / "vim.safetensors"), "--text", "a"]) == 1
+    assert "reads images" in capsys.readouterr().err
+    arguments = ["--image", str(tmp_path / "vim.safetensors"), "--target", "zebra"]
+    assert main(["explain", str(tmp_path / "vim.safetensors"), *arguments]) == 1
+    assert "cannot be read as an image" in capsys.readouterr().err
+
+
+def test_debug_shows_where() -> None:
+    with pytest.raises(OptionError):
+        main(["--debug", "explain", "recall-mamba", "--text", "anna", "--method", "Magic"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_nobody_expected(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "run", fail)
+    assert main(["explain", "recall-mamba", "--text", "anna"]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_is_asked_for_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["explain", "recall-mamba"], ["explain"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "--help"])
+    assert caught.value.code == 0
+    assert "captum-ssm explain recall-mamba --text" in capsys.readouterr().out
+
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import MambaConfig
+class Own(MambaConfig):
+    model_type = "own"
+"""
+
+
+def test_code_beside_the_weights_runs_only_if_it_is_trusted(
+    tmp_path: Path,
+    language_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr("sys.stdin", None)  # nobody answers a question
+    marker, settings = tmp_path / "marker", read(language_model / "config.json")
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (language_model / "config.json").write_text(json.dumps(settings))
+    (language_model / "own.py").write_text(CODE.format(marker=str(marker)))
+    arguments = ["explain", str(language_model), "--text", "anna"]
+    assert main([*arguments, "--out", str(tmp_path / "x.json")]) == 1
+    assert not marker.exists()
+    assert "Traceback" not in capsys.readouterr().err
+    main([*arguments, "--trust-remote-code", "--out", str(tmp_path / "x.json")])
+    assert marker.exists()
+
+
+def test_the_hub_is_asked_only_if_the_user_says_so(
+    language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    local: list[bool] = []
+    real = transformers.AutoConfig.from_pretrained
+
+    def seen(name: str, **options: object) -> object:
+        local.append(bool(options["local_files_only"]))
+        return real(language_model, local_files_only=True)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", seen)
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: mamba_lm()
+    )
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: word_tokenizer()
+    )
+    out = ["--text", "anna", "--out", str(tmp_path / "x.json")]
+    assert main(["explain", str(language_model), *out]) == 0
+    assert main(["explain", "somebody/some-mamba", *out]) == 1
+    assert local == [True]
+    assert main(["explain", "somebody/some-mamba", "--hub", *out]) == 0
+    assert local == [True, False]
+
+
+def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [method.name for method in METHODS]
+    everything = {
+        name
+        for name in captum_ssm.__all__
+        if isinstance(value := getattr(captum_ssm, name), type)
+        and issubclass(value, ImplicitMethod)
+    }
+    assert {method.name for method in METHODS} == everything

@@ -1,0 +1,51 @@
+"""What is explained, from what the user typed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from language import WORDS, word_tokenizer
+from torch import nn
+
+from captum_ssm.attr.codec import Codec
+from captum_ssm.errors import OptionError
+from captum_ssm.explain.targets import read_target
+from captum_ssm.viz.html.example import Subject
+
+
+def subject(labels: list[str] | None = None, own: dict[int, str] | None = None) -> Subject:
+    module: Any = nn.Identity()
+    module.config = SimpleNamespace(id2label=own)
+    return Subject(module, module, None, Codec(word_tokenizer()), labels)
+
+
+@pytest.mark.parametrize("text", ["lamp", "$5"])
+def test_tokens_by_text(text: str) -> None:
+    assert read_target(subject(), text, language=True) == (-1, WORDS.index(text))
+
+
+def test_tokens_by_id() -> None:
+    assert read_target(subject(), "id:12", language=True) == (-1, 12)
+    without = Subject(nn.Identity(), nn.Identity(), None, None, None)
+    assert read_target(without, "id:3", language=True) == (-1, 3)
+    with pytest.raises(OptionError, match="without a tokenizer"):
+        read_target(without, "lamp", language=True)
+
+
+@pytest.mark.parametrize("text", ["anna owns", ""])
+def test_one_token_is_asked_for(text: str) -> None:
+    with pytest.raises(OptionError, match=f"is {len(text.split())} tokens"):
+        read_target(subject(), text, language=True)
+
+
+def test_classes_by_name_and_number() -> None:
+    own = {0: "cat", 1: "2"}
+    assert read_target(subject(own=own), "cat", language=False) == 0
+    assert read_target(subject(own=own), "2", language=False) == 1  # a name comes first
+    assert read_target(subject(own=own), "id:2", language=False) == 2
+    assert read_target(subject(["dog", "cat"], own), "cat", language=False) == 1
+    assert read_target(subject(), "7", language=False) == 7
+    with pytest.raises(OptionError, match=r"none of the classes \(cat, 2\)"):
+        read_target(subject(own=own), "bird", language=False)

@@ -1,0 +1,183 @@
+"""What a page is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from insights_examples import CLASSES, Always, cnn, numbers, photos, table, table_model
+
+from captum_ssm.errors import OptionError
+from captum_ssm.insights import Batch, FilterConfig
+from captum_ssm.insights.api import Api
+from captum_ssm.insights.payload import encoded, plain
+
+
+class Pair(NamedTuple):
+    first: float
+    second: object
+
+
+PLAIN = [
+    (float("nan"), None),
+    (-math.inf, None),
+    (Pair(math.nan, Pair(1.5, "x")), {"first": None, "second": {"first": 1.5, "second": "x"}}),
+    ({1: torch.tensor([1.0, math.inf])}, {"1": [1.0, None]}),
+    (torch.tensor(3), 3),
+    (np.array([[1, 2]]), [[1, 2]]),
+    (np.float32(0.5), 0.5),
+    (np.float64("nan"), None),
+    (np.bool_(True), True),
+    ((1, "a", None, True), [1, "a", None, True]),
+    ({"a"}, ["a"]),
+    (OptionError, "<class 'captum_ssm.errors.OptionError'>"),
+]
+
+
+@pytest.mark.parametrize(("value", "wanted"), PLAIN)
+def test_values_become_json(value, wanted):
+    found = plain(value)
+    assert found == wanted and type(found) is type(wanted)
+    json.loads(encoded(value), parse_constant=pytest.fail)
+
+
+def test_the_page_is_told_what_it_needs():
+    api = Api(table([Always(1), table_model()], [numbers(1)]))
+    config = json.loads(encoded(api.answer("config", {})))
+    assert config["models"] == ["Always", "Sequential"] and config["classes"] == CLASSES
+    assert config["obstacles"]["Saliency"] == [None, None]
+    assert config["filter"]["prediction"] == "all" and config["filter"]["num_examples"] == 4
+    assert config["filter"]["attribution_method"] == config["selected_method"]
+
+
+def test_examples_and_another_class_of_one_of_them():
+    model = table_model()
+    api = Api(table(model, [numbers(0, 1, 2)]))
+    chosen = {"attribution_method": "Saliency", "attribution_arguments": {"abs": False}}
+    answer = api.answer("examples", {"filter": chosen | {"num_examples": 2}})
+    assert [each["number"] for each in answer["examples"]] == [1, 2]
+    assert (answer["searched"], answer["ended"]) == (2, False)
+    second = answer["examples"][1]
+    request = {"filter": chosen, "id": second["id"], "model": 0, "target": 3}
+    told = api.answer("relevance", request)
+    assert told["active_index"] == 3 and told["predicted"] == second["models"][0]["predicted"]
+    other = api.answer("relevance", request | {"target": 2})
+    assert other["feature_outputs"] != told["feature_outputs"]
+    rest = api.answer("examples", {"filter": chosen | {"num_examples": 2}})
+    assert [each["number"] for each in rest["examples"]] == [3] and rest["ended"]
+    again = api.answer("examples", {"filter": chosen | {"num_examples": 2}, "again": True})
+    assert [each["number"] for each in again["examples"]] == [3]
+    # an example that another page still shows can be asked about
+    assert api.answer("relevance", request) == told
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_none_are_sent_as_null(value):
+    class Broken(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).abs() * torch.tensor([1.0, value, 1.0, 1.0, 1.0])
+
+    api = Api(table(Broken(3, 5), [numbers(1)]))
+    answer = encoded(api.answer("examples", {"filter": {"attribution_method": "Saliency"}}))
+    (output,) = json.loads(answer, parse_constant=pytest.fail)["examples"][0]["models"]
+    assert output["predicted"][0]["score"] is None
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_all_zero_images_are_shown(channels):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * 36, 5, bias=False))
+    visualizer = photos(model, [Batch(torch.full((1, channels, 6, 6), 0.5), torch.tensor([1]))])
+    answer = Api(visualizer).answer("examples", {})
+    assert "error" not in answer["examples"][0]["models"][0]
+
+
+def test_an_error_of_one_model_leaves_the_other(capsys):
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            raise ValueError("out of order")
+
+    api = Api(table([Failing(), table_model()], [numbers(1)]))
+    (example,) = api.answer("examples", {})["examples"]
+    assert example["models"][0] == {"model_index": 0, "error": "out of order"}
+    assert example["models"][1]["model_index"] == 1 and "error" not in example["models"][1]
+    assert capsys.readouterr().err == ""
+    api.debug = True
+    api.answer("examples", {"again": True})
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_argument_is_an_error_of_the_model_that_names_it():
+    api = Api(table(table_model(), [numbers(1)]))
+    request = {"filter": {"attribution_arguments": {"n_steps": 2.5}}}
+    (example,) = api.answer("examples", request)["examples"]
+    assert example["models"][0]["error"] == "n_steps=2.5: use a whole number."
+
+
+def test_float_arguments_arrive_as_they_were_sent(monkeypatch):
+    from captum_ssm.insights import methods
+    from captum_ssm.insights.config import ConfigParameters, NumberConfig
+
+    given = []
+
+    class Own(methods.Saliency):
+        def attribute(self, inputs, target=None, additional_forward_args=None, sigma=1.0):
+            given.append(sigma)
+            return inputs
+
+    parameters = ConfigParameters({"sigma": NumberConfig(1.0, (0, None))})
+    monkeypatch.setitem(methods.ATTRIBUTION_NAMES_TO_METHODS, "Own", Own)
+    monkeypatch.setitem(methods.ATTRIBUTION_METHOD_CONFIG, "Own", parameters)
+    api = Api(table(table_model(), [numbers(1)]))
+    assert api.answer("config", {})["method_arguments"]["Own"]["sigma"]["whole"] is False
+    chosen = {"attribution_method": "Own", "attribution_arguments": {"sigma": 0.125}}
+    answer = api.answer("examples", {"filter": chosen})
+    assert "error" not in answer["examples"][0]["models"][0] and given == [0.125]
+
+
+BAD = [
+    ("examples", {"filter": 3}, "filter must be an object"),
+    ("examples", {"filter": {"colour": 1}}, "no field 'colour'"),
+    ("examples", {"filter": {"prediction": "right"}}, "prediction='right'"),
+    ("examples", {"filter": {"num_examples": 10**6}}, "num_examples"),
+    ("relevance", {"id": 99, "model": 0, "target": 0}, "not remembered"),
+    ("relevance", {"id": [], "model": 0, "target": 0}, "not remembered"),
+    ("relevance", {}, "not remembered"),
+    ("relevance", {"id": 1, "model": 1, "target": 0}, "model=1 is none of the 1 models"),
+    ("relevance", {"id": 1, "model": -1, "target": 0}, "model=-1"),
+    ("relevance", {"id": 1, "model": True, "target": 0}, "model=True"),
+    ("relevance", {"id": 1, "model": 0, "target": 5}, "target=5 is no class"),
+    ("relevance", {"id": 1, "model": 0, "target": None}, "target=None"),
+]
+
+
+@pytest.mark.parametrize(("question", "request_", "what"), BAD)
+def test_what_cannot_be_answered_is_named(question, request_, what):
+    api = Api(table(table_model(), [numbers(1)]))
+    api.answer("examples", {})
+    with pytest.raises(OptionError, match=what):
+        api.answer(question, request_)
+
+
+def test_only_the_last_examples_are_remembered():
+    from captum_ssm.insights.api import _REMEMBERED
+
+    api = Api(table(torch.nn.Linear(3, 5), [numbers(*[0] * 100)]))
+    chosen = {"filter": FilterConfig("Saliency", {}, num_examples=100)._asdict()}
+    first = api.answer("examples", chosen)["examples"][0]["id"]
+    asked = chosen | {"id": first, "model": 0, "target": 0}
+    for _ in range(_REMEMBERED // 100):
+        assert api.answer("relevance", asked)
+        last = api.answer("examples", chosen)["examples"][-1]["id"]
+    with pytest.raises(OptionError, match="not remembered"):
+        api.answer("relevance", asked)
+    assert api.answer("relevance", asked | {"id": last})
+
+
+def test_images_of_one_channel_are_shown():
+    visualizer = photos(cnn(channels=1), [Batch(torch.rand(1, 1, 6, 6), None)])
+    (example,) = Api(visualizer).answer("examples", {})["examples"]
+    assert "error" not in example["models"][0]

@@ -1,0 +1,248 @@
+"""Predictions and relevance, held to the model and the methods called directly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from captum.attr import FeatureAblation, IntegratedGradients, Saliency
+from insights_examples import CLASSES, cnn, softmax, table_model
+from small_models import VOCABULARY, classifier, mamba_lm, token_ids, vision
+from torch import nn
+
+from captum_ssm import LatimFlow, MambaAttribution
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.insights import EmptyFeature, ImageFeature, TextFeature
+from captum_ssm.insights.calculation import AttributionCalculation, contributions
+from captum_ssm.insights.dataset import Example
+
+
+def calculation(model, *features, classes=CLASSES, **options):
+    features = features or (EmptyFeature(),)
+    return AttributionCalculation([model], classes, features, **options)
+
+
+def example(*inputs, additional=()):
+    return Example(inputs, additional, None)
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+def test_transforms_see_one_example_without_its_batch():
+    shapes = []
+
+    def halved(image):
+        shapes.append(tuple(image.shape))
+        return image / 2
+
+    def floor(image):
+        shapes.append(tuple(image.shape))
+        return image.floor()
+
+    feature = ImageFeature("photo", [lambda x: x + 3, floor], [halved, floor])
+    of = calculation(cnn(), feature, EmptyFeature())
+    image, numbers = 9 * torch.rand(1, 3, 6, 6), torch.rand(1, 3)
+    inputs = of.transformed(example(image, numbers))
+    assert shapes == [(3, 6, 6)] * 2
+    assert torch.equal(inputs[0], (image / 2).floor()) and torch.equal(inputs[1], numbers)
+    baselines = of.baselines(inputs)
+    assert torch.equal(baselines[0], inputs[0] + 3) and not baselines[1].any()
+    assert baselines[1].shape == numbers.shape
+
+
+def test_features_must_be_as_many_as_inputs():
+    with pytest.raises(InputError, match=r"features has 1 entries.*2 inputs"):
+        calculation(cnn()).transformed(example(torch.rand(1, 3), torch.rand(1, 3)))
+
+
+# --- predictions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("score_func", [None, softmax])
+def test_the_likeliest_classes(dtype, score_func):
+    model, numbers = table_model().to(dtype), torch.randn(1, 3).to(dtype)
+    found = calculation(model, score_func=score_func).predict(model, (numbers,), ())
+    scores = model(numbers).detach()[0]
+    scores = scores if score_func is None else score_func(scores)
+    best = sorted(range(5), key=lambda i: -float(scores[i]))[:4]
+    assert [s.index for s in found.scores] == best
+    assert [s.label for s in found.scores] == [CLASSES[i] for i in best]
+    assert [s.score for s in found.scores] == [float(scores[i]) for i in best]
+    assert found.target(3) == 3 and not found.output.requires_grad
+
+
+def test_a_language_model_predicts_the_next_word():
+    model, ids = mamba_lm(), token_ids(1, 7)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    found = calculation(model, classes=words, score_func=softmax).predict(model, (ids,), ())
+    chances = model(ids).logits[0, -1].softmax(-1)
+    assert found.scores[0].index == int(chances.argmax())
+    assert found.scores[0].score == pytest.approx(float(chances.max().detach()))
+    assert found.target(4) == (-1, 4)
+
+
+@pytest.mark.parametrize(
+    ("output", "index"), [(0.2, 0), (0.8, 1), (1.7, None), (-0.6, None), (float("nan"), None)]
+)
+def test_one_number_is_the_nearest_of_the_classes(output, index):
+    def model(numbers):
+        return torch.full((1, 1), output)
+
+    found = calculation(model, classes=["no", "yes"]).predict(model, (torch.rand(1, 3),), ())
+    assert [s.index for s in found.scores] == ([] if index is None else [index])
+    assert found.target(1) is None
+
+
+def test_further_arguments_and_several_inputs_reach_the_model():
+    def model(first, second, third, word):
+        assert word == "word"
+        return torch.cat([first, 2 * second, 3 * third], 1)
+
+    one = torch.ones(1, 1)
+    found = calculation(model, EmptyFeature(), EmptyFeature())
+    scores = found.predict(model, (one, one), (one, "word")).scores
+    assert [(s.index, s.score) for s in scores] == [(2, 3.0), (1, 2.0), (0, 1.0)]
+
+
+def test_classes_that_are_too_few_are_named():
+    with pytest.raises(InputError, match="returns 5 scores, but classes has 2 names"):
+        calculation(None, classes=["a", "b"]).predict(table_model(), (torch.rand(1, 3),), ())
+    with pytest.raises(InputError, match="label is 7, but classes has 5"):
+        calculation(None).score(1.0, 7)
+
+
+# --- relevance -----------------------------------------------------------------------------------
+
+
+def test_captums_methods_get_baselines_targets_and_arguments():
+    model, image = cnn(), torch.rand(1, 3, 6, 6)
+    of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
+    options = {"n_steps": 7, "method": "riemann_left"}
+    (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
+    wanted = IntegratedGradients(model).attribute(
+        image, baselines=torch.full_like(image, 0.3), target=2, **options
+    )
+    torch.testing.assert_close(found, wanted)
+    assert not found.requires_grad
+
+
+OURS = [
+    (lambda: mamba_lm(), lambda: token_ids(1, 6), (-1, 3)),
+    (lambda: classifier("mean"), lambda: token_ids(1, 6), 3),
+    (lambda: vision(), lambda: torch.randn(1, 3, 12, 12), 3),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs", "target"), OURS)
+def test_our_methods_say_what_they_say_alone(model, inputs, target):
+    model, inputs = model(), inputs()
+    of = calculation(model)
+    for name, method in [("LATIM Flow", LatimFlow), ("Mamba Attribution", MambaAttribution)]:
+        (found,) = of.relevance(model, (inputs,), (), target, name, {})
+        torch.testing.assert_close(found, method(model).attribute(inputs, target=target))
+
+
+def test_captums_methods_read_the_logits_of_transformers():
+    model, ids = mamba_lm().double(), token_ids(1, 5)
+    (found,) = calculation(model).relevance(model, (ids,), (), (-1, 4), "Feature Ablation", {})
+    with torch.no_grad():
+        whole = model(ids).logits[0, -1, 4]
+        for i in range(5):
+            without = ids.clone()
+            without[0, i] = 0
+            lost = whole - model(without).logits[0, -1, 4]
+            torch.testing.assert_close(found[0, i], lost, rtol=1e-5, atol=1e-5)
+
+
+def test_captums_gradients_reach_embeddings_of_transformers():
+    model = mamba_lm()
+    embeddings = model.get_input_embeddings()(token_ids(1, 5)).detach()
+    (found,) = calculation(model).relevance(model, (embeddings,), (), (-1, 4), "Saliency", {})
+    own = embeddings.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=own).logits[0, -1, 4], own)
+    torch.testing.assert_close(found, gradient.abs())
+
+
+def test_several_inputs_and_further_arguments():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.numbers = cnn(), table_model()
+
+        def forward(self, image, numbers, factor, word):
+            return self.image(image) * factor + self.numbers(numbers) * len(word)
+
+    model, image, numbers = Both(), torch.rand(1, 3, 6, 6), torch.rand(1, 3)
+    additional = (torch.rand(1, 1), "word")
+    of = calculation(model, EmptyFeature(), EmptyFeature())
+    for name, method in [("Saliency", Saliency), ("Feature Ablation", FeatureAblation)]:
+        found = of.relevance(model, (image, numbers), additional, 2, name, {})
+        wanted = method(model).attribute(
+            (image, numbers), target=2, additional_forward_args=additional
+        )
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_model_of_one_number_has_no_target():
+    model, numbers = table_model(classes=1), torch.rand(1, 3)
+    of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
+    (found,) = of.relevance(model, (numbers,), (), 1, "Saliency", {})
+    torch.testing.assert_close(found, Saliency(model).attribute(numbers))
+
+
+def test_what_does_not_fit_or_is_no_argument_is_named():
+    model, numbers = table_model(), torch.rand(1, 3)
+    of = calculation(model)
+    with pytest.raises(OptionError, match="LATIM Flow does not fit this model: it explains token"):
+        of.relevance(model, (numbers,), (), 1, "LATIM Flow", {})
+    for argument in ("steps", "target", "inputs", "self"):
+        with pytest.raises(OptionError, match=f"Saliency has no argument '{argument}'"):
+            of.relevance(model, (numbers,), (), 1, "Saliency", {argument: 1})
+    with pytest.raises(OptionError, match="n_steps=0: use a number of at least 2"):
+        of.relevance(model, (numbers,), (), 1, "Integrated Gradients", {"n_steps": 0})
+
+
+def test_arguments_that_only_the_method_knows_reach_it():
+    model, numbers = table_model(), torch.rand(1, 3)
+    arguments = {"internal_batch_size": 2, "n_steps": 4}
+    given = dict(arguments)
+    calculation(model).relevance(model, (numbers,), (), 1, "Integrated Gradients", given)
+    assert given == arguments
+
+
+# --- shares --------------------------------------------------------------------------------------
+
+
+def test_the_share_of_each_feature():
+    found = contributions([torch.tensor([[1.0, 2.0]]), torch.tensor([[[-1.0]]]), torch.zeros(1, 2)])
+    assert found == [0.75, -0.25, 0.0]
+    assert contributions([torch.zeros(1, 2), torch.zeros(1, 3)]) == [0.0, 0.0]
+
+
+def test_a_result_that_is_one_tensor_is_taken_as_well(monkeypatch):
+    from captum_ssm.insights import methods
+
+    class Own(Saliency):
+        def attribute(self, inputs, target=None, additional_forward_args=None):
+            return inputs[0] * target
+
+    monkeypatch.setitem(methods.ATTRIBUTION_NAMES_TO_METHODS, "Own", Own)
+    numbers = torch.rand(1, 3)
+    (found,) = calculation(None).relevance(table_model(), (numbers,), (), 4, "Own", {})
+    torch.testing.assert_close(found, 4 * numbers)
+
+
+def test_a_text_feature_shows_ids_while_the_model_gets_embeddings():
+    model = classifier("mean")
+    embed = model.backbone.embeddings
+    feature = TextFeature("text", None, [lambda ids: embed(ids).detach()], None)
+    of = calculation(model, feature)
+    ids = token_ids(1, 6)
+    (inputs,) = of.transformed(SimpleNamespace(inputs=(ids,)))
+    torch.testing.assert_close(inputs, embed(ids))
+    wanted = of.predict(model, (ids,), ()).scores[0].index
+    assert of.predict(model, (inputs,), ()).scores[0].index == wanted

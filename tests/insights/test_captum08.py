@@ -1,0 +1,216 @@
+"""Our methods in the Insights that Captum 0.8 has itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import CLASSES, classifier, token_ids, vision
+
+from captum_ssm import MambaAttribution
+from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.errors import OptionError
+from captum_ssm.insights import register_with_captum
+from captum_ssm.insights.captum08 import _translated
+from captum_ssm.insights.config import BoolConfig, StrEnumConfig
+from captum_ssm.insights.methods import ATTRIBUTION_METHOD_CONFIG, SUPPORTED_ATTRIBUTION_METHODS
+from captum_ssm.insights.payload import plain
+
+NEEDED = ("captum.insights", "flask", "flask_compress")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+needs_captum08 = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs {', '.join(MISSING)}: Captum 0.8; see CONTRIBUTING.md"
+)
+NAMES = [m.get_name() for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+LABELS = [f"class {i}" for i in range(CLASSES)]
+
+
+def test_where_captum_has_no_insights_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "captum.insights.attr_vis", None)
+    monkeypatch.setitem(sys.modules, "captum.insights", None)
+    with pytest.raises(OptionError, match=r"Captum 0.8, with flask and flask-compress"):
+        register_with_captum()
+
+
+def test_where_captums_insights_is_ours_it_says_so(monkeypatch):
+    import captum_ssm.insights.attr_vis.config as ours
+
+    for name in ("captum.insights", "captum.insights.attr_vis"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[name.replace("captum", "captum_ssm")])
+    monkeypatch.setitem(sys.modules, "captum.insights.attr_vis.config", ours)
+    with pytest.raises(OptionError, match=r"is captum_ssm.insights"):
+        register_with_captum()
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Captum's tables, as they are before and after the test."""
+    from captum.insights.attr_vis import config
+
+    for name in ("ATTRIBUTION_NAMES_TO_METHODS", "ATTRIBUTION_METHOD_CONFIG"):
+        monkeypatch.setattr(config, name, config.__dict__[name])
+        for key, value in list(config.__dict__[name].items()):
+            monkeypatch.setitem(config.__dict__[name], key, value)
+        for key in NAMES:
+            monkeypatch.delitem(config.__dict__[name], key, raising=False)
+    monkeypatch.setattr(
+        config, "SUPPORTED_ATTRIBUTION_METHODS", list(config.SUPPORTED_ATTRIBUTION_METHODS)
+    )
+    yield config
+    for name in NAMES:
+        config.ATTRIBUTION_NAMES_TO_METHODS.pop(name, None)
+        config.ATTRIBUTION_METHOD_CONFIG.pop(name, None)
+
+
+def visualizer(
+    model: Any, feature: Any, inputs: torch.Tensor, method: str, **arguments: Any
+) -> Any:
+    from captum.insights import AttributionVisualizer, Batch
+    from captum.insights.attr_vis.app import FilterConfig
+
+    made = AttributionVisualizer(
+        [model], LABELS, [feature], [Batch(inputs, torch.zeros(len(inputs), dtype=torch.long))]
+    )
+    made._config = FilterConfig(
+        attribution_method=method, attribution_arguments=arguments, num_examples=len(inputs)
+    )
+    return made
+
+
+def offered(config: Any, name: str) -> dict[str, Any]:
+    """The arguments that the page sends if nothing is changed."""
+    return {key: kind.value for key, kind in config.ATTRIBUTION_METHOD_CONFIG[name].params.items()}
+
+
+@pytest.mark.captum08
+@needs_captum08
+def test_methods_are_offered_by_name_once(config):
+    before = len(config.SUPPORTED_ATTRIBUTION_METHODS)
+    assert register_with_captum() == NAMES == register_with_captum()
+    assert len(config.SUPPORTED_ATTRIBUTION_METHODS) == before + len(NAMES)
+    assert set(NAMES) <= set(config.ATTRIBUTION_NAMES_TO_METHODS)
+    from captum.insights.attr_vis.features import EmptyFeature
+
+    told = visualizer(vision(), EmptyFeature(), torch.rand(1, 3, 12, 12), NAMES[0])
+    assert set(NAMES) <= set(told.get_insights_config()["methods"])
+
+
+@pytest.mark.captum08
+@needs_captum08
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_explains_with_what_the_page_sends(config, name):
+    from captum.insights.attr_vis.features import TextFeature
+
+    register_with_captum()
+    model, ids = classifier("mean"), token_ids(1, 6)
+    feature = TextFeature("text", None, None, lambda ids: [f"w{i}" for i in ids.squeeze(0)])
+    ((output,),) = visualizer(model, feature, ids, name, **offered(config, name)).visualize()
+    method = config.ATTRIBUTION_NAMES_TO_METHODS[name]
+    wanted = method(model).attribute(ids, target=int(output.active_index))[0]
+    percent = 100 * wanted / wanted.abs().max()
+    assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
+
+
+@pytest.mark.captum08
+@needs_captum08
+def test_images_and_changed_arguments(config):
+    from captum.insights.attr_vis.features import ImageFeature
+
+    register_with_captum()
+    model, images = vision(), torch.rand(2, 3, 12, 12)
+    feature = ImageFeature("photo", None, None)
+    arguments = offered(config, "Mamba Attribution") | {
+        "clamp": "abs",
+        "normalize_rows": "yes",
+        "heads": "0 3",
+        "start_layer": 1,
+        "query": "last",
+    }
+    seen = []
+    feature.visualize = lambda attribution, data, share: seen.append(attribution)
+    visualizer(model, feature, images, "Mamba Attribution", **arguments).visualize()
+    for image, found in zip(images.split(1), seen, strict=True):
+        wanted = MambaAttribution(model).attribute(
+            image,
+            target=int(model(image).argmax()),
+            clamp="abs",
+            normalize_rows=True,
+            heads=(0, 3),
+            start_layer=1,
+            query="last",
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+READ = [
+    ("Mamba Attribution", "normalize_rows", "yes", True),
+    ("Mamba Attribution", "normalize_rows", "no", False),
+    ("Mamba Attribution", "start_layer", 1, 1),
+    ("Mamba Attribution", "heads", "", None),
+    ("Mamba Attribution", "heads", "0 3", (0, 3)),
+    ("Mamba Attribution", "query", "default", None),
+    ("Implicit Attention Rollout", "discard_ratio", "0.25", 0.25),
+    ("LATIM Flow", "gate", "half", "half"),
+]
+
+
+class Captums:
+    """The kinds of Captum 0.8."""
+
+    @staticmethod
+    def kind(**fields: Any) -> dict[str, Any]:
+        return fields
+
+    NumberConfig = StrConfig = StrEnumConfig = ConfigParameters = kind
+
+
+@pytest.mark.parametrize(("name", "argument", "sent", "read"), READ)
+def test_what_captums_page_sends_is_read(name, argument, sent, read):
+    made = _translated(ATTRIBUTION_METHOD_CONFIG[name].params, Captums)
+    found = made["post_process"][argument](sent)
+    assert found == read and type(found) is type(read)
+
+
+def test_defaults_survive_captums_kinds():
+    for name in NAMES:
+        params = ATTRIBUTION_METHOD_CONFIG[name].params
+        made = _translated(params, Captums)
+        for argument, kind in params.items():
+            sent = made["params"][argument]
+            if isinstance(kind, StrEnumConfig | BoolConfig):
+                assert sent["value"] in sent["limit"]
+            assert made["post_process"][argument](sent["value"]) == kind.value, (name, argument)
+
+
+def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:
+    """What a script's visualizer shows, without pictures."""
+    text = (Path(__file__).parent / "scripts" / f"{script}.py").read_text(encoding="utf-8")
+    text = text.replace("from captum.insights", f"from {package}")
+    torch.manual_seed(20)
+    names: dict[str, Any] = {"__name__": script}
+    exec(text.partition("\nvisualizer.serve(")[0], names)
+    results = names["results"] if "results" in names else names["visualizer"].visualize()
+    return [[plain(output) for output in outputs] for outputs in results]
+
+
+@pytest.mark.captum08
+@needs_captum08
+@pytest.mark.parametrize("script", ["images", "tables", "texts"])
+def test_a_script_shows_what_captum_shows_for_the_first_model(script):
+    theirs, ours = (shown_by(script, name) for name in ("captum.insights", "captum_ssm.insights"))
+    assert len(ours) <= len(theirs)  # Captum shows whole batches
+    for (own, *_), (other, *_) in zip(ours, theirs, strict=False):
+        assert own["actual"] == other["actual"] | {"score": 100.0}
+        assert own["active_index"] == other["active_index"]
+        for mine, captums in zip(own["predicted"], other["predicted"], strict=True):
+            assert mine == captums | {"score": pytest.approx(captums["score"], rel=1e-5)}
+        for mine, captums in zip(own["feature_outputs"], other["feature_outputs"], strict=True):
+            assert mine["contribution"] == pytest.approx(captums["contribution"], abs=1e-5)
+            assert (mine["name"], mine["type"]) == (captums["name"], captums["type"])
+            if mine["type"] in ("text", "general"):
+                assert mine["base"] == captums["base"]
+                assert mine["modified"] == pytest.approx(captums["modified"], abs=1e-3)

@@ -1,0 +1,90 @@
+"""Kinds of arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from captum_ssm.errors import OptionError
+from captum_ssm.insights.config import (
+    BoolConfig,
+    ConfigParameters,
+    NumberConfig,
+    StrConfig,
+    StrEnumConfig,
+    TupleConfig,
+    described,
+)
+
+GOOD = [
+    (NumberConfig(25, (2, None)), 2, 2),
+    (NumberConfig(25, (2, None)), 7.0, 7),
+    (NumberConfig(0.5, (0.0, 1.0)), 0.25, 0.25),
+    (NumberConfig(0.5, (0.0, 1.0)), 1, 1.0),
+    (NumberConfig(1, (0, 0.9)), 0.3, 0.3),
+    (StrEnumConfig("a", ["a", "b"]), "b", "b"),
+    (StrEnumConfig(None, [None, "b"]), None, None),
+    (StrConfig(""), "x y", "x y"),
+    (BoolConfig(), True, True),
+    (TupleConfig(), "3, 5 5", (3, 5, 5)),
+    (TupleConfig(), "(3,-5)", (3, -5)),
+    (TupleConfig(), [1, 2], (1, 2)),
+    (TupleConfig(), 4, (4,)),
+    (TupleConfig(), "4", (4,)),
+    (TupleConfig((1,)), "", None),
+    (TupleConfig(), [], None),
+    (TupleConfig(), None, None),
+    (TupleConfig(), ((1, 2), (3,)), ((1, 2), (3,))),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "read"), GOOD)
+def test_a_value_keeps_its_type(kind, value, read):
+    found = kind.parse("x", value)
+    assert found == read and type(found) is type(read)
+
+
+BAD = [
+    (NumberConfig(25, (2, None)), 2.5, "whole number"),
+    (NumberConfig(25, (2, None)), 1, "at least 2"),
+    (NumberConfig(1, (1, 100)), 101, "from 1 to 100"),
+    (NumberConfig(1, (None, 100)), 101, "at most 100"),
+    (NumberConfig(25), "25", "number"),
+    (NumberConfig(25), True, "number"),
+    (NumberConfig(0.5), float("nan"), "number"),
+    (NumberConfig(0.5), float("inf"), "number"),
+    (NumberConfig(25, (2, 50)), 10**400, "from 2 to 50"),
+    (StrEnumConfig("a", ["a", "b"]), "c", r"\['a', 'b'\]"),
+    (StrEnumConfig("a", ["a", "b"]), None, "one of"),
+    (StrEnumConfig("a", ["a", "b"]), {}, "one of"),
+    (BoolConfig(), 1, "true or false"),
+    (BoolConfig(), "yes", "true or false"),
+    (TupleConfig(), "3, x", "whole numbers"),
+    (TupleConfig(), "3.5", "whole numbers"),
+    (TupleConfig(), [1, 2.0], "whole numbers"),
+    (TupleConfig(), [True], "whole numbers"),
+    (TupleConfig(), {}, "whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "what"), BAD)
+def test_an_unusable_value_is_named(kind, value, what):
+    with pytest.raises(OptionError, match=f"^steps=.*{what}"):
+        kind.parse("steps", value)
+
+
+def test_what_is_not_given_has_its_default_and_what_is_unknown_passes():
+    parameters = ConfigParameters(
+        {"n": NumberConfig(3), "s": StrConfig("1 2"), "t": TupleConfig()},
+        post_process={"s": lambda text: [int(word) for word in text.split()]},
+    )
+    assert parameters.parse({}) == {"n": 3, "s": [1, 2], "t": None}
+    given = {"n": 5, "s": "7", "other": object()}
+    assert parameters.parse(given) == given | {"s": [7], "t": None}
+    assert given["s"] == "7"
+
+
+def test_the_page_is_told_which_numbers_are_whole():
+    parameters = ConfigParameters({"n": NumberConfig(3, (1, None)), "f": NumberConfig(0.0)})
+    told = described(parameters)
+    assert told["n"] == {"value": 3, "limit": (1, None), "type": "number", "whole": True}
+    assert told["f"]["whole"] is False

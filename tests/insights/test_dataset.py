@@ -1,0 +1,159 @@
+"""Batches, and going through them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from captum_ssm.errors import InputError
+from captum_ssm.insights import Batch
+from captum_ssm.insights.dataset import KEPT, Stream, examples_of
+
+
+def batches(*sizes: int) -> list[Batch]:
+    """Each example holds its number, counted from 0."""
+    count = itertools.count()
+    return [Batch(torch.tensor([[next(count)] for _ in range(size)]), None) for size in sizes]
+
+
+def seen(page, most: int | None = None) -> list[int]:
+    return [int(example.inputs[0]) for example in itertools.islice(page, most)]
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_cut_into_examples():
+    photo, question = torch.rand(3, 2, 4, 4), torch.randint(9, (3, 5))
+    lengths, whole = torch.tensor([5, 4, 5]), torch.tensor(7)
+    batch = Batch((photo, question), torch.tensor([2, 0, 1]), (lengths, "mode", whole))
+    for i, example in enumerate(examples_of(batch)):
+        assert torch.equal(example.inputs[0], photo[i : i + 1])
+        assert torch.equal(example.inputs[1], question[i : i + 1])
+        assert torch.equal(example.additional[0], lengths[i : i + 1])
+        assert example.additional[1:] == ("mode", whole)
+        assert example.label == [2, 0, 1][i] and type(example.label) is int
+
+
+@pytest.mark.parametrize("labels", [[1, 0], (1, 0), torch.tensor([[1], [0]])])
+def test_labels_in_every_form(labels):
+    found = [example.label for example in examples_of(Batch(torch.rand(2, 1), labels))]
+    assert found == [1, 0]
+
+
+def test_without_labels():
+    assert [e.label for e in examples_of(Batch(torch.rand(2, 1), None))] == [None, None]
+
+
+BAD = [
+    ((torch.rand(2, 1), torch.zeros(2)), "holds a tuple.*Batch"),
+    (Batch([torch.rand(2, 1)], None), "must be tensors"),
+    (Batch((), None), "must be tensors"),
+    (Batch(torch.tensor(1.0), None), "must be tensors"),
+    (Batch((torch.rand(2, 1), torch.rand(3, 1)), None), r"has 2 examples.*3 in another.*\(3, 1\)"),
+    (Batch(torch.rand(2, 1), None, torch.rand(1)), "has 2 examples.*1 in another"),
+    (Batch(torch.rand(2, 1), torch.zeros(3)), "3 numbers for 2 examples"),
+]
+
+
+@pytest.mark.parametrize(("batch", "what"), BAD)
+def test_a_batch_that_does_not_fit_is_named(batch, what):
+    with pytest.raises(InputError, match=what):
+        list(examples_of(batch))
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+SOURCES = {
+    "list": lambda: batches(2, 3),
+    "generator": lambda: (batch for batch in batches(2, 3)),
+    "iterator": lambda: iter(batches(1, 1, 3)),
+}
+sources = pytest.mark.parametrize("source", SOURCES)
+
+
+@sources
+def test_pages_follow_each_other_and_the_start_follows_the_end(source):
+    stream = Stream(SOURCES[source]())
+    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
+    assert seen(stream.page(), 2) == [2, 3] and not stream.ended
+    assert seen(stream.page(), 2) == [4] and stream.ended
+    assert seen(stream.page(), 5) == [0, 1, 2, 3, 4]
+    assert seen(stream.page()) == [0, 1, 2, 3, 4] and stream.ended
+
+
+@sources
+def test_a_page_again_is_the_same_also_at_the_end(source):
+    stream = Stream(SOURCES[source]())
+    seen(stream.page(), 3)
+    for again in range(3):
+        assert seen(stream.page(again > 0), 3) == [3, 4] and stream.ended
+    assert seen(stream.page(), 2) == [0, 1] and not stream.ended
+    assert seen(stream.page(again=True), 4) == [0, 1, 2, 3]
+    assert seen(stream.page(again=True), 1) == [0]
+    assert seen(stream.page(), 2) == [1, 2]
+
+
+@sources
+def test_looking_at_the_next_example_does_not_take_it(source):
+    stream = Stream(SOURCES[source]())
+    assert int(stream.first().inputs[0]) == 0 == int(stream.first().inputs[0])
+    assert seen(stream.page(), 5) == [0, 1, 2, 3, 4]
+    assert int(stream.first().inputs[0]) == 0
+    assert seen(stream.page(), 1) == [0]
+
+
+@pytest.mark.parametrize("dataset", [[], iter([]), [Batch(torch.rand(0, 1), None)]])
+def test_an_empty_dataset_ends(dataset):
+    stream = Stream(dataset)
+    assert stream.first() is None
+    for again in (False, True, False):
+        assert seen(stream.page(again)) == [] and stream.ended
+
+
+def test_examples_know_their_number():
+    stream = Stream(batches(2, 1))
+    assert [e.number for e in stream.page()] == [1, 2, 3]
+    assert [e.number for e in stream.page()] == [1, 2, 3]
+
+
+def test_of_a_long_generator_the_last_examples_are_kept():
+    total = KEPT + 50
+    stream = Stream(iter(batches(total)))
+    assert seen(stream.page()) == list(range(total))
+    assert seen(stream.page()) == list(range(50, total))
+    assert [e.number for e in stream.page()] == list(range(51, total + 1))
+
+
+def test_a_dataset_without_end_is_read_no_further_than_asked():
+    read = []
+
+    def endless():
+        for i in itertools.count():
+            read.append(i)
+            yield Batch(torch.tensor([[i]]), None)
+
+    assert seen(Stream(endless()).page(), 3) == [0, 1, 2] and len(read) == 3
+
+
+def test_a_generator_that_ends_as_the_published_example_does():
+    def published():
+        loader = iter(batches(2))
+        while True:
+            yield next(loader)
+
+    stream = Stream(published())
+    assert seen(stream.page()) == [0, 1] and stream.ended
+    assert seen(stream.page()) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), ValueError("broken")])
+def test_errors_of_the_dataset_are_not_hidden(error):
+    def broken():
+        yield batches(1)[0]
+        raise error
+
+    with pytest.raises(type(error), match="broken"):
+        seen(Stream(broken()).page())

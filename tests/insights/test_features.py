@@ -1,0 +1,180 @@
+"""What is shown of each kind of input."""
+
+from __future__ import annotations
+
+import base64
+import math
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import colormaps
+from matplotlib.image import imread
+
+from captum_ssm.errors import InputError
+from captum_ssm.insights import EmptyFeature, GeneralFeature, ImageFeature, TextFeature
+from captum_ssm.insights.features import BaseFeature, FeatureOutput
+
+
+def pixels(png: str) -> np.ndarray:
+    """(H, W, 3) of 0 to 255."""
+    return np.round(imread(BytesIO(base64.b64decode(png, validate=True)))[..., :3] * 255)
+
+
+def shown(image: torch.Tensor, relevance: torch.Tensor | None = None) -> FeatureOutput:
+    relevance = torch.randn(image.shape) if relevance is None else relevance
+    return ImageFeature("photo", None, None).visualize(relevance, image, 0.5)
+
+
+# --- images --------------------------------------------------------------------------------------
+
+INPUTS = [
+    (lambda x: x, lambda x: x),
+    (lambda x: x.half(), lambda x: x.half().double()),
+    (lambda x: (x * 255).round(), lambda x: (x * 255).round() / 255),
+    (lambda x: (x * 255).to(torch.uint8), lambda x: (x * 255).to(torch.uint8).double() / 255),
+    (lambda x: x > 0.5, lambda x: (x > 0.5).double()),
+    (lambda x: x - 0.4, lambda x: (x - x.min()) / (x.max() - x.min())),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), INPUTS)
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_an_image_of_any_range_and_number_of_channels(given, wanted, channels):
+    image = torch.rand(1, channels, 5, 7, dtype=torch.float64)
+    image[0, 0, 0, :2] = torch.tensor([0.0, 1.0])
+    expected = wanted(image)[0]
+    if channels != 3:
+        expected = expected.mean(0, keepdim=True).expand(3, -1, -1)
+    expected = expected.permute(1, 2, 0).numpy() * 255
+    found = pixels(shown(given(image)).base)
+    assert np.abs(found - expected).max() <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_all_zero_images_and_relevance(channels):
+    nothing = torch.zeros(1, channels, 4, 3)
+    output = shown(nothing, nothing)
+    assert (pixels(output.base) == 0).all()
+    # white, or nearly so, whatever the colour scale is
+    assert pixels(output.modified).min() > 240
+    assert output[2:] == (output.modified, "image", 0.5)
+
+
+def test_numbers_that_are_none_are_grey_and_leave_the_others_alone():
+    relevance = torch.randn(1, 3, 6, 5)
+    holed = relevance.clone()
+    holed[0, 1, 2, 3], holed[0, 0, 4, 0] = math.nan, math.inf
+    clean = relevance.clone()
+    clean[0, :, 2, 3] = clean[0, :, 4, 0] = 0
+    image = torch.rand(1, 3, 6, 5)
+    image[0, 0, 0, 0] = math.nan
+    found, expected = (pixels(shown(image, r).modified) for r in (holed, clean))
+    grey = np.zeros((6, 5), dtype=bool)
+    grey[2, 3] = grey[4, 0] = True
+    assert (found[grey] == 128).all()
+    np.testing.assert_array_equal(found[~grey], expected[~grey])
+
+
+def test_relevance_is_centred_at_zero_and_its_scale_spares_the_few_largest():
+    relevance = torch.zeros(1, 2, 10, 10)
+    relevance[0, 0] = torch.linspace(-1, 1, 100).view(10, 10)
+    relevance[0, 1, 5, 5] = 9.0  # channels are summed
+    summed = relevance.sum(1)[0]
+    end = sorted(abs(v) for v in summed.flatten().tolist())[98]  # of 100, none of which is 0
+    assert end == 1.0
+    shares = ((summed / end).clamp(-1, 1) + 1) / 2
+    expected = colormaps["PuOr"](shares.double().numpy())[..., :3] * 255
+    assert np.abs(pixels(shown(torch.rand(1, 3, 10, 10), relevance).modified) - expected).max() <= 1
+
+
+def test_relevance_without_signs_is_pale_at_zero():
+    relevance = torch.zeros(1, 1, 3, 3)
+    relevance[0, 0, 1, 1] = 2.0
+    found = pixels(shown(torch.rand(1, 1, 3, 3), relevance).modified)
+    assert found[0, 0].min() > 240 and found[1, 1].max() < 160
+
+
+def test_an_image_is_transformed_before_it_is_shown():
+    def undone(image):
+        assert image.shape == (1, 3, 4, 4)
+        return image * 0 + 1
+
+    feature = ImageFeature("photo", None, None, visualization_transform=undone)
+    found = feature.visualize(torch.rand(1, 3, 4, 4), torch.rand(1, 3, 4, 4), 1.0)
+    assert (pixels(found.base) == 255).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3, 4, 4), (1, 3, 0, 4)])
+def test_what_is_no_image_is_named(shape):
+    with pytest.raises(InputError, match="cannot be shown as an image"):
+        shown(torch.rand(shape), torch.rand(1, 3, 4, 4))
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_words_and_their_relevance(dtype):
+    ids = torch.tensor([[2, 0, 1]])
+    feature = TextFeature("text", None, None, lambda ids: ["abc"[i] for i in ids[0]])
+    of_embeddings = torch.randn(1, 3, 4).to(dtype)
+    output = feature.visualize(of_embeddings, ids, 1.0)
+    sums = [sum(row) for row in of_embeddings[0].double().tolist()]
+    largest = max(abs(s) for s in sums)
+    assert output.base == ["c", "a", "b"]
+    assert output.modified == pytest.approx([100 * s / largest for s in sums])
+    of_ids = torch.tensor([[0.5, -2.0, 0.0]])
+    assert feature.visualize(of_ids, ids, 1.0).modified == [25.0, -100.0, 0.0]
+
+
+def test_text_without_relevance_or_with_none_numbers():
+    feature = TextFeature("text", None, None, None)
+    output = feature.visualize(torch.zeros(1, 3), torch.tensor([[2, 0, 1]]), 1.0)
+    assert output.base == ["2", "0", "1"] and output.modified == [0.0, 0.0, 0.0]
+    holed = torch.tensor([[math.nan, 4.0, -1.0]])
+    modified = feature.visualize(holed, torch.tensor([[2, 0, 1]]), 1.0).modified
+    assert math.isnan(modified[0]) and modified[1:] == [100.0, -25.0]
+
+
+# --- numbers, nothing, one's own -----------------------------------------------------------------
+
+
+def test_numbers_by_category():
+    feature = GeneralFeature("size", ["width", "height"])
+    output = feature.visualize(torch.tensor([[3.0, -4.0]]), torch.tensor([[1.234, 5]]), 0.25)
+    assert output.base == ["width: 1.23", "height: 5.00"]
+    assert output.modified == pytest.approx([60.0, -80.0])
+    assert (output.name, output.type, output.contribution) == ("size", "general", 0.25)
+    nothing = feature.visualize(torch.zeros(1, 2), torch.tensor([[1, 2]]), 0.0)
+    assert nothing.modified == [0.0, 0.0] and nothing.base == ["width: 1.00", "height: 2.00"]
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 2, 2)])
+def test_numbers_that_do_not_fit_their_categories(shape):
+    feature = GeneralFeature("size", ["width", "height"])
+    with pytest.raises(InputError, match="'size' has 2 categories"):
+        feature.visualize(torch.zeros(shape), torch.zeros(shape), 1.0)
+
+
+def test_what_is_not_shown():
+    output = EmptyFeature().visualize(torch.rand(1, 2), torch.rand(1, 2), 0.5)
+    assert output == ("empty", None, None, "empty", 0.5)
+
+
+def test_transforms_in_every_form():
+    def double(x):
+        return 2 * x
+
+    for given, wanted in [(None, []), (double, [double]), ((double, abs), [double, abs])]:
+        feature = TextFeature("text", given, given, None)
+        assert feature.baseline_transforms == wanted == feature.input_transforms
+
+
+def test_a_feature_of_ones_own_says_what_it_is():
+    feature = BaseFeature("new", None, None, None)
+    with pytest.raises(NotImplementedError):
+        feature.visualization_type()
+    with pytest.raises(NotImplementedError):
+        feature.visualize(None, None, 0.0)

@@ -1,0 +1,114 @@
+"""The tables of methods, held to the methods themselves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from insights_examples import cnn, table_model
+from small_models import classifier, mamba_lm, token_ids
+
+from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.insights.config import NumberConfig, StrEnumConfig
+from captum_ssm.insights.methods import (
+    ATTRIBUTION_METHOD_CONFIG,
+    ATTRIBUTION_NAMES_TO_METHODS,
+    DEFAULTS_FROM_INPUTS,
+    SUPPORTED_ATTRIBUTION_METHODS,
+    parameters_of,
+)
+
+OURS = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+
+
+def test_all_methods_that_the_package_offers_are_there():
+    import captum_ssm.attr
+
+    public = [getattr(captum_ssm.attr, name) for name in captum_ssm.attr.__all__]
+    classes = [c for c in public if isinstance(c, type) and issubclass(c, ImplicitMethod)]
+    assert set(OURS) == set(classes) and len(OURS) == 9
+    assert {m.get_name(): m for m in SUPPORTED_ATTRIBUTION_METHODS} == ATTRIBUTION_NAMES_TO_METHODS
+    assert set(ATTRIBUTION_METHOD_CONFIG) <= set(ATTRIBUTION_NAMES_TO_METHODS)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTION_METHOD_CONFIG)
+def test_arguments_are_those_of_the_method_with_its_defaults(name):
+    method = ATTRIBUTION_NAMES_TO_METHODS[name]
+    accepted = inspect.signature(method.attribute).parameters
+    for argument, kind in parameters_of(name).params.items():
+        assert argument in accepted
+        # Insights has always taken half as many steps, and windows depend on the inputs
+        if argument not in ("n_steps", "sliding_window_shapes"):
+            assert kind.value == accepted[argument].default, argument
+        assert kind.parse(argument, kind.value) == kind.value
+
+
+CHOICES = [
+    (method, argument, word)
+    for method in OURS
+    for argument, kind in parameters_of(method.get_name()).params.items()
+    if isinstance(kind, StrEnumConfig)
+    for word in kind.limit
+    if word not in (kind.value, "cls")
+]
+
+
+@pytest.mark.parametrize(("method", "argument", "word"), CHOICES)
+def test_every_choice_is_one_that_the_method_accepts(method, argument, word):
+    model, ids = mamba_lm(), token_ids(1, 5)
+    found = method(model).attribute(ids, target=(-1, 3), **{argument: word})
+    assert found.shape == ids.shape and found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_numbers_at_their_limits_are_accepted(method):
+    ids = token_ids(1, 5)
+    for argument, kind in parameters_of(method.get_name()).params.items():
+        if isinstance(kind, NumberConfig):
+            for limit in kind.limit:
+                if limit is not None:
+                    method(mamba_lm()).attribute(ids, target=(-1, 3), **{argument: limit})
+
+
+WINDOWS = [
+    ((1, 3, 32, 17), (3, 4, 2), (3, 2, 1)),
+    ((1, 1, 5, 5), (1, 1, 1), (1, 1, 1)),
+    ((1, 9), (1,), (1,)),
+    ((1, 9, 4), (1, 4), (1, 4)),
+]
+
+
+@pytest.mark.parametrize(("shape", "window", "stride"), WINDOWS)
+def test_occluding_windows_suit_the_inputs(shape, window, stride):
+    suggest = DEFAULTS_FROM_INPUTS["Occlusion"]
+    found = suggest((torch.zeros(shape),))
+    assert found == {"sliding_window_shapes": window, "strides": stride}
+    both = suggest((torch.zeros(shape), torch.zeros(1, 2)))
+    assert both == {"sliding_window_shapes": (window, (1,)), "strides": (stride, (1,))}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [(cnn(), torch.rand(1, 3, 6, 6)), (table_model(), torch.rand(1, 3))],
+    ids=["image", "table"],
+)
+def test_occlusion_runs_with_the_suggested_windows(model, inputs):
+    method = ATTRIBUTION_NAMES_TO_METHODS["Occlusion"]
+    found = method(model).attribute(
+        inputs, target=1, **DEFAULTS_FROM_INPUTS["Occlusion"]((inputs,))
+    )
+    assert found.shape == inputs.shape and (found != 0).any()
+
+
+def test_a_windowed_token_of_a_classifier_is_all_its_features():
+    model = classifier("mean")
+    embeddings = model.backbone.embeddings(token_ids(1, 4)).detach()
+    method = ATTRIBUTION_NAMES_TO_METHODS["Occlusion"]
+    suggested = DEFAULTS_FROM_INPUTS["Occlusion"]((embeddings,))
+
+    def run(x):
+        return model(inputs_embeds=x)
+
+    found = method(run).attribute(embeddings, target=1, **suggested)
+    torch.testing.assert_close(found, found[..., :1].expand_as(found))

@@ -1,0 +1,189 @@
+"""Scripts written for Captum 0.8's Insights, and how a script with a page ends."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import captum
+import pytest
+from insights_examples import Always, ask, numbers, table
+
+import captum_ssm.insights
+from captum_ssm.insights import AttributionVisualizer, install_alias
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("*.py"))
+CAPTUM_HAS_ITS_OWN = importlib.util.find_spec("captum.insights") is not None
+
+
+def run(name: str, changed: Callable[[str], str]) -> dict[str, Any]:
+    """The names of a script that was run after ``changed`` was done to its text."""
+    text = changed((HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"{name}.py", "exec"), names)
+    return names
+
+
+def import_changed(text: str) -> str:
+    assert "from captum.insights" in text
+    return text.replace("from captum.insights", "from captum_ssm.insights")
+
+
+def check_images(visualizer: AttributionVisualizer) -> None:
+    found = ask(visualizer.url, "/api/examples", {}).json
+    assert [each["models"][0]["actual"]["label"] for each in found["examples"]] == [
+        "Plane",
+        "Car",
+        "Bird",
+        "Cat",
+    ]
+    pages = [ask(visualizer.url, "/api/examples", {}).json for _ in range(2)]
+    assert [len(page["examples"]) for page in pages] == [4, 2] and pages[1]["ended"]
+    for output in (each["models"][0] for each in found["examples"]):
+        assert len(output["predicted"]) == 4 and output["feature_outputs"][0]["type"] == "image"
+
+
+def check_texts(visualizer: AttributionVisualizer) -> None:
+    (first, *_) = ask(visualizer.url, "/api/examples", {}).json["examples"]
+    (output,) = first["models"]
+    (feature,) = output["feature_outputs"]
+    assert len(feature["base"]) == 6 == len(feature["modified"])
+    assert max(abs(percent) for percent in feature["modified"]) == pytest.approx(100)
+    assert {score["label"] for score in output["predicted"]} == {"negative", "positive"}
+
+
+def check_tables(visualizer: AttributionVisualizer) -> None:
+    chosen = {"attribution_method": "Deep Lift", "num_examples": 2}
+    found = ask(visualizer.url, "/api/examples", {"filter": chosen}).json
+    for each in found["examples"]:
+        assert [output["model_index"] for output in each["models"]] == [0, 1]
+        for output in each["models"]:
+            features = output["feature_outputs"]
+            assert [feature["type"] for feature in features] == ["image", "general", "empty"]
+            assert sum(abs(feature["contribution"]) for feature in features) == pytest.approx(1)
+            assert features[1]["base"][0].startswith("sepal length: ")
+
+
+CHECKS = {"images": check_images, "tables": check_tables, "texts": check_texts}
+
+
+def test_every_script_is_checked():
+    assert list(CHECKS) == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_with_its_import_changed(name):
+    with closing(run(name, import_changed)["visualizer"]) as visualizer:
+        assert isinstance(visualizer, AttributionVisualizer)
+        CHECKS[name](visualizer)
+
+
+def test_what_a_script_is_returned():
+    names = run("tables", import_changed)
+    names["visualizer"].close()
+    results = names["results"]
+    assert len(results) == 6 and all(len(outputs) == 2 for outputs in results)
+    assert [outputs[0].actual.label for outputs in results[:3]] == [
+        "setosa",
+        "versicolor",
+        "virginica",
+    ]
+
+
+def test_the_tables_that_a_script_changes_are_those_that_are_used():
+    from captum_ssm.insights import methods
+    from captum_ssm.insights.attr_vis import config
+
+    for name in config.__all__:
+        if name.isupper():
+            assert getattr(config, name) is getattr(methods, name), name
+
+
+# --- the alias -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alias() -> Iterator[None]:
+    before = dict(sys.modules)
+    install_alias()
+    yield
+    for name in [n for n in sys.modules if n.startswith("captum.insights")]:
+        if name not in before:
+            del sys.modules[name]
+    if not CAPTUM_HAS_ITS_OWN:
+        del captum.insights
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_unchanged_after_the_alias(alias, name):
+    if CAPTUM_HAS_ITS_OWN:
+        assert importlib.util.find_spec("captum.insights").origin.startswith(captum.__path__[0])
+        return
+    with closing(run(name, lambda text: text)["visualizer"]) as visualizer:
+        CHECKS[name](visualizer)
+    assert importlib.import_module("captum.insights") is captum_ssm.insights
+
+
+def test_the_alias_may_be_installed_twice_and_is_all_or_nothing(alias):
+    install_alias()
+    ours = [m.__name__ for n, m in sys.modules.items() if n.startswith("captum.insights")]
+    expected = [] if CAPTUM_HAS_ITS_OWN else ["captum_ssm.insights"]
+    assert [name for name in ours if name == "captum_ssm.insights"] == expected
+    if not CAPTUM_HAS_ITS_OWN:
+        from captum.insights.attr_vis.attribution_calculation import AttributionCalculation
+
+        assert AttributionCalculation.__module__ == "captum_ssm.insights.calculation"
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from insights_examples import Always, ask, numbers, table
+visualizer = table(Always(1), [numbers(1)])
+visualizer.serve()
+assert ask(visualizer.url, "/api/examples", {{}}).status == 200
+print("done", flush=True)
+"""
+
+
+def test_a_script_that_does_not_block_ends_at_its_end():
+    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(tests=str(HERE.parent))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.rstrip().endswith("done")
+
+
+def test_a_script_that_blocks_serves_until_it_is_interrupted():
+    visualizer = table(Always(1), [numbers(1)])
+    visualizer.serve()
+    url, statuses = visualizer.url, []
+
+    def interrupt() -> None:
+        statuses.append(ask(url, "/api/config").status)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Timer(0.3, interrupt)
+    thread.start()
+    visualizer.serve(blocking=True)
+    thread.join()
+    assert statuses == [200]
+    with pytest.raises(ConnectionRefusedError):
+        ask(url, "/")

@@ -1,0 +1,305 @@
+"""The server: who it answers, how, and when it ends."""
+
+from __future__ import annotations
+
+import configparser
+import socket
+import threading
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+from insights_examples import Always, ask, cnn, numbers, photos, table, table_model
+
+from captum_ssm.errors import OptionError
+from captum_ssm.insights import Batch
+from captum_ssm.insights.server import _ASSETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def visualizer():
+    with table(Always(1), [numbers(1, 0, 2)]) as made:
+        made.serve()
+        yield made
+
+
+# --- what is answered ----------------------------------------------------------------------------
+
+
+def test_the_address_that_is_printed_opens_the_page(capsys):
+    with table(Always(1), [numbers(1)]) as visualizer:
+        port = visualizer.serve()
+        assert visualizer.url in capsys.readouterr().out
+        assert visualizer.url.startswith(f"http://127.0.0.1:{port}/?token=")
+        with urlopen(visualizer.url) as response:
+            assert response.status == 200
+            assert b"<title>Insights</title>" in response.read()
+
+
+@pytest.mark.parametrize("path", _ASSETS)
+def test_what_the_page_needs_is_there(visualizer, path):
+    answer = ask(visualizer.url, path, token="")
+    assert answer.status == 200 and len(answer.body) > 100
+    kind = {"css": "text/css", "js": "text/javascript"}[path.rpartition(".")[2]]
+    assert answer.headers["Content-Type"] == f"{kind}; charset=utf-8"
+
+
+def test_the_page_names_nothing_that_is_not_served():
+    import re
+    from importlib.resources import files
+
+    assets = files("captum_ssm.insights").joinpath("assets")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in assets.iterdir()}
+    assert set(texts) == {name for name, _ in _ASSETS.values()} | {"page.html"}
+    for name, text in texts.items():
+        assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\(", text), name
+    named = re.findall(r'(?:src|href)="([^"#]+)"', texts["page.html"])
+    named += re.findall(r'from "\./([^"]+)"', texts["page.js"] + texts["controls.js"])
+    assert {f"/{n}" for n in named if not n.startswith("data:")} == set(_ASSETS)
+
+
+def test_what_the_page_needs_is_shipped():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    patterns = settings["options.package_data"]["captum_ssm"].split()
+    package = ROOT / "captum_ssm"
+    shipped = {path.name for pattern in patterns for path in package.glob(pattern)}
+    assert shipped >= {path.name for path in (package / "insights" / "assets").iterdir()}
+
+
+def test_questions_are_answered(visualizer):
+    config = ask(visualizer.url, "/api/config")
+    assert config.status == 200 and config.json["models"] == ["Always"]
+    assert config.headers["Content-Type"] == "application/json"
+    found = ask(visualizer.url, "/api/examples", {"filter": {"prediction": "incorrect"}}).json
+    assert [e["number"] for e in found["examples"]] == [2, 3]
+    request = {"id": found["examples"][0]["id"], "model": 0, "target": 4}
+    assert ask(visualizer.url, "/api/relevance", request).json["active_index"] == 4
+
+
+def test_all_answers_forbid_what_the_page_does_not_need(visualizer):
+    for path, token in [("/", None), ("/page.js", ""), ("/api/config", None), ("/", "wrong")]:
+        headers = ask(visualizer.url, path, token=token).headers
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert "script-src 'self'" in policy and "form-action 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "Access-Control-Allow-Origin" not in headers and "Python" not in headers["Server"]
+
+
+# --- what is not ---------------------------------------------------------------------------------
+
+QUESTIONS = [("/", None), ("/api/config", None), ("/api/examples", {}), ("/api/relevance", {})]
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "token=", "%c3%a9", "%00", "%ff"])
+@pytest.mark.parametrize(("path", "request_"), QUESTIONS)
+def test_without_the_token_nothing_is_told(visualizer, path, request_, token):
+    answer = ask(visualizer.url, path, request_, token=token)
+    assert answer.status == 403 and "token" in answer.json["error"]
+
+
+def test_each_server_has_a_token_of_its_own(visualizer):
+    with table(Always(1), [numbers(1)]) as other:
+        other.serve()
+        tokens = [made.url.partition("token=")[2] for made in (visualizer, other)]
+        assert tokens[0] != tokens[1] and min(map(len, tokens)) >= 32
+        assert ask(other.url, "/api/config", token=tokens[0]).status == 403
+
+
+HOSTS = [
+    "example.com",
+    "example.com:{port}",
+    "127.0.0.1",
+    "127.0.0.1:1",
+    "localhost",
+    "",
+    "[::1]:{port}",
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("path", ["/", "/page.js", "/api/config"])
+def test_under_a_foreign_name_nothing_is_told(visualizer, host, path):
+    named = host.format(port=visualizer.serve())
+    answer = ask(visualizer.url, path, headers={"Host": named})
+    assert answer.status == 403 and b"title" not in answer.body
+
+
+def test_under_its_own_names_it_answers(visualizer):
+    for host in ("127.0.0.1", "localhost"):
+        named = f"{host}:{visualizer.serve()}"
+        headers = {"Host": named, "Origin": f"http://{named}"}
+        assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://example.com", "null", "https://127.0.0.1:{port}"])
+def test_other_sites_are_refused(visualizer, origin):
+    headers = {"Origin": origin.format(port=visualizer.serve())}
+    assert ask(visualizer.url, "/api/examples", {}, headers=headers).status == 403
+
+
+BAD = [
+    ("/api/examples", b"{", 400, "not JSON"),
+    ("/api/examples", b"\xff", 400, "not JSON"),
+    ("/api/examples", b"[" * 10**5, 400, "not JSON"),
+    ("/api/examples", b"[]", 400, "not a JSON object"),
+    ("/api/examples", {"filter": {"prediction": "right"}}, 400, "prediction='right'"),
+    ("/api/examples", None, 404, "no such page"),
+    ("/api/config", {}, 404, "no such page"),
+    ("/api/other", None, 404, "no such page"),
+    ("/../visualizer.py", None, 404, "no such page"),
+    ("/page.html", None, 404, "no such page"),
+    ("/", {}, 404, "no such page"),
+]
+
+
+@pytest.mark.parametrize(("path", "request_", "status", "what"), BAD)
+def test_what_cannot_be_answered_says_so(visualizer, path, request_, status, what):
+    answer = ask(visualizer.url, path, request_)
+    assert answer.status == status and what in answer.json["error"]
+    assert ask(visualizer.url, "/api/config").status == 200
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "", str(2**21), "9" * 5000])
+def test_a_length_that_is_none(visualizer, length):
+    headers = {"Content-Length": length}
+    assert ask(visualizer.url, "/api/examples", headers=headers, method="POST").status == 411
+
+
+def test_who_sends_much_is_refused_as_well(visualizer):
+    much = b" " * 2**20
+    assert ask(visualizer.url, "/api/examples", much, token="wrong").status == 403
+    assert ask(visualizer.url, "/api/examples", much[2:] + b"{}").status == 200
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "HEAD"])
+def test_other_methods_are_not_known(visualizer, method):
+    assert ask(visualizer.url, "/api/config", method=method).status == 501
+
+
+def test_an_error_is_told_and_with_debug_printed(capsys):
+    def dataset():
+        raise OSError("no disk")
+        yield
+
+    for debug in (False, True):
+        with table(Always(1), dataset()) as visualizer:
+            visualizer.serve(debug=debug)
+            capsys.readouterr()
+            answer = ask(visualizer.url, "/api/config")
+            assert (answer.status, answer.json) == (500, {"error": "OSError: no disk"})
+            printed = capsys.readouterr().err
+            assert ("Traceback" in printed and "GET /api/config 500" in printed) == debug
+            assert visualizer.url.partition("token=")[2] not in printed
+
+
+def test_a_browser_that_goes_away_is_no_error(visualizer, capsys):
+    with socket.create_connection(("127.0.0.1", visualizer.serve())) as connection:
+        connection.sendall(b"GET /api/config HTTP/1.1\r\n")
+    capsys.readouterr()
+    assert ask(visualizer.url, "/api/config").status == 200
+    assert capsys.readouterr().err == ""
+
+
+# --- several, beginning and end ------------------------------------------------------------------
+
+
+def test_two_visualizers_at_once():
+    images = Batch(torch.rand(2, 3, 6, 6), None)
+    with table(Always(1), [numbers(1)]) as first, photos(cnn(), [images]) as second:
+        assert first.serve() != second.serve()
+        types = [
+            ask(made.url, "/api/examples", {}).json["examples"][0]["models"][0]["feature_outputs"][
+                0
+            ]["type"]
+            for made in (first, second)
+        ]
+        assert types == ["general", "image"]
+
+
+def test_questions_at_the_same_time_are_all_answered():
+    model = table_model()
+    with table([model, model], [numbers(*range(5))]) as visualizer:
+        visualizer.serve()
+        answers = []
+
+        def often():
+            for name in ("Deep Lift", "Integrated Gradients"):
+                request = {"filter": {"attribution_method": name}, "again": True}
+                answers.append(ask(visualizer.url, "/api/examples", request).json)
+
+        threads = [threading.Thread(target=often) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(answers) == 8
+    for answer in answers:
+        outputs = [output for example in answer["examples"] for output in example["models"]]
+        assert len(outputs) == 8 and not any("error" in output for output in outputs)
+
+
+def test_serving_again_tells_the_same_address_and_a_port_cannot_change(visualizer, capsys):
+    url = visualizer.url
+    port = visualizer.serve()
+    assert visualizer.serve(port=port) == port and visualizer.url == url
+    assert capsys.readouterr().out.count(url) >= 2
+    with pytest.raises(OptionError, match=f"already served on {port}"):
+        visualizer.serve(port=port % 60000 + 1024)
+
+
+def test_closed_it_answers_no_more_and_can_be_served_again(visualizer):
+    url = visualizer.url
+    port = visualizer.serve()
+    visualizer.close()
+    with pytest.raises(ConnectionRefusedError):
+        ask(url, "/")
+    visualizer.close()
+    assert visualizer.serve(port=port) == port
+    assert ask(visualizer.url, "/").status == 200
+    assert ask(url, "/").status == 403
+
+
+def test_a_port_that_cannot_be_had_is_named(visualizer):
+    with table(Always(1), []) as other:
+        with pytest.raises(OptionError, match=f"port={visualizer.serve()} cannot be had"):
+            other.serve(port=visualizer.serve())
+        with pytest.raises(OptionError, match="port=70000: use 0 to 65535"):
+            other.serve(port=70000)
+
+
+def test_other_machines_are_refused():
+    visualizer = table(Always(1), [])
+    with pytest.raises(OptionError, match=r"bind_all=True.*ssh -L"):
+        visualizer.serve(bind_all=True)
+    with pytest.raises(OptionError, match="no page yet"):
+        _ = visualizer.url
+
+
+def test_only_loopback_listens(visualizer):
+    port = visualizer.serve()
+    listening = [
+        line.split()[1]
+        for table_ in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table_).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_in_a_notebook_the_page_is_a_frame(monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown = []
+    monkeypatch.setattr(display, "display", shown.append)
+    with table(Always(1), [numbers(1)]) as visualizer:
+        visualizer.render(debug=False)
+        visualizer.render()
+        assert [frame.src for frame in shown] == [visualizer.url] * 2
+        assert ask(visualizer.url, "/api/config").status == 200

@@ -1,0 +1,274 @@
+"""Going through examples with one model or several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captum.attr import IntegratedGradients, Saliency
+from insights_examples import (
+    CLASSES,
+    Always,
+    cnn,
+    numbers,
+    photos,
+    table,
+    table_model,
+    without_end,
+)
+from small_models import VOCABULARY, mamba_lm, token_ids
+
+from captum_ssm import LatimFlow
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.insights import (
+    AttributionVisualizer,
+    Batch,
+    EmptyFeature,
+    FilterConfig,
+    GeneralFeature,
+    ImageFeature,
+    TextFeature,
+)
+from captum_ssm.insights.search import MOST_SEARCHED
+
+
+def labels_of(shown) -> list[list[str]]:
+    return [[output.predicted[0].label for output in outputs] for outputs in shown]
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_an_example_as_captum_insights_shows_it():
+    model, images, labels = cnn(), torch.rand(3, 3, 6, 6), torch.tensor([4, 0, 2])
+    visualizer = photos(model, [Batch(images, labels)])
+    shown = visualizer.visualize()
+    assert len(shown) == 3
+    for i, (output,) in enumerate(shown):
+        scores = model((images[i : i + 1] - 0.5) / 0.5).detach().softmax(-1)[0]
+        assert output.active_index == output.predicted[0].index == int(scores.argmax())
+        assert output.predicted[0].score == pytest.approx(float(scores.max()))
+        assert (output.actual.index, output.actual.label) == (labels[i], CLASSES[labels[i]])
+        assert output.model_index == 0
+        (feature,) = output.feature_outputs
+        assert (feature.name, feature.type) == ("photo", "image")
+        assert abs(feature.contribution) == 1.0
+
+
+def test_relevance_is_that_of_the_method_for_the_predicted_class():
+    model, batch = table_model(), numbers(0, 1, 2)
+    visualizer = table(model, [batch])
+    visualizer.config = FilterConfig("Saliency", {"abs": False})
+    for example, (output,) in zip(batch.inputs.split(1), visualizer.visualize(), strict=True):
+        target = int(model(example).argmax())
+        gradient = Saliency(model).attribute(example, target=target, abs=False)[0]
+        wanted = 100 * gradient / gradient.norm()
+        assert output.feature_outputs[0].modified == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def test_several_inputs_share_the_relevance():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.numbers = cnn(), table_model()
+
+        def forward(self, image, values):
+            return self.image(image) + self.numbers(values)
+
+    model, image, values = Both(), torch.rand(2, 3, 6, 6), torch.rand(2, 3)
+    features = [ImageFeature("photo", None, None), GeneralFeature("size", ["a", "b", "c"])]
+    visualizer = AttributionVisualizer(model, CLASSES, features, [Batch((image, values), None)])
+    for i, (output,) in enumerate(visualizer.visualize()):
+        inputs = (image[i : i + 1], values[i : i + 1])
+        found = IntegratedGradients(model).attribute(inputs, target=output.active_index, n_steps=25)
+        sums = [float(f.double().sum()) for f in found]
+        total = sum(abs(s) for s in sums)
+        shares = [feature.contribution for feature in output.feature_outputs]
+        assert shares == pytest.approx([s / total for s in sums], abs=1e-5)
+        assert sum(abs(share) for share in shares) == pytest.approx(1)
+
+
+def test_a_language_model_begins_with_a_method_of_ours():
+    model, ids = mamba_lm(), token_ids(2, 6)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+    assert visualizer.config.attribution_method == "LATIM Flow"
+    assert visualizer.get_insights_config()["selected_method"] == "LATIM Flow"
+    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
+        target = int(model(example).logits[0, -1].argmax())
+        wanted = LatimFlow(model).attribute(example, target=(-1, target))[0]
+        assert output.active_index == target
+        assert output.feature_outputs[0].base == [words[i] for i in example[0]]
+        percent = 100 * wanted / wanted.abs().max()
+        assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
+
+
+def test_a_model_whose_output_is_no_class():
+    model = torch.nn.Linear(3, 1)
+    visualizer = table(model, [Batch(torch.full((1, 3), 1e6), None)], use_label_for_attr=False)
+    ((output,),) = visualizer.visualize()
+    assert output.predicted == [] and output.active_index is None and output.actual is None
+    assert output.feature_outputs[0].modified != [0.0, 0.0, 0.0]
+
+
+def test_under_no_grad_and_with_a_model_in_training(seed):
+    model = table_model().train()
+    batch = numbers(1)
+    wanted = table(model, [batch]).visualize()
+    with torch.no_grad():
+        assert table(model, [batch]).visualize() == wanted
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+# --- two models ----------------------------------------------------------------------------------
+
+
+def test_each_model_is_explained_for_what_it_predicts():
+    models = [Always(1), Always(3)]
+    visualizer = table(models, [numbers(3)])
+    visualizer.config = FilterConfig("Saliency", {"abs": False})
+    ((first, second),) = visualizer.visualize()
+    assert (first.model_index, second.model_index) == (0, 1)
+    assert (first.active_index, second.active_index) == (1, 3)
+    for model, output in zip(models, (first, second), strict=True):
+        gradient = model.linear.weight[model.best].detach()
+        wanted = (100 * gradient / gradient.norm()).tolist()
+        assert output.feature_outputs[0].modified == pytest.approx(wanted, abs=1e-3)
+
+
+def test_of_two_models_those_that_pass_are_shown():
+    visualizer = table([Always(1), Always(3)], [numbers(3, 1, 2)])
+    visualizer.config = FilterConfig(prediction="correct")
+    shown = visualizer.visualize()
+    assert [[output.model_index for output in outputs] for outputs in shown] == [[1], [0]]
+    visualizer.config = FilterConfig(prediction="incorrect", classes=["bee"])
+    assert [[o.model_index for o in outputs] for outputs in visualizer.visualize()] == [[0], [0]]
+
+
+def test_a_method_may_fit_one_model_and_not_the_other():
+    ids = token_ids(1, 5)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    plain = torch.nn.Sequential(
+        torch.nn.Embedding(VOCABULARY, 4), torch.nn.Flatten(), torch.nn.Linear(20, VOCABULARY)
+    )
+    models = [mamba_lm(), plain]
+    visualizer = AttributionVisualizer(models, words, EmptyFeature(), [Batch(ids, None)])
+    obstacles = visualizer.obstacles()
+    assert obstacles["LATIM Flow"][0] is None and "No token mixer" in obstacles["LATIM Flow"][1]
+    assert obstacles["Feature Ablation"] == [None, None]
+    assert all("integers" in reason for reason in obstacles["Saliency"])
+    with pytest.raises(OptionError, match="LATIM Flow does not fit this model"):
+        visualizer.visualize()
+
+
+# --- filters and pages ---------------------------------------------------------------------------
+
+
+def test_pages_follow_each_other():
+    visualizer = table(Always(1), [numbers(0, 1, 2), numbers(3, 4, 0)])
+    pages = [[o.actual.index for (o,) in visualizer.visualize()] for _ in range(3)]
+    assert pages == [[0, 1, 2, 3], [4, 0], [0, 1, 2, 3]]
+
+
+def test_the_filter_is_by_prediction_and_by_class():
+    dataset = [numbers(1, 0, 1, 4, 1, 2)]
+    visualizer = table(Always(1), dataset)
+    for options, wanted in [
+        ({"prediction": "correct"}, [1, 1, 1]),
+        ({"prediction": "incorrect"}, [0, 4, 2]),
+        ({"classes": ["bee"], "num_examples": 9}, [1, 0, 1, 4, 1, 2]),
+        ({"classes": ["ant", "bee"], "prediction": "incorrect"}, [0, 4, 2]),
+        ({"classes": ["ant"]}, []),
+    ]:
+        visualizer = table(Always(1), dataset)
+        visualizer.config = FilterConfig(**options)
+        assert [o.actual.index for (o,) in visualizer.visualize()] == wanted, options
+
+
+def test_without_labels_examples_are_shown_and_none_is_right_or_wrong():
+    visualizer = table(Always(1), [numbers(None, None)])
+    assert labels_of(visualizer.visualize()) == [["bee"], ["bee"]]
+    for prediction in ("correct", "incorrect"):
+        visualizer.config = FilterConfig(prediction=prediction)
+        assert visualizer.visualize() == []
+
+
+@pytest.mark.parametrize("dataset", [[], iter([])])
+def test_an_empty_dataset_shows_nothing(dataset):
+    visualizer = table(Always(1), dataset)
+    assert visualizer.visualize() == [] == visualizer.visualize()
+    assert set(map(tuple, visualizer.obstacles().values())) == {(None,)}
+
+
+def test_a_filter_that_nothing_of_an_endless_dataset_passes_ends():
+    visualizer = table(Always(1), without_end())
+    visualizer.config = FilterConfig(classes=["cat"])
+    found = visualizer.search(visualizer.view)
+    assert found.examples == [] and found.searched == MOST_SEARCHED and not found.ended
+
+
+def test_a_search_again_begins_where_the_last_one_began():
+    visualizer = table(Always(1), [numbers(0, 1, 2, 3, 4)])
+
+    def shown(again):
+        found = visualizer.search(visualizer.view, again=again)
+        return [example.label for example, _ in found.examples]
+
+    visualizer.config = FilterConfig(num_examples=2)
+    assert shown(False) == [0, 1] and shown(True) == [0, 1] and shown(False) == [2, 3]
+    visualizer.config = FilterConfig(num_examples=1, prediction="incorrect")
+    assert shown(True) == [2] and shown(False) == [3]
+
+
+# --- choices and errors --------------------------------------------------------------------------
+
+
+def test_arguments_of_a_script_are_left_as_they_are():
+    arguments = {"n_steps": 3}
+    visualizer = table(table_model(), [numbers(1)])
+    visualizer.config = FilterConfig(attribution_arguments=arguments)
+    visualizer.visualize()
+    assert arguments == {"n_steps": 3} and FilterConfig().attribution_arguments == {}
+
+
+def test_a_config_set_as_captums_own_tests_do():
+    visualizer = table(table_model(), [numbers(1, 1)])
+    visualizer._config = FilterConfig(attribution_arguments={"n_steps": 2}, num_examples=1)
+    assert len(visualizer.visualize()) == 1
+
+
+def test_a_config_that_is_not_known_is_refused_and_the_old_one_stays():
+    visualizer = table(table_model(), [numbers(1)])
+    before = visualizer.config
+    with pytest.raises(OptionError, match="prediction='right'"):
+        visualizer.config = FilterConfig(prediction="right")
+    assert visualizer.config == before
+
+
+def test_what_can_be_chosen():
+    visualizer = table(table_model(), [numbers(1)])
+    config = visualizer.get_insights_config()
+    assert config["classes"] == CLASSES
+    assert {"Integrated Gradients", "Occlusion", "LATIM Flow"} <= set(config["methods"])
+    assert config["method_arguments"]["Integrated Gradients"]["n_steps"]["value"] == 25
+    assert config["selected_method"] == "Integrated Gradients"
+
+
+@pytest.mark.parametrize(
+    ("models", "features", "what"), [([], [EmptyFeature()], "models"), ([cnn()], [], "features")]
+)
+def test_nothing_to_show_is_an_error(models, features, what):
+    with pytest.raises(OptionError, match=f"{what} is empty"):
+        AttributionVisualizer(models, CLASSES, features, [])
+
+
+def test_errors_of_data_are_named():
+    with pytest.raises(InputError, match="wrap inputs and labels"):
+        table(table_model(), [(torch.rand(1, 3), torch.tensor([1]))]).visualize()
+    with pytest.raises(InputError, match="label is 9"):
+        table(table_model(), [numbers(9)]).visualize()
+
+
+def test_the_address_is_there_once_the_page_is_served():
+    with pytest.raises(OptionError, match="Call serve"):
+        _ = table(table_model(), [numbers(1)]).url

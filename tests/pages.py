@@ -1,0 +1,114 @@
+"""Reading a report back: an independent decoder of what the page's script reads."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class ReadPage:
+    """What a report holds: elements with their attributes and text, facts, blocks."""
+
+    elements: list[tuple[str, dict[str, str | None], str]]
+
+    def texts(self, tag: str) -> list[str]:
+        return [text for name, _, text in self.elements if name == tag]
+
+    def by_id(self, name: str) -> str:
+        (text,) = [text for _, attributes, text in self.elements if attributes.get("id") == name]
+        return text
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.by_id("facts"))
+        return found
+
+    @property
+    def policy(self) -> str:
+        (policy,) = [
+            str(attributes["content"])
+            for tag, attributes, _ in self.elements
+            if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+        ]
+        return policy
+
+    def matrix(self, layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's map (L, L) and which entries of it are kept; the others are zero."""
+        size, kept = layer["size"], layer["kept"]
+        data = base64.b64decode(self.by_id(layer["block"]))
+        scales = np.frombuffer(data, "<f4", size)
+        at = 8 * size
+        if kept == size:
+            columns = np.tile(np.arange(size), (size, 1))
+        else:
+            columns = np.frombuffer(data, "<u2", size * kept, at).reshape(size, kept)
+            at += 2 * size * kept
+        at += layer["side"] ** 2
+        values = np.frombuffer(data, "i1", size * kept, at).reshape(size, kept)
+        assert at + size * kept == len(data)
+        matrix, known = np.zeros((size, size)), np.zeros((size, size), bool)
+        for row in range(size):
+            matrix[row, columns[row]] = values[row] / 127 * scales[row]
+            known[row, columns[row]] = True
+        return matrix, known
+
+    def overview(self, layer: dict[str, Any]) -> np.ndarray:
+        """The overview of a layer's map in shares of the largest entry."""
+        size, kept, side = layer["size"], layer["kept"], layer["side"]
+        at = 8 * size + (0 if kept == size else 2 * size * kept)
+        data = base64.b64decode(self.by_id(layer["block"]))
+        return np.frombuffer(data, "i1", side * side, at).reshape(side, side) / 127
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self._open: list[int] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), ""))
+        if tag not in ("meta", "input", "br", "img"):
+            self._open.append(len(self.elements) - 1)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            tag, attributes, text = self.elements[self._open[-1]]
+            self.elements[self._open[-1]] = (tag, attributes, text + data)
+
+
+def read_page(path: Path) -> ReadPage:
+    """A report, as a parser of HTML sees it."""
+    reader = _Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    reader.close()
+    return ReadPage(reader.elements)
+
+
+def digest(text: str) -> str:
+    """What a content security policy calls a script or style of this text."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+def addresses(page: ReadPage) -> list[str]:
+    """Everything in the page's elements and style that a browser would fetch."""
+    found = [
+        str(value)
+        for _, attributes, _ in page.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data", "poster")
+    ]
+    style = "".join(page.texts("style"))
+    return found + re.findall(r"url\(|@import", style)

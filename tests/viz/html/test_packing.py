@@ -1,0 +1,111 @@
+"""Maps in few bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import OptionError
+from captum_ssm.viz.html.packing import PackedMap, entries_kept, pack
+
+
+def parts(packed: PackedMap) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Scales, shares, columns, overview and values, as packing.py says they lie."""
+    size, kept, side = packed.size, packed.kept, packed.overview_side
+    whole = kept == size
+    counts = [4 * size, 4 * size, 0 if whole else 2 * size * kept, side * side, size * kept]
+    assert len(packed.data) == sum(counts)
+    ends = np.cumsum(counts)
+    kinds = ["<f4", "<f4", "<u2", "i1", "i1"]
+    raw = [packed.data[e - n : e] for e, n in zip(ends, counts, strict=True)]
+    scales, shares, columns, overview, values = map(np.frombuffer, raw, kinds)
+    every = np.tile(np.arange(size), (size, 1))
+    columns = every if whole else columns.reshape(size, kept)
+    return scales, shares, columns, overview.reshape(side, side), values.reshape(size, kept)
+
+
+def random_map(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    rows = torch.randn(size, 1).mul(4).exp()  # of very different sizes
+    return (torch.randn(size, size) * rows).tril().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 23, 130])
+def test_small_maps_are_kept_whole(size: int, dtype: torch.dtype) -> None:
+    matrix = random_map(size, dtype)
+    packed = pack(matrix, size)
+    assert packed.kept == size
+    scales, shares, _, _, values = parts(packed)
+    exact = matrix.double().numpy()
+    largest = np.abs(exact).max(1)
+    np.testing.assert_allclose(scales, largest, rtol=1e-6)
+    np.testing.assert_array_equal(shares, 1)
+    error = np.abs(values / 127 * scales[:, None] - exact).max(1)
+    assert (error <= largest / 254 * (1 + 1e-5)).all()
+    assert packed.largest == pytest.approx(largest.max())
+
+
+def test_large_maps_keep_the_strongest_of_each_row() -> None:
+    size, kept = 211, 9
+    matrix = random_map(size)
+    packed = pack(matrix, kept)
+    assert packed.kept == kept
+    scales, shares, columns, _, values = parts(packed)
+    exact = matrix.double().numpy()
+    for row in range(size):
+        order = sorted(range(size), key=lambda j: -abs(exact[row, j]))[:kept]
+        held = [j for j in columns[row] if exact[row, j]]
+        assert set(held) == {j for j in order if exact[row, j]}
+        assert list(columns[row]) == sorted(columns[row])
+        total = np.abs(exact[row]).sum()
+        assert shares[row] == pytest.approx(np.abs(exact[row, order]).sum() / total, rel=1e-5)
+        near = values[row] / 127 * scales[row] - exact[row, columns[row]]
+        assert np.abs(near).max() <= scales[row] / 254 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 300])
+def test_the_overview_shows_the_strongest_entry_of_each_cell(size: int) -> None:
+    matrix = random_map(size)
+    packed = pack(matrix, 8)
+    overview = parts(packed)[3]
+    cell = packed.overview_cell
+    assert packed.overview_side == -(-size // cell) <= 128
+    exact = matrix.numpy()
+    for row in range(packed.overview_side):
+        for column in range(0, packed.overview_side, 7):
+            inside = exact[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
+            strongest = inside.flat[np.abs(inside).argmax()]
+            assert overview[row, column] == np.round(strongest / packed.largest * 127)
+
+
+def test_maps_and_rows_of_zeros() -> None:
+    matrix = random_map(40)
+    matrix[7] = 0
+    for packed in (pack(matrix, 8), pack(torch.zeros(40, 40), 8), pack(torch.zeros(3, 3), 3)):
+        scales, shares, _, overview, values = parts(packed)
+        empty = scales == 0
+        assert not values[empty].any()
+        assert (shares[empty] == 1).all()
+        assert np.isfinite(shares).all()
+        if packed.largest == 0:
+            assert not overview.any()
+
+
+def test_what_is_kept_fits() -> None:
+    for sizes in ([2000] * 24, [300, 50], [12], [700] * 6):
+        room = 9_000_000
+        kept = entries_kept(sizes, room)
+        assert kept >= 1
+        packed = [pack(torch.rand(s, s), kept) for s in sizes[:2]]
+        share = sum(len(p.data) for p in packed) / sum(sizes[:2])
+        assert share * sum(sizes) <= room
+    assert entries_kept([2000] * 24, 9_000_000) > 50
+
+
+def test_too_much_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"96 maps .* do not fit into 9.0 MB"):
+        entries_kept([9000] * 96, 9_000_000)
+    with pytest.raises(OptionError, match="at most 65536"):
+        entries_kept([70_000], 10**12)

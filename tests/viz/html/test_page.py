@@ -1,0 +1,94 @@
+"""The HTML file: what comes from outside stays data."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from pages import addresses, digest, read_page
+from pictures import AWKWARD
+
+from captum_ssm.viz.html.page import page
+from captum_ssm.viz.html.png import png
+
+HOSTILE = [
+    *AWKWARD,
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "<!--data-->",
+    "<!--script-->",
+    "-->",
+    "]]>",
+    "\u2028",
+    "\ud800",
+    '" onload="alert(1)',
+    "{{title}}",
+]
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    path = tmp_path / "page.html"
+    facts = {"tokens": HOSTILE, **{text: text for text in HOSTILE}}
+    text = page("<!--script--> </title><script>" + " ".join(HOSTILE), facts, {'a"b<': b"\x00\xff"})
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_hostile_text_adds_no_element(hostile: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.html"
+    plain.write_text(page("t", {}, {"a": b""}), encoding="utf-8")
+    read, expected = read_page(hostile), read_page(plain)
+    assert [tag for tag, _, _ in read.elements] == [tag for tag, _, _ in expected.elements]
+    assert read.facts["tokens"] == HOSTILE
+    assert read.by_id('a"b<') == "AP8="
+    assert all("<script>" in heading for heading in read.texts("h1"))
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_alone(hostile: Path) -> None:
+    read = read_page(hostile)
+    scripts = [
+        text for tag, attributes, text in read.elements if tag == "script" and not attributes
+    ]
+    (script,), (style,) = scripts, read.texts("style")
+    rules = dict(rule.strip().split(" ", 1) for rule in read.policy.split(";"))
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": digest(script),
+        "style-src": digest(style),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not addresses(read)
+    assert "innerHTML" not in script
+    assert "insertAdjacentHTML" not in script
+    assert "document.write" not in script
+    assert "eval(" not in script
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        page("t", {"x": float("nan")}, {})
+
+
+def test_json_is_one_line_without_a_less_than_sign(hostile: Path) -> None:
+    raw = hostile.read_text(encoding="utf-8")
+    start = raw.index('id="facts">') + len('id="facts">')
+    block = raw[start : raw.index("</script>", start)]
+    assert "<" not in block
+    assert block.isascii()
+    assert json.loads(block)["tokens"] == HOSTILE
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 3), (2, 17)])
+def test_png(size: tuple[int, int]) -> None:
+    picture = torch.rand(*size, 3, dtype=torch.float64)
+    read = imread(io.BytesIO(png(picture)))
+    assert read.shape == (*size, 3)
+    np.testing.assert_allclose(read, picture.numpy(), atol=0.5 / 255 + 1e-6)

@@ -1,0 +1,251 @@
+"""Reports: what the page holds is what methods, matrices and the model say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from language import word_tokenizer
+from pages import read_page
+from pictures import AWKWARD
+from small_models import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
+from torch import nn
+
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LatimNorm,
+    MambaAttribution,
+    report,
+)
+from captum_ssm.errors import InputError, OptionError, TargetError
+from captum_ssm.models import load_bundled
+
+METHODS = [LatimFlow, MambaAttribution]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "report.html"
+
+
+def values(method: dict, missing: float = float("nan")) -> np.ndarray:
+    return np.array([missing if v is None else v for v in method["values"]])
+
+
+def test_a_language_model(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(2, 13)
+    names = [[f"a{i}" for i in range(13)], [f"b{i}" for i in range(13)]]
+    assert report(model, ids, METHODS, tokens=names, path=path, title="T & U") == path
+    page = read_page(path)
+    facts = page.facts
+    assert page.texts("title") == page.texts("h1") == ["T & U"]
+    assert (facts["model"], facts["layers"], facts["families"]) == (
+        "MambaForCausalLM",
+        3,
+        ["Mamba"],
+    )
+    logits = model(ids).logits[:, -1].detach().double()
+    for b, example in enumerate(facts["examples"]):
+        answer = int(logits[b].argmax())
+        assert example["name"] == f"Example {b + 1}"
+        assert example["explained"] == f"the logit of “{answer}”, predicted after token 12"
+        best = example["predictions"]
+        assert [p["label"] for p in best] == [str(k) for k in logits[b].topk(5).indices.tolist()]
+        assert best[0]["probability"] == pytest.approx(float(logits[b].softmax(-1).max()))
+        assert best[0]["logit"] == pytest.approx(float(logits[b].max()))
+        assert example["tokens"] == names[b]
+        for method, kind in zip(example["methods"], METHODS, strict=True):
+            found = kind(model).attribute(ids[b : b + 1], target=(-1, answer), per_token=True)[0]
+            assert method["name"] == kind.name
+            np.testing.assert_allclose(values(method), found.numpy(), rtol=1e-4, atol=1e-12)
+        (attention,) = example["maps"]
+        for index, layer in enumerate(attention["layers"]):
+            (exact,) = ImplicitAttention(model).matrices(ids[b : b + 1], layers=[index])
+            matrix, known = page.matrix(layer)
+            assert known.all()
+            limit = exact[0].abs().amax(-1, keepdim=True).numpy() / 254
+            assert (np.abs(matrix - exact[0].numpy()) <= limit * 1.001).all()
+            assert (layer["index"], layer["family"]) == (index, "Mamba")
+            assert layer["module"] == f"backbone.layers.{index}.mixer"
+
+
+def test_padding_is_left_out_on_either_side(path: Path) -> None:
+    model = classifier("mean")
+    ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
+    mask[1, 7:], mask[2, :4] = 0, 0
+    names = [[f"t{i}" for i in range(11)]] * 3
+    report(model, ids, METHODS, tokens=names, additional_forward_args=mask, path=path)
+    page = read_page(path)
+    for b, example in enumerate(page.facts["examples"]):
+        real = mask[b].bool()
+        alone = ids[b : b + 1, real]
+        assert example["tokens"] == [name for name, r in zip(names[b], real, strict=True) if r]
+        answer = int(model(ids[b : b + 1], mask[b : b + 1]).argmax())
+        assert answer == int(model(alone).argmax())
+        for method, kind in zip(example["methods"], METHODS, strict=True):
+            found = kind(model).attribute(alone, target=answer)[0]
+            scale = float(found.abs().max())
+            np.testing.assert_allclose(values(method), found.numpy(), atol=1e-4 * scale)
+        layer = example["maps"][0]["layers"][1]
+        exact = ImplicitAttention(model).matrices(alone, layers=[1])[0][0]
+        error = np.abs(page.matrix(layer)[0] - exact.numpy())
+        assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
+
+
+@pytest.mark.parametrize("cls", ["head", "middle", None])
+def test_images_have_patches(path: Path, cls: str | None) -> None:
+    model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
+    methods = [MambaAttribution, ImplicitAttentionRollout]
+    labels = [f"class {i}" for i in range(CLASSES)]
+    report(model, pictures, methods, target=[1, 4], labels=labels, path=path)
+    facts = read_page(path).facts
+    for b, example in enumerate(facts["examples"]):
+        tokens = model.patch_tokens()
+        image = example["image"]
+        assert image["grid"] == [3, 5]
+        assert image["cells"] == tokens
+        assert (image["height"], image["width"]) == (12, 15)
+        assert image["source"].startswith("data:image/png;base64,")
+        assert example["explained"] == f"the logit of “class {[1, 4][b]}”"
+        assert example["tokens"][tokens[7]] == "row 1, column 2"
+        if cls is not None:
+            assert example["tokens"][model.cls_position] == f"token {model.cls_position}"
+        for method, kind in zip(example["methods"], methods, strict=True):
+            found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
+            np.testing.assert_allclose(values(method)[tokens], found.flatten().numpy(), rtol=1e-4)
+            others = set(range(len(example["tokens"]))) - set(tokens)
+            assert all(method["values"][token] is None for token in others)
+        assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
+
+
+def test_texts_need_not_be_of_one_length(path: Path) -> None:
+    model, vocabulary = load_bundled()
+    texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
+    report(model, texts, METHODS, tokenizer=vocabulary, names=["x", "$y$"], path=path)
+    facts = read_page(path).facts
+    for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
+        assert example["tokens"] == text.split()
+        assert example["name"] == name
+    assert "“lamp”, predicted after token 8" in facts["examples"][0]["explained"]
+
+
+def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
+    model, tokenizer = mamba_lm(), word_tokenizer()
+    text = "anna owns the $5 lamp"
+    report(model, text, [LatimFlow], tokenizer=tokenizer, target=(3, 7), matrices=False, path=path)
+    page = read_page(path)
+    (example,) = page.facts["examples"]
+    assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5", "lamp"]
+    assert example["explained"] == "the logit of “$5”, predicted after token 3"
+    assert example["maps"] == []
+    ids = torch.tensor([tokenizer.encode(text)])
+    chances = model(ids).logits[0, 3].detach().double().softmax(-1)
+    found = {p["label"]: p["probability"] for p in example["predictions"]}
+    assert found["$5"] == pytest.approx(float(chances[7]))
+
+
+def test_awkward_tokens_are_spelled(path: Path) -> None:
+    report(mamba_lm(), token_ids(1, len(AWKWARD)), [LatimFlow], tokens=AWKWARD, path=path)
+    (example,) = read_page(path).facts["examples"]
+    assert example["tokens"][:4] == ["$x_1$", "<script>", r"a\nb", "∅"]
+    assert example["breaks"] == [2]
+    assert example["direction"] == "ltr"
+    report(mamba_lm(), token_ids(1, 3), [LatimFlow], tokens=["שלום", "a", "סוף"], path=path)
+    assert read_page(path).facts["examples"][0]["direction"] == "rtl"
+
+
+def test_contributions_and_chosen_layers(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 9)
+    kinds = ["contributions", "attention"]
+    report(model, ids, [LatimFlow], matrices=kinds, shown_layers=[-1, 0], path=path)
+    page = read_page(path)
+    maps = page.facts["examples"][0]["maps"]
+    assert [m["name"] for m in maps] == ["LATIM contributions", "Implicit attention"]
+    assert [layer["index"] for layer in maps[0]["layers"]] == [2, 0]
+    exact = LatimNorm(model).maps(ids, layers=[2])[0][0]
+    error = np.abs(page.matrix(maps[0]["layers"][0])[0] - exact.numpy())
+    assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
+
+
+def test_little_room_keeps_the_strongest(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 150)
+    report(model, ids, [LatimFlow], path=path, megabytes=0.09)
+    page = read_page(path)
+    layer = page.facts["examples"][0]["maps"][0]["layers"][2]
+    exact = ImplicitAttention(model).matrices(ids, layers=[2])[0][0].numpy()
+    matrix, known = page.matrix(layer)
+    assert known.sum(1).tolist() == [layer["kept"]] * 150
+    assert 8 <= layer["kept"] < 50
+    for row in (20, 149):
+        strongest = np.abs(exact[row]).argsort()[::-1][: layer["kept"]]
+        np.testing.assert_allclose(
+            matrix[row, strongest],
+            exact[row, strongest],
+            atol=np.abs(exact[row]).max() / 254 * 1.01,
+        )
+
+
+class Regressor(nn.Module):
+    """One number per sequence, from embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = classifier("last")
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs_embeds=embeddings)[:, 0]
+
+
+def test_one_number_from_embeddings(path: Path) -> None:
+    model, embeddings = Regressor(), torch.randn(1, 6, 10)
+    report(model, embeddings, METHODS, path=path)
+    (example,) = read_page(path).facts["examples"]
+    number = float(model(embeddings).detach())
+    assert example["explained"] == f"the model's output, {number:.4g}"
+    assert example["predictions"] == []
+    assert example["tokens"] == [str(i) for i in range(6)]
+    found = LatimFlow(model).attribute(embeddings, per_token=True)[0]
+    np.testing.assert_allclose(values(example["methods"][0]), found.numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(path: Path, dtype: torch.dtype) -> None:
+    report(mamba_lm().to(dtype), token_ids(1, 7), METHODS, path=path)
+    assert len(read_page(path).facts["examples"][0]["methods"]) == 2
+
+
+def test_refusals(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(2, 5)
+    with pytest.raises(OptionError, match="matrices='all'"):
+        report(model, ids, METHODS, matrices="all", path=path)
+    with pytest.raises(OptionError, match="layers names 7"):
+        report(model, ids, METHODS, shown_layers=[7], path=path)
+    with pytest.raises(OptionError, match="shown_layers is empty"):
+        report(model, ids, METHODS, shown_layers=[], path=path)
+    with pytest.raises(InputError, match="pass the model's tokenizer"):
+        report(model, "a text", METHODS, path=path)
+    with pytest.raises(InputError, match="inputs is an empty list"):
+        report(model, [], METHODS, tokenizer=word_tokenizer(), path=path)
+    with pytest.raises(InputError, match="tokens names one sequence, but inputs holds 2"):
+        report(model, ids, METHODS, tokens=["a"] * 5, path=path)
+    with pytest.raises(InputError, match="3 names for a sequence of 5"):
+        report(model, ids[:1], METHODS, tokens=["a"] * 3, path=path)
+    with pytest.raises(InputError, match="names has 1 labels for 2"):
+        report(model, ids, METHODS, names=["a"], path=path)
+    with pytest.raises(TargetError):
+        report(model, ids, METHODS, target=3, path=path)
+    with pytest.raises(TargetError, match="out of range"):
+        report(model, ids, METHODS, target=(-1, VOCABULARY), path=path)
+    assert not path.exists()
+
+
+def test_an_unusable_path_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        report(
+            lambda x: 1 / 0, token_ids(), METHODS, model=mamba_lm(), path=tmp_path / "file" / "r"
+        )

@@ -1,0 +1,62 @@
+"""Numbers that are drawn, and the figures they are drawn in."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from captum_ssm.errors import InputError
+from captum_ssm.viz import plot_text
+from captum_ssm.viz.colours import min_max, scale
+from captum_ssm.viz.figure import numbers
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([1.5, -2.0], requires_grad=True),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        np.array([1.5, -2.0]),
+        [1.5, -2.0],
+    ],
+)
+def test_numbers_of_any_kind(values: object) -> None:
+    found = numbers(values, "x")
+    assert found.dtype == torch.float64
+    assert not found.requires_grad
+    assert found.tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("words", "x does not consist of numbers"),
+        ([[1.0], [1.0, 2.0]], "x does not consist of numbers"),
+        (torch.zeros(2, 0), r"x of shape \(2, 0\) is empty"),
+        (torch.zeros(2, dtype=torch.complex64), r"x of shape \(2,\) is complex"),
+        ([0.0, float("inf"), float("nan")], "x holds 2 numbers that are NaN or infinite"),
+    ],
+)
+def test_other_things_are_refused(values: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        numbers(values, "x")
+
+
+def test_scales_are_centred_where_something_is_negative() -> None:
+    assert scale(torch.tensor([0.5, 2.0])) == ("Purples", 0, 2)
+    assert scale(torch.tensor([0.5, -2.0])) == ("PuOr", -2, 2)
+    assert scale(torch.zeros(3)) == ("Purples", 0, 1)
+
+
+def test_min_max_of_tiny_and_of_equal_numbers() -> None:
+    tiny = torch.tensor([1e-300, -3e-300, 2e-300], dtype=torch.float64)
+    torch.testing.assert_close(min_max(tiny), torch.tensor([0, 1, 0.5], dtype=torch.float64))
+    assert not min_max(torch.full((2, 2), -7.0)).any()
+
+
+def test_figures_belong_to_nobody() -> None:
+    before = plt.get_fignums()
+    plot_text(["a"], torch.ones(1))
+    assert plt.get_fignums() == before

@@ -1,0 +1,99 @@
+"""Relevance laid over images."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pictures import draw
+
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.viz import plot_image
+from captum_ssm.viz.images import MANNERS, picture_of, pixels_of
+
+
+def test_all_manners_of_all_methods() -> None:
+    image = torch.rand(3, 24, 18)
+    maps = {
+        "grid": torch.randn(4, 3),
+        "$pixels$": torch.randn(1, 3, 24, 18),
+        "positive": torch.rand(24, 18),
+        "nothing": torch.zeros(4, 3),
+        "negative": -torch.rand(4, 3),
+    }
+    figure, axes = plot_image(image, maps, how=MANNERS, title="$x")
+    assert axes.shape == (len(MANNERS), 1 + len(maps))
+    draw(figure)
+    for axis, (name, relevance) in zip(axes[0, 1:], maps.items(), strict=True):
+        heat = axis.images[0]
+        np.testing.assert_allclose(heat.get_array(), pixels_of(relevance, (24, 18)).numpy())
+        assert heat.get_cmap().name == ("PuOr" if float(relevance.min()) < 0 else "Purples")
+        assert axis.get_title().replace("\\", "").startswith(name)
+
+
+def test_a_grid_is_enlarged_bilinearly_and_channels_are_summed() -> None:
+    grid, pixels = torch.randn(3, 4), torch.randn(3, 12, 8, dtype=torch.float64)
+    expected = F.interpolate(grid.double()[None, None], size=(12, 8), mode="bilinear")[0, 0]
+    torch.testing.assert_close(pixels_of(grid, (12, 8)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(pixels_of(pixels[None], (12, 8)), pixels.sum(0))
+
+
+def test_masked_images_show_what_is_positively_relevant() -> None:
+    image = torch.rand(1, 6, 6)
+    relevance = torch.randn(6, 6).clamp(-1, 1)
+    relevance[0, 0], relevance[0, 1] = 2, -2
+    _, axes = plot_image(image, relevance, how="masked")
+    shown = torch.tensor(np.array(axes[0, 1].images[0].get_array()))
+    expected = image[0].double() * relevance.double().clamp_min(0) / 2
+    torch.testing.assert_close(shown, expected[..., None].expand(-1, -1, 3))
+
+
+def test_blended_maps_leave_what_has_no_relevance() -> None:
+    relevance = torch.tensor([[0.0, -1.0], [0.25, 0.5]])
+    _, axes = plot_image(torch.rand(3, 2, 2), relevance)
+    alpha = axes[0, 1].images[1].get_alpha()
+    np.testing.assert_allclose(alpha, 0.85 * np.sqrt([[0, 1], [0.25, 0.5]]), rtol=1e-6)
+
+
+def test_contours_lie_at_shares_of_the_largest() -> None:
+    ramp = torch.linspace(-1, 2, 31).expand(31, 31)
+    _, axes = plot_image(torch.rand(3, 31, 31), ramp, how="contour")
+    (lines,) = axes[0, 1].collections
+    np.testing.assert_allclose(lines.levels, [-0.5, 0.5, 1, 1.5])
+    assert not plot_image(torch.rand(3, 8, 8), torch.zeros(8, 8), how="contour")[1][
+        0, 1
+    ].collections
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (torch.tensor([[[0.0, 0.5]]]), [0, 0.5]),
+        (torch.tensor([[[-1.0, 3.0]]]), [0, 1]),
+        (torch.tensor([[[0, 255]]], dtype=torch.uint8), [0, 1]),
+        (torch.tensor([[[-2.0, -2.0]]]), [0, 0]),
+        (torch.tensor([[[[0.25, 1.0]]]], dtype=torch.bfloat16), [0.25, 1]),
+    ],
+)
+def test_images_are_brought_into_range(image: torch.Tensor, expected: list[float]) -> None:
+    picture = picture_of(image)
+    assert picture.shape == (1, 2, 3)
+    for channel in picture.unbind(-1):
+        assert channel[0].tolist() == pytest.approx(expected)
+
+
+def test_refusals() -> None:
+    image = torch.rand(3, 4, 4)
+    with pytest.raises(OptionError, match="how='glow'"):
+        plot_image(image, torch.rand(4, 4), how="glow")
+    with pytest.raises(OptionError, match="how is empty"):
+        plot_image(image, torch.rand(4, 4), how=[])
+    with pytest.raises(InputError, match=r"image has shape \(2, 4, 4\)"):
+        plot_image(image[:2], torch.rand(4, 4))
+    with pytest.raises(InputError, match=r"relevance has shape \(16,\)"):
+        plot_image(image, torch.rand(16))
+    with pytest.raises(InputError, match="NaN"):
+        plot_image(image, torch.full((4, 4), torch.nan))
+    with pytest.raises(InputError, match="empty"):
+        plot_image(image, torch.zeros(0, 4))
