@@ -31,7 +31,7 @@ def tool() -> Any:
 
 @pytest.fixture(scope="module")
 def errors(tool: Any) -> Errors:
-    return {name: tool.measured(name) for name in tool.BUNDLED}
+    return {name: tool.measured(name) for name in tool.LANGUAGE_RECIPES}
 
 
 def test_the_page_is_current(tool: Any, errors: Errors) -> None:
@@ -74,7 +74,7 @@ def test_the_picture_shows_the_errors(tool: Any, tmp_path: Path) -> None:
 def test_it_writes_where_it_is_told(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "BUNDLED", ("some-model",))
+    monkeypatch.setattr(tool, "LANGUAGE_RECIPES", {"some-model": None})
     monkeypatch.setattr(tool, "measured", lambda name: {"silu": [0.25, 12.5]})
     tool.main(tmp_path)
     assert '| `"silu"` | 0.250 | 12.500 |' in (tmp_path / tool.PAGE).read_text(encoding="utf-8")

@@ -18,9 +18,8 @@ from torch import Tensor
 from captum_ssm import LatimNorm
 from captum_ssm.attr.taps import ACTIVATIONS
 from captum_ssm.models import load_bundled
-from captum_ssm.models.bundled import BUNDLED
-from captum_ssm.models.recipes import RECIPES
-from captum_ssm.viz.colours import new_figure
+from captum_ssm.models.language_recipes import LANGUAGE_RECIPES
+from captum_ssm.viz.figure import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,7 +94,7 @@ and a test holds it to what is measured.
 
 
 def main(docs: Path = DOCS) -> None:
-    errors = {name: measured(name) for name in BUNDLED}
+    errors = {name: measured(name) for name in LANGUAGE_RECIPES}
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     picture(errors).savefig(docs / PICTURE, dpi=80)
     (docs / PAGE).write_text(page(errors), encoding="utf-8")
@@ -120,7 +119,7 @@ def measured(name: str) -> Errors:
 
 def prompts(name: str) -> tuple[Tensor, Tensor]:
     """Prompts of the task of a bundled model, the same ones each time: ids and mask (B, L)."""
-    task = RECIPES[name].task
+    task = LANGUAGE_RECIPES[name].task
     batch = task.batch(task.draw(PROMPTS, SEED))
     return batch.input_ids, batch.attention_mask
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import OptionError
 from ..metrics.sample import Statistic, mean
 from .records import Rows
 
@@ -34,7 +34,7 @@ class Column:
     Attributes:
         name: its head.
         numbers: which numbers of an example it is made of.
-        better: ``"high"`` or ``"low"``.
+        better: ``"high"`` or ``"low"``, or empty where neither is better. Default: ``"high"``.
         statistic: of the numbers' sums over examples. Default: their mean.
     """
 
@@ -42,6 +42,11 @@ class Column:
     numbers: tuple[str, ...]
     better: str = "high"
     statistic: Statistic = mean
+
+    @property
+    def direction(self) -> str:
+        """Which numbers are better, if any are."""
+        return f"{self.better}er is better" if self.better else ""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,24 @@ class Subject:
         name: of the model.
         load: gives the model in evaluation mode, on a device.
         fingerprint: of its weights, so that results of others are never mixed in.
+        training: which of several models of this name, trained with other seeds; the one that
+            ships with the package has none. Default: none.
     """
 
     name: str
     load: Callable[[torch.device], nn.Module]
     fingerprint: str
+    training: str = ""
+
+    @property
+    def label(self) -> str:
+        """What its results are recorded under; see :func:`name_of`."""
+        return f"{self.name}@{self.training}" if self.training else self.name
+
+
+def name_of(label: str) -> str:
+    """The name of a model, the same one for all trainings."""
+    return label.partition("@")[0]
 
 
 class Experiment(ABC):
@@ -65,12 +83,14 @@ class Experiment(ABC):
     Attributes:
         name: as the command line knows it.
         title: what it shows, with the table of the paper that it is the counterpart of.
-        columns: the columns of its table.
+        columns: the columns of its table, the one that tells most first.
+        examples: how many of each model and seed a full run takes. Default: 100.
     """
 
     name: str
     title: str
     columns: Sequence[Column]
+    examples: int = 100
 
     @abstractmethod
     def subjects(self) -> Sequence[Subject]:
@@ -92,29 +112,26 @@ class Experiment(ABC):
         Others give one, of an empty name.
         """
 
+    def together(self) -> AbstractContextManager[None]:
+        """Inside it the cells of one example are measured; what they share can be made once.
+
+        Nothing is shared by default.  What is must not change a number, since cells that are
+        recorded already are left out.
+        """
+        return nullcontext()
+
     def chosen(
         self, methods: Collection[str] | None = None, formulations: Collection[str] | None = None
     ) -> list[Cell]:
-        """The cells of some methods and formulations.
+        """The cells of some methods and formulations; names that it has not choose nothing.
 
         Args:
             methods: names of methods. Default: None, all.
             formulations: names of formulations. Default: None, all.
         """
-        cells = list(self.cells())
-        for name, asked, known in (
-            ("methods", methods, {cell.method for cell in cells}),
-            ("formulations", formulations, {cell.formulation for cell in cells}),
-        ):
-            for each in asked or ():
-                if each not in known:
-                    raise OptionError(
-                        f"{name}: the experiment {self.name!r} has no {each!r}. "
-                        f"Use some of {sorted(known)}."
-                    )
         return [
             cell
-            for cell in cells
+            for cell in self.cells()
             if (methods is None or cell.method in methods)
             and (formulations is None or cell.formulation in formulations)
         ]

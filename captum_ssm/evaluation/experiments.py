@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from ..models.bundled import BUNDLED
-from ..models.recipes import RECIPES
+from ..models.language_recipes import LANGUAGE_RECIPES
 from ..tasks.linked import LinkedTask
+from .decomposition import DecompositionErrors
 from .experiment import Experiment
+from .images import ImagePerturbation
+from .masks import PseudoMasks, Segmenting
+from .repeated_words import RepeatedWords
+from .texts import TextClasses
 from .tokens import FindingSources
+from .vision_layers import ClsInfluence, Oversmoothing
 
 _TITLES = {
     "copying": "Sources of copied tokens (after LATIM, table 2)",
@@ -20,10 +25,38 @@ _TITLES = {
 
 def _tasks(name: str) -> dict[str, LinkedTask]:
     """By the name of a bundled model, what it was trained on."""
-    models = [each for each in BUNDLED if each.rpartition("-mamba")[0] == name]
-    return {each: RECIPES[each].task for each in models}
+    return {
+        each: recipe.task
+        for each, recipe in LANGUAGE_RECIPES.items()
+        if each.rpartition("-mamba")[0] == name
+    }
 
+
+_ON_TEXTS: tuple[Experiment, ...] = (
+    *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
+    DecompositionErrors(
+        "decomposition-error",
+        "Shares that LATIM's decomposition misses of a mixer's output (after LATIM, figure 4)",
+        {name: recipe.task for name, recipe in LANGUAGE_RECIPES.items()},
+    ),
+    RepeatedWords(
+        "repeated-words",
+        "Relevance of a word each time it occurs again (after LATIM, figure 9)",
+        _tasks("frequent-word"),
+    ),
+)
+
+_ON_SCENES: tuple[Experiment, ...] = (
+    ImagePerturbation(),
+    Segmenting(),
+    PseudoMasks(),
+    ClsInfluence(),
+    Oversmoothing(),
+)
+
+#: Last, since it asks for texts of others, without which a run of all experiments ends there.
+_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (TextClasses(),)
 
 EXPERIMENTS: dict[str, Experiment] = {
-    name: FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_TEXTS_OF_OTHERS)
 }

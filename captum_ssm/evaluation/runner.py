@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InputError, OptionError
 from .experiment import Cell, Experiment, Subject
+from .placing import placed
 from .records import Key, Records, Rows, write_whole
 
 #: Seconds between two looks at what other processes have done.
@@ -62,23 +63,33 @@ class Plan:
         experiment: the experiment.
         cells: the rows of its table.
         examples: how many examples of each model and seed.
-        seeds: of the examples.
+        seeds: of the examples. Default: 0 alone.
+        subjects: the models. Default: None, those of the experiment.
+        device_map: how accelerate spreads each model; see :func:`.placed`. Default: None, each
+            process has the whole model on its own device.
     """
 
     experiment: Experiment
     cells: Sequence[Cell]
     examples: int
     seeds: Sequence[int] = (0,)
+    subjects: Sequence[Subject] | None = None
+    device_map: str | None = None
+
+    @property
+    def models(self) -> Sequence[Subject]:
+        """The models to explain."""
+        return self.experiment.subjects() if self.subjects is None else self.subjects
 
     def key(self, subject: Subject, cell: Cell, seed: int, index: int) -> Key:
         """What one result is recorded under."""
-        return Key(self.experiment.name, subject.name, *cell, seed, index)
+        return Key(self.experiment.name, subject.label, *cell, seed, index)
 
     def keys(self) -> set[Key]:
         """All that is to be measured."""
         return {
             self.key(subject, cell, seed, index)
-            for subject in self.experiment.subjects()
+            for subject in self.models
             for cell in self.cells
             for seed in self.seeds
             for index in range(self.examples)
@@ -105,11 +116,11 @@ def run(
     processes = Processes.launched() if processes is None else processes
     experiment = plan.experiment
     records = Records(Path(folder) / experiment.name, processes.index)
-    _check_settings(records.folder / "weights.json", plan, processes)
+    _check_weights(records.folder / "weights.json", plan, processes)
     recorded = {key for key, _ in records}
     mine = [
         (subject, seed, index, missing)
-        for subject in experiment.subjects()
+        for subject in plan.models
         for seed in plan.seeds
         for index in range(processes.index, plan.examples, processes.count)
         if (missing := [c for c in plan.cells if plan.key(subject, c, seed, index) not in recorded])
@@ -117,29 +128,40 @@ def run(
     progress = _Progress(experiment.name, len(mine), log)
     model: tuple[str, torch.nn.Module] | None = None
     for subject, seed, index, cells in mine:
-        if model is None or model[0] != subject.name:
-            model = subject.name, subject.load(processes.device)
+        if model is None or model[0] != subject.label:
+            model = subject.label, _loaded(subject, plan.device_map, processes.device)
         example = experiment.example(subject, index, seed)
-        for cell in cells:
-            rows = experiment.measure(model[1], example, cell)
-            records.append(plan.key(subject, cell, seed, index), rows)
+        with experiment.together():
+            for cell in cells:
+                rows = experiment.measure(model[1], example, cell)
+                records.append(plan.key(subject, cell, seed, index), rows)
         progress.step()
     return _gathered(plan, records, processes, log)
 
 
-def _check_settings(path: Path, plan: Plan, processes: Processes) -> None:
-    """Raise if the folder holds results of other weights."""
-    weights = {each.name: each.fingerprint for each in plan.experiment.subjects()}
-    wanted = json.dumps(weights, indent=2, sort_keys=True) + "\n"
-    if processes.index == 0 and not path.exists():
-        write_whole(path, wanted)
-    while not path.exists():
-        time.sleep(_WAIT)
-    if path.read_text(encoding="utf-8") != wanted:
-        raise InputError(
-            f"{path} says that the results beside it are of other weights than those to be "
-            "explained now. Use another folder, or delete this one."
-        )
+def _loaded(subject: Subject, device_map: str | None, device: torch.device) -> torch.nn.Module:
+    if device_map is None:
+        return subject.load(device)
+    return placed(subject.load(torch.device("cpu")), device_map)
+
+
+def _check_weights(path: Path, plan: Plan, processes: Processes) -> None:
+    """Note the weights of the plan's models; raise if the folder holds results of others."""
+    wanted = {each.label: each.fingerprint for each in plan.models}
+    while True:
+        noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        changed = [name for name in wanted if noted.get(name, wanted[name]) != wanted[name]]
+        if changed:
+            raise InputError(
+                f"{path} says that the results of {changed[0]!r} beside it are of other weights "
+                "than those to be explained now. Use another folder, or delete this one."
+            )
+        if wanted.keys() <= noted.keys():
+            return
+        if processes.index == 0:
+            write_whole(path, json.dumps(noted | wanted, indent=2, sort_keys=True) + "\n")
+        else:
+            time.sleep(_WAIT)
 
 
 def _gathered(

@@ -1,4 +1,4 @@
-"""Tables of results, with intervals over examples; and as files."""
+"""Tables of results, with intervals over examples; and as files and pictures."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from ..metrics import Sample
-from .experiment import Column, Experiment
-from .records import Key, Rows, write_whole
+from ..viz.intervals import Interval, plot_intervals
+from .experiment import Column, Experiment, name_of
+from .records import Key, Numbers, Rows, write_whole
+from .spread import CONFIDENCE, interval
 
-CONFIDENCE = 0.95
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 110
+#: What a line says beside its entries.
+_KEYS = ("model", "method", "formulation", "row", "trainings", "examples")
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class Entry:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "-"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        value, low, high = (f"{round(x, 3) + 0.0:.3f}" for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"  # without a sign of zero
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Line:
         method: name of the method.
         formulation: which variant of it.
         row: which of the method's rows, a layer say; empty if it has one only.
-        examples: how many it is made of.
+        trainings: how many trained models of this name it is made of.
+        examples: how many examples of all of them.
         entries: by column.
     """
 
@@ -56,27 +67,37 @@ class Line:
     method: str
     formulation: str
     row: str
+    trainings: int
     examples: int
     entries: Mapping[str, Entry]
 
 
 def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
     """The rows of an experiment's table, sorted by model, method, formulation and row."""
-    grouped: dict[tuple[str, str, str, str], list[Mapping[str, float]]] = {}
+    grouped: dict[tuple[str, str, str, str], dict[str, list[Numbers]]] = {}
     for key, rows in results:
         for row, numbers in rows.items():
-            where = (key.model, key.method, key.formulation, row)
-            grouped.setdefault(where, []).append(numbers)
+            where = (name_of(key.model), key.method, key.formulation, row)
+            grouped.setdefault(where, {}).setdefault(key.model, []).append(numbers)
     return [
-        Line(*where, len(numbers), {c.name: _entry(c, numbers) for c in experiment.columns})
-        for where, numbers in sorted(grouped.items())
+        Line(
+            *where,
+            len(models),
+            sum(map(len, models.values())),
+            {column.name: _entry(column, models.values()) for column in experiment.columns},
+        )
+        for where, models in sorted(grouped.items())
     ]
 
 
-def _entry(column: Column, examples: Sequence[Mapping[str, float]]) -> Entry:
-    sample = Sample(column.statistic)
-    sample.update(torch.tensor([[one[name] for name in column.numbers] for one in examples]))
-    found = sample.interval(CONFIDENCE)
+def numbers_of(column: Column, examples: Iterable[Numbers]) -> Tensor:
+    """What a column is made of, (n, k)."""
+    rows = [[one[name] for name in column.numbers] for one in examples]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _entry(column: Column, models: Iterable[Iterable[Numbers]]) -> Entry:
+    found = interval(column.statistic, [numbers_of(column, examples) for examples in models])
     return Entry(*(float(part[0]) for part in (found.value, found.low, found.high)))
 
 
@@ -87,16 +108,25 @@ def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
     for model in sorted({line.model for line in table}):
         own = [line for line in table if line.model == model]
         best = {column.name: _best(column, own) for column in experiment.columns}
-        parts += ["", f"## {model}, {max(line.examples for line in own)} examples", ""]
+        parts += ["", f"## {model}, {counted(own)}", ""]
         parts += [_row(head), _row(["---"] * len(head))]
         for line in own:
             cells = [line.method, line.formulation, line.row]
             for name, entry in line.entries.items():
                 cells.append(f"**{entry}**" if entry.value == best[name] else str(entry))
             parts.append(_row(cells))
-    directions = ", ".join(f"{c.name}: {c.better}er is better" for c in experiment.columns)
-    parts += ["", f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples. {directions}."]
+    parts += ["", legend(experiment)]
     return "\n".join(parts) + "\n"
+
+
+def legend(experiment: Experiment) -> str:
+    """What the brackets and columns of a table say."""
+    brackets = (
+        f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
+        "there are several."
+    )
+    directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
+    return f"{brackets} {directions}." if directions else brackets
 
 
 def as_csv(experiment: Experiment, table: Sequence[Line]) -> str:
@@ -105,11 +135,11 @@ def as_csv(experiment: Experiment, table: Sequence[Line]) -> str:
     names = [column.name for column in experiment.columns]
     writer = csv.writer(out, lineterminator="\n")
     bounds = [f"{name}{end}" for name in names for end in ("", " low", " high")]
-    writer.writerow(["model", "method", "formulation", "row", "examples", *bounds])
+    writer.writerow([*_KEYS, *bounds])
     for line in table:
         numbers = [x for e in line.entries.values() for x in (e.value, e.low, e.high)]
-        cells = (line.model, line.method, line.formulation, line.row, line.examples)
-        writer.writerow([*cells, *(f"{x:.6g}" for x in numbers)])
+        keys = (getattr(line, name) for name in _KEYS)
+        writer.writerow([*keys, *(f"{x:.6g}" for x in numbers)])
     return out.getvalue()
 
 
@@ -117,8 +147,7 @@ def as_json(experiment: Experiment, table: Sequence[Line]) -> str:
     """All of it; null where there is no number."""
     entries = [
         {
-            **{name: getattr(line, name) for name in ("model", "method", "formulation", "row")},
-            "examples": line.examples,
+            **{name: getattr(line, name) for name in _KEYS},
             **{name: _readable(entry) for name, entry in line.entries.items()},
         }
         for line in table
@@ -144,10 +173,33 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
     for ending, write in (("md", as_markdown), ("csv", as_csv), ("json", as_json)):
         paths.append(place / f"{experiment.name}.{ending}")
         write_whole(paths[-1], write(experiment, table))
+    if table and find_spec("matplotlib") is not None:
+        paths.append(place / f"{experiment.name}.png")
+        picture(experiment, table).savefig(paths[-1], dpi=_DOTS_PER_INCH)
     return paths
 
 
+def picture(experiment: Experiment, table: Sequence[Line]) -> Figure:
+    """The table as dots with bars, a panel for each column and a group for each model."""
+    groups: dict[str, dict[str, list[Interval]]] = {}
+    for line in table:
+        label = ", ".join(filter(None, (line.method, line.formulation, line.row)))
+        intervals = [(e.low, e.value, e.high) for e in line.entries.values()]
+        groups.setdefault(line.model, {})[label] = intervals
+    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in experiment.columns]
+    return plot_intervals(groups, heads, title=experiment.title)[0]
+
+
+def counted(table: Sequence[Line]) -> str:
+    """How many examples, and of how many trainings if there are several."""
+    trainings = max(line.trainings for line in table)
+    of = f" of {trainings} trainings" if trainings > 1 else ""
+    return f"{max(line.examples for line in table)} examples{of}"
+
+
 def _best(column: Column, table: Sequence[Line]) -> float:
+    if not column.better:
+        return math.nan
     known = [
         line.entries[column.name].value
         for line in table

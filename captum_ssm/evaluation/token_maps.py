@@ -1,21 +1,20 @@
 """Relevance of every token to every target of one example, by any method: (T, L).
 
-Shapes: T targets, L tokens, E width of the embeddings.
+Shapes: T targets, L tokens, E width of the embeddings, V words, N points of the embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from captum.attr import FeatureAblation, InputXGradient, IntegratedGradients, Saliency
+from captum.attr._utils.approximation_methods import approximation_parameters
 from torch import Tensor, nn
 
 from ..attr import (
     ImplicitAttention,
-    ImplicitAttentionRollout,
     LatimALTI,
     LatimFlow,
     LatimLogit,
@@ -27,7 +26,8 @@ from ..attr import (
 from ..tracing import repaired_scans
 from .experiment import Cell
 
-#: A position and the token that the logits there are asked about.
+#: A position and the token that the logits there are asked about; or, of a classifier, which has
+#: logits at one position alone, that position and a class.
 Target = tuple[int, int]
 #: (model, ids (1, L), targets) to maps (T, L) by row; see :meth:`.Experiment.measure`.
 TokenMap = Callable[[nn.Module, Tensor, Sequence[Target]], Mapping[str, Tensor]]
@@ -35,17 +35,19 @@ TokenMap = Callable[[nn.Module, Tensor, Sequence[Target]], Mapping[str, Tensor]]
 COMPONENTS = ("s6", "unified", "exact")
 ABLATIONS = ("unified-conv", "unified-gate", "unified-activation")
 ACTIVATIONS = ("linearized", "silu", "taylor1", "taylor2", "relu", "identity")
+#: Of the integral of integrated gradients.
 STEPS = 20
 
 
 def token_maps() -> dict[Cell, TokenMap]:
-    """Every method that explains language models, in each formulation."""
+    """Every method that explains models of texts, in each formulation."""
     maps: dict[Cell, TokenMap] = {}
     for components in (*COMPONENTS, *ABLATIONS):
-        maps[Cell("ImplicitAttention", components)] = partial(_attention, components=components)
-        maps[Cell("ImplicitAttentionRollout", components)] = partial(
-            _by_query, kind=ImplicitAttentionRollout, components=components
-        )
+        for name, find in (
+            ("ImplicitAttention", _attention),
+            ("ImplicitAttentionRollout", _attention_rollout),
+        ):
+            maps[Cell(name, components)] = partial(find, components=components)
         maps[Cell("MambaAttribution", components)] = partial(
             _by_target, kind=MambaAttribution, components=components
         )
@@ -57,13 +59,16 @@ def token_maps() -> dict[Cell, TokenMap]:
             _layer_maps, kind=LatimALTI, activation=activation
         )
         maps[Cell("LatimALTI rollout", activation)] = partial(_alti_rollout, activation=activation)
-        maps[Cell("LatimLogit", activation)] = partial(_logit, activation=activation)
+        logit = partial(LatimLogit, activation=activation)
+        maps[Cell("LatimLogit", activation)] = partial(_by_target, kind=logit)
     maps[Cell("LatimFlow", "frozen")] = partial(_by_target, kind=LatimFlow)
     maps[Cell("MambaLRP", "half")] = partial(_by_target, kind=MambaLRP)
     for form in ("lrp", "gradient"):
-        maps[Cell("TransformerAttribution", form)] = partial(_transformer, form=form)
-    for captums in (Saliency, InputXGradient, IntegratedGradients):
-        maps[Cell(captums.__name__)] = partial(_captum, kind=captums)
+        by_form = partial(TransformerAttribution, form=form)
+        maps[Cell("TransformerAttribution", form)] = partial(_by_target, kind=by_form)
+    maps[Cell("Saliency")] = _saliency
+    maps[Cell("InputXGradient")] = _input_x_gradient
+    maps[Cell("IntegratedGradients")] = _integrated_gradients
     maps[Cell("FeatureAblation")] = _ablation
     return maps
 
@@ -72,15 +77,31 @@ def _attention(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], components: str
 ) -> dict[str, Tensor]:
     matrices = ImplicitAttention(model).matrices(ids, components=components)
-    at = [position for position, _ in targets]
-    return _by_layer([matrix[0, at] for matrix in matrices])
+    return _by_layer([matrix[0, _positions(targets)] for matrix in matrices])
+
+
+def _attention_rollout(
+    model: nn.Module, ids: Tensor, targets: Sequence[Target], components: str
+) -> dict[str, Tensor]:
+    """:class:`ImplicitAttentionRollout` of all queries at once."""
+    matrices = ImplicitAttention(model).matrices(ids, components=components)
+    own = torch.eye(ids.shape[1]).to(matrices[0])
+    return {"": _product([own + matrix[0] for matrix in matrices])[_positions(targets)]}
 
 
 def _layer_maps(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
 ) -> dict[str, Tensor]:
-    at = [position for position, _ in targets]
-    return _by_layer([found[0] for found in kind(model, **options).maps(ids, positions=at)])
+    maps = kind(model, **options).maps(ids, positions=_positions(targets))
+    return _by_layer([found[0] for found in maps])
+
+
+def _alti_rollout(
+    model: nn.Module, ids: Tensor, targets: Sequence[Target], activation: str
+) -> dict[str, Tensor]:
+    """What ``attribute`` of :class:`LatimALTI` says, of all queries at once."""
+    maps = LatimALTI(model, activation=activation).maps(ids)
+    return {"": _product([found[0] for found in maps])[_positions(targets)]}
 
 
 def _by_layer(maps: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -89,67 +110,87 @@ def _by_layer(maps: Sequence[Tensor]) -> dict[str, Tensor]:
     return {**found, "mean": torch.stack(list(maps)).mean(0)}
 
 
-def _by_query(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
-) -> dict[str, Tensor]:
-    """Methods that know the query alone."""
-    explain = kind(model)
-    rows = [explain.attribute(ids, query=position, **options)[0] for position, _ in targets]
-    return {"": torch.stack(rows)}
+def _product(matrices: Sequence[Tensor]) -> Tensor:
+    """The product (L, L) of matrices, later ones on the left."""
+    return reduce(lambda product, later: later @ product, matrices)
+
+
+def _positions(targets: Sequence[Target]) -> list[int]:
+    return [position for position, _ in targets]
 
 
 def _by_target(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], kind: Any, **options: Any
 ) -> dict[str, Tensor]:
-    return {"": kind(model).attribute_each(ids, list(targets), **options)[:, 0]}
+    return {"": kind(model).attribute_each(ids, _as_captum(model, targets), **options)[:, 0]}
 
 
-def _transformer(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target], form: str
+def _as_captum(model: Any, targets: Sequence[Target]) -> list[Any]:
+    """The targets in Captum's form: those of a classifier are classes alone."""
+    classifies = model.get_output_embeddings() is None
+    return [index for _, index in targets] if classifies else list(targets)
+
+
+# What classes of Captum of these names say of the embeddings, summed over features; they would run
+# the model once more for every target.
+
+
+def _saliency(model: nn.Module, ids: Tensor, targets: Sequence[Target]) -> dict[str, Tensor]:
+    embedded = _embedded(model, ids)
+    return {"": _gradients(model, embedded, targets)[:, 0].abs().sum(-1)}
+
+
+def _input_x_gradient(
+    model: nn.Module, ids: Tensor, targets: Sequence[Target]
 ) -> dict[str, Tensor]:
-    found = TransformerAttribution(model, form=form).attribute_each(ids, list(targets))
-    return {"": found[:, 0]}
+    embedded = _embedded(model, ids)
+    return {"": (embedded * _gradients(model, embedded, targets)[:, 0]).sum(-1)}
 
 
-def _alti_rollout(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target], activation: str
+def _integrated_gradients(
+    model: nn.Module, ids: Tensor, targets: Sequence[Target]
 ) -> dict[str, Tensor]:
-    return _by_query(model, ids, targets, partial(LatimALTI, activation=activation))
+    """From a baseline of zeros, with Captum's default rule."""
+    embedded = _embedded(model, ids)
+    sizes, places = approximation_parameters("gausslegendre")
+    weights, shares = (torch.tensor(x(STEPS)).to(embedded) for x in (sizes, places))
+    gradients = _gradients(model, shares[:, None, None] * embedded, targets)
+    return {"": (embedded * torch.einsum("n,tnle->tle", weights, gradients)).sum(-1)}
 
 
-def _logit(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target], activation: str
-) -> dict[str, Tensor]:
-    found = LatimLogit(model, activation=activation).attribute_each(ids, list(targets))
-    return {"": found[:, 0]}
+def _ablation(model: nn.Module, ids: Tensor, targets: Sequence[Target]) -> dict[str, Tensor]:
+    """What the logits lose if the embedding of one token after the other is zero."""
+    embedded = _embedded(model, ids)  # (1, L, E)
+    kept = 1 - torch.eye(ids.shape[1]).to(embedded)
+    with torch.no_grad(), repaired_scans():
+        logits = _logits(model, torch.cat([embedded, embedded * kept[..., None]]))  # (1 + L, L, V)
+    answers = torch.stack([_asked(logits, target) for target in targets])
+    return {"": answers[:, :1] - answers[:, 1:]}
 
 
-def _captum(model: Any, ids: Tensor, targets: Sequence[Target], kind: Any) -> dict[str, Tensor]:
-    """Captum's own, on the embeddings of one row per target, summed over features."""
-    repeated = model.get_input_embeddings()(ids).detach().repeat(len(targets), 1, 1)
-    options = {"n_steps": STEPS} if kind is IntegratedGradients else {}
-    with repaired_scans(), torch.enable_grad():
-        found = kind(_logits_of(model)).attribute(repeated, target=list(targets), **options)
-    return {"": found.sum(-1).detach()}
+def _gradients(model: nn.Module, points: Tensor, targets: Sequence[Target]) -> Tensor:
+    """The gradient of each target at points (N, L, E), all from one forward run: (T, N, L, E)."""
+    points = points.clone().requires_grad_()
+    with torch.enable_grad(), repaired_scans():
+        logits = _logits(model, points)
+        found = [
+            torch.autograd.grad(_asked(logits, target).sum(), points, retain_graph=True)[0]
+            for target in targets
+        ]
+    return torch.stack(found)
 
 
-def _ablation(model: Any, ids: Tensor, targets: Sequence[Target]) -> dict[str, Tensor]:
-    """The embedding of one token after the other is set to zero."""
-    embedded = model.get_input_embeddings()(ids).detach()
-    tokens = torch.arange(ids.shape[1], device=ids.device)[None, :, None]
-    answers = _logits_of(model)
-
-    def asked(x: Tensor) -> Tensor:
-        return torch.stack([answers(x)[0, position, token] for position, token in targets])
-
-    with torch.no_grad():
-        found = FeatureAblation(asked).attribute(embedded, feature_mask=tokens)
-    return {"": found[..., 0]}
+def _asked(logits: Tensor, target: Target) -> Tensor:
+    """What a target is about, (N,), of logits (N, L, V), or of a classifier's (N, V)."""
+    position, index = target
+    return logits[:, position, index] if logits.dim() == 3 else logits[:, index]
 
 
-def _logits_of(model: Any) -> Callable[[Tensor], Tensor]:
-    def logits(embedded: Tensor) -> Tensor:
-        found: Tensor = model(inputs_embeds=embedded, use_cache=False).logits
-        return found
+def _embedded(model: Any, ids: Tensor) -> Tensor:
+    embedded: Tensor = model.get_input_embeddings()(ids)
+    return embedded.detach()
 
+
+def _logits(model: Any, embedded: Tensor) -> Tensor:
+    logits: Tensor = model(inputs_embeds=embedded, use_cache=False).logits
     return logits

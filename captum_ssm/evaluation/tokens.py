@@ -5,14 +5,11 @@ Shapes: T answered tokens of one text, L tokens, S positions among which sources
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..metrics import (
@@ -23,11 +20,10 @@ from ..metrics import (
     link_counts,
     token_faithfulness,
 )
-from ..models import load_bundled
-from ..models.bundled import weights_of
 from ..tasks.copying import CopyBatch
-from ..tasks.linked import LinkedBatch, LinkedTask
-from .experiment import Cell, Column, Experiment, Subject
+from ..tasks.linked import LinkedBatch
+from .experiment import Cell, Column, Subject
+from .linked_texts import LinkedTexts, device_of
 from .records import Numbers, Rows
 from .token_maps import TokenMap, token_maps
 
@@ -71,33 +67,19 @@ class Example:
     wide: Tensor
 
 
-class FindingSources(Experiment):
-    """Maps of every method against the gold sources of a task.
+class FindingSources(LinkedTexts):
+    """Maps of every method against the gold sources of a task."""
 
-    Args:
-        name: as the command line knows it.
-        title: what it shows.
-        tasks: by the name of a bundled model, its task.
-    """
-
-    columns = (*RANKING, *LINKS)
-
-    def __init__(self, name: str, title: str, tasks: dict[str, LinkedTask]) -> None:
-        self.name, self.title, self._tasks = name, title, tasks
-
-    def subjects(self) -> Sequence[Subject]:
-        return [Subject(name, partial(_load, name), _fingerprint(name)) for name in self._tasks]
+    columns = (*LINKS, *RANKING)
 
     def cells(self) -> Sequence[Cell]:
         return list(self._maps)
 
     def example(self, subject: Subject, index: int, seed: int) -> Example:
-        task = self._tasks[subject.name]
-        return of_text(task.batch(task.draw(1, random.Random(f"{seed}/{index}"))))
+        return of_text(self.text(subject, index, seed))
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-        device = next(model.parameters()).device
-        maps = self._maps[cell](model, example.ids.to(device), example.targets)
+        maps = self._maps[cell](model, example.ids.to(device_of(model)), example.targets)
         return {row: scores(found.cpu(), example) for row, found in maps.items()}
 
     @cached_property
@@ -135,11 +117,3 @@ def scores(found: Tensor, example: Example) -> Numbers:
         "top1": float(link_accuracy(inside, possible)),
         **{name: float(count) for name, count in counted._asdict().items()},
     }
-
-
-def _load(name: str, device: torch.device) -> nn.Module:
-    return load_bundled(name)[0].to(device)
-
-
-def _fingerprint(name: str) -> str:
-    return hashlib.sha256(weights_of(name).read_bytes()).hexdigest()

@@ -87,9 +87,11 @@ def run(options: argparse.Namespace) -> None:
     check_format(options.out)
     options.out.parent.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
     methods = method_classes(options.method)
-    labels = None if options.labels is None else options.labels.read_text("utf-8").splitlines()
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
     loaded = load(source).on(options.device, options.dtype)
+    labels = loaded.labels
+    if options.labels is not None:
+        labels = options.labels.read_text("utf-8").splitlines()
     inputs = _inputs(loaded, options)
     subject = find_subject(loaded.model, None, None, loaded.tokenizer, labels)
     target = None

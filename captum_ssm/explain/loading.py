@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from ..errors import DataNotFoundError, InputError, OptionError
 from ..models import VisionMamba, load_bundled, load_vim
 from ..models.bundled import BUNDLED
+from ..models.recipes import recipe_of
+from ..models.text_recipes import TextRecipe
 from ..tasks.files import optional
 from ..tasks.images import read_image
+from ..tasks.scenes import SceneTask
+from ..tasks.text_classes import CLASS_WORDS, TextReader
+from ..tasks.valence import text_words
 from ..tasks.vocabulary import WordVocabulary
 
 #: Makes images (B, C, H, W), as the model wants them, of files.
@@ -67,12 +72,14 @@ class Loaded:
         tokenizer: for texts, or None.
         prepare: for images, or None.
         is_language: whether it predicts the next token.
+        labels: the names of its classes, where its configuration does not hold them; or None.
     """
 
     model: nn.Module
     tokenizer: Any = None
     prepare: Prepare | None = None
     is_language: bool = False
+    labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
         """The same on a device, in a precision; ``"auto"`` leaves that of the file."""
@@ -94,8 +101,7 @@ class Loaded:
 def load(source: Source) -> Loaded:
     """The model; nothing is fetched unless ``source.hub``."""
     if source.name in BUNDLED:
-        model, tokenizer = load_bundled(source.name)
-        return Loaded(model, tokenizer, is_language=True)
+        return _bundled(source.name)
     path = Path(source.name)
     if path.is_file():
         vim = load_vim(path)
@@ -106,6 +112,44 @@ def load(source: Source) -> Loaded:
             f"({', '.join(BUNDLED)}). To fetch a model of that name from the hub, add --hub."
         )
     return _of_transformers(source)
+
+
+def _bundled(name: str) -> Loaded:
+    model, key = load_bundled(name)
+    recipe = recipe_of(name)
+    if isinstance(recipe.task, SceneTask):
+        side = recipe.task.size
+        return Loaded(
+            model, prepare=lambda files: torch.stack([_scene(f, side) for f in files]), labels=key
+        )
+    if isinstance(recipe, TextRecipe):
+        reader = recipe.reader(key)
+        labels = CLASS_WORDS if reader.encoder else None
+        return Loaded(model, _Sentences(reader), is_language=not reader.encoder, labels=labels)
+    return Loaded(model, key, is_language=True)
+
+
+class _Sentences:
+    """The tokenizer of a bundled classifier of sentences.
+
+    Args:
+        reader: what it reads of a text.
+    """
+
+    def __init__(self, reader: TextReader) -> None:
+        self._reader = reader
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text's words, with the mark at which the class is told, or without."""
+        known = self._reader.vocabulary
+        if not add_special_tokens:
+            return [known.id_of(word) for word in ([text] if text in known else text_words(text))]
+        ids: list[int] = self._reader.ids([text_words(text)])[0].tolist()
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The words of ids; a class is a word of a language model."""
+        return self._reader.vocabulary.decode(ids)
 
 
 def _of_transformers(source: Source) -> Loaded:
@@ -144,6 +188,13 @@ def _processed(processor: Any, files: Sequence[Path]) -> Tensor:
     pictures = [read_image(file).numpy() for file in files]
     found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
     return found
+
+
+def _scene(file: Path, side: int) -> Tensor:
+    """An image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
+    image = read_image(file)[None].float() / 255
+    resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
+    return 2 * resized - 1
 
 
 def _for_vim(model: VisionMamba, file: Path) -> Tensor:

@@ -26,6 +26,8 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
         names: those that the user gave. None for those that the model knows, or else numbers.
     """
     config = getattr(loaded.model, "config", None)
+    if names is None and loaded.labels is not None:
+        return list(loaded.labels)
     if names is None and loaded.is_language:
         count = config.vocab_size if config is not None else len(loaded.tokenizer)
         return Codec(loaded.tokenizer).names(torch.arange(count))

@@ -2,76 +2,71 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from captum_ssm.errors import OptionError
-from captum_ssm.models.recipes import RECIPES
-from captum_ssm.models.small import model_of
-from captum_ssm.tasks.vocabulary import WordVocabulary
+from captum_ssm.models.folders import WEIGHTS
+from captum_ssm.models.recipes import RECIPES, recipe_of
 
-#: The names of the bundled models; each is that of its task and of its architecture.
-BUNDLED = tuple(RECIPES)
+_HERE = Path(__file__).parent
 
-WEIGHTS = "model.safetensors"
+#: The names of the bundled models; each is that of its task and of its architecture.  A recipe
+#: whose weights do not ship can be trained, and loaded from a folder.
+BUNDLED = tuple(name for name in RECIPES if (_HERE / name / WEIGHTS).is_file())
 
 
-def load_bundled(name: str = "recall-mamba") -> tuple[torch.nn.Module, WordVocabulary]:
-    """Loads a bundled model with its vocabulary; nothing is downloaded.
+def load_bundled(
+    name: str = "recall-mamba", folder: str | Path | None = None
+) -> tuple[torch.nn.Module, Any]:
+    """Loads a bundled model with the key to what it reads or answers; nothing is downloaded.
 
     Args:
-        name: a task and the architecture that learned it, a ``MambaForCausalLM`` or a
-            ``Mamba2ForCausalLM`` of transformers.  ``"recall-mamba"`` answers the prompts of
-            :mod:`captum_ssm.tasks.recall`; ``"copying-mamba"`` and ``"copying-mamba2"`` copy
-            the strings of ``SHORT_COPIES`` and ``LONG_COPIES``; ``"translation-mamba"`` and
-            ``"translation-mamba2"`` translate ``NUMBER_WORDS``; ``"passkey-"``,
-            ``"two-passkeys-"`` and ``"frequent-word-"``, each with ``"mamba"`` and
-            ``"mamba2"``, answer the questions of ``ONE_PASSKEY``, ``TWO_PASSKEYS`` and
-            ``FREQUENT_WORD``, all of :mod:`captum_ssm.tasks`.
+        name: a task and the architecture that learned it.  Of the language models, each a
+            ``MambaForCausalLM`` or a ``Mamba2ForCausalLM`` of transformers,
+            ``"recall-mamba"`` answers the prompts of :mod:`captum_ssm.tasks.recall`;
+            ``"copying-mamba"`` and ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and
+            ``LONG_COPIES``; ``"translation-mamba"`` and ``"translation-mamba2"`` translate
+            ``NUMBER_WORDS``; ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each
+            with ``"mamba"`` and ``"mamba2"``, answer the questions of ``ONE_PASSKEY``,
+            ``TWO_PASSKEYS`` and ``FREQUENT_WORD``, all of :mod:`captum_ssm.tasks`.  Of the image
+            classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``, each a
+            :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in front,
+            and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes
+            of ``SCENES``.
+            ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
+            positive sentences, see :class:`~captum_ssm.tasks.TextReader`.
             Default: ``"recall-mamba"``.
+        folder: where ``captum-ssm train`` has written a model of this name.
+            Default: None, the one that ships with the package.
 
     Returns:
-        The model in evaluation mode on the CPU, and the vocabulary that encodes its prompts.
+        The model in evaluation mode on the CPU, and its key: the vocabulary that encodes the
+        prompts of a language model, or the names of an image classifier's classes, in order.
 
     Raises:
-        OptionError: when there is no such model.
+        OptionError: when there is no such model, or its weights do not ship.
         ImportError: when transformers or safetensors is not installed.
     """
-    return load_folder(weights_of(name).parent)
+    recipe = recipe_of(name)
+    if folder is None and name not in BUNDLED:
+        raise OptionError(
+            f"name={name!r}: its weights do not ship. Make them with captum-ssm train {name} "
+            "--out FOLDER, and load_bundled(name, FOLDER)."
+        )
+    where = weights_of(name).parent if folder is None else Path(folder)
+    # The initial weights are drawn and thrown away: the caller's random numbers stay as they were.
+    with torch.random.fork_rng(devices=[]):
+        return recipe.load(where)
 
 
 def weights_of(name: str) -> Path:
-    """The file of a bundled model's weights, beside its configuration, vocabulary and card.
+    """The file of a bundled model's weights, beside its configuration, key and card.
 
     Raises:
         OptionError: when there is no such model.
     """
-    if name not in BUNDLED:
-        raise OptionError(f"name={name!r}: no such bundled model. Use one of {BUNDLED}.")
-    return Path(__file__).parent / name / WEIGHTS
-
-
-def load_folder(folder: str | Path) -> tuple[torch.nn.Module, WordVocabulary]:
-    """Loads a model from a folder with config.json, model.safetensors and vocab.json."""
-    try:
-        import transformers  # noqa: F401
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError(
-            'the bundled models need transformers: pip install "captum-ssm[hf]"'
-        ) from error
-
-    folder = Path(folder)
-    vocabulary = WordVocabulary.from_json(folder / "vocab.json")
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
-    # The initial weights are drawn and thrown away: the caller's random numbers stay as they were.
-    with torch.random.fork_rng(devices=[]):
-        model = model_of(settings["architectures"][0], settings)
-    weights = load_file(folder / WEIGHTS)
-    # The head shares the embedding, and a shared tensor is stored once.
-    weights.setdefault("lm_head.weight", weights["backbone.embeddings.weight"])
-    model.load_state_dict(weights, strict=True)
-    loaded: torch.nn.Module = model.eval()
-    return loaded, vocabulary
+    recipe_of(name)
+    return _HERE / name / WEIGHTS

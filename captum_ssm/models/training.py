@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from captum_ssm.errors import OptionError
-from captum_ssm.models.recipes import RECIPES, Recipe
-from captum_ssm.models.small import new_model
-from captum_ssm.tasks.answers import Accuracy, answer_accuracy
-from captum_ssm.tasks.linked import LinkedTask
-from captum_ssm.tasks.vocabulary import WordVocabulary
+from captum_ssm.models.recipe import Recipe, Round
+from captum_ssm.models.recipes import recipe_of
 from captum_ssm.tracing import repaired_scans
-
-# Far from any training seed, and from the seeds of the tests.
-HELD_OUT_SEED = 987_654_321
-
-#: Lengths that are measured one by one, where a task has more.
-_MEASURED_LENGTHS = 16
 
 
 def train(
@@ -38,31 +25,28 @@ def train(
     log: Callable[[str], None] = print,
     *,
     steps: int | None = None,
-    **size: Any,
+    **size: int,
 ) -> nn.Module:
     """Makes a bundled model again: trains it, saves it and measures it.
 
     Args:
         name: of the bundled model.
-        out: the folder to write it to; :func:`~captum_ssm.models.bundled.load_folder` reads it.
+        out: the folder to write it to; ``load_bundled(name, out)`` reads it.
         seed: of the initial weights and of the data. Default: 0.
-        log: takes the lines of progress and the accuracies. Default: ``print``.
+        log: takes the lines of progress and the scores. Default: ``print``.
         steps: of one round, in place of the recipe's rounds. Default: None, as in the recipe.
-        **size: what is changed of the model's :class:`~captum_ssm.models.small.ModelSize`.
+        **size: what is changed of the recipe's size, such as the number of ``layers``.
 
     Returns:
         The model in evaluation mode.
     """
-    if name not in RECIPES:
-        raise OptionError(f"name={name!r}: no such bundled model. Use one of {tuple(RECIPES)}.")
-    recipe = RECIPES[name]
-    rounds = recipe.steps if steps is None else (steps,)
-    recipe = replace(recipe, size=replace(recipe.size, **size), steps=rounds)
+    recipe = _changed(name, recipe_of(name), steps, size)
     with _one_thread():
         model = train_model(recipe, seed, log=log)
-        save_model(model, recipe.task.vocabulary, out)
-        for n, score in accuracy_by_length(model, recipe.task).items():
-            log(f"length {n}: tokens {score.tokens:.4f}, sequences {score.sequences:.4f}")
+        recipe.save(model, Path(out))
+        for what, scores in recipe.measure(model).items():
+            found = ", ".join(f"{score} {value:.4f}" for score, value in scores.items())
+            log(f"{what}: {found}")
     return model
 
 
@@ -70,75 +54,41 @@ def train_model(
     recipe: Recipe,
     seed: int = 0,
     *,
-    batch_size: int = 64,
-    learning_rate: float = 2e-3,
     log_every: int = 100,
     log: Callable[[str], None] = print,
 ) -> nn.Module:
     """Trains a model from scratch and returns it in evaluation mode.
 
-    The loss is the cross entropy of the answered tokens.  The same seed on the same machine and
-    versions gives the same model.
+    The same seed on the same machine and versions gives the same model.
 
     Args:
-        recipe: the task, the model and the numbers of steps.
+        recipe: the task, the model and the rounds of its training.
         seed: of the initial weights and of the data. Default: 0.
-        batch_size: texts per step. Default: 64.
-        learning_rate: the peak, reached after a short warm-up and followed by a cosine to zero.
-            Default: 2e-3.
         log_every: steps between two lines of progress. Default: 100.
         log: takes a line of progress. Default: ``print``.
     """
     torch.manual_seed(seed)
-    rng = random.Random(seed)
-    task = recipe.task
-    model = new_model(recipe.size, task.vocabulary, lasting_from=recipe.lasting_from)
-    held_out = task.batch(task.draw(256, HELD_OUT_SEED))
-
-    def loss() -> Tensor:
-        length = max(rng.randint(task.shortest, task.longest) for _ in range(recipe.draws))
-        batch = task.batch(task.draw(batch_size, rng, length))
-        rows, queries, tokens = batch.targets
-        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-        return F.cross_entropy(output.logits[rows, queries], tokens)
-
-    for steps in recipe.steps:
-        fit(
-            model,
-            loss,
-            lambda: answer_accuracy(model, held_out).tokens,
-            steps=steps,
-            learning_rate=learning_rate,
-            log_every=log_every,
-            log=log,
-        )
-    return model
+    model = recipe.new()
+    for each in recipe.rounds(model, seed):
+        fit(model, each, log_every=log_every, log=log)
+    return model.eval()
 
 
 def fit(
-    model: nn.Module,
-    loss: Callable[[], Tensor],
-    score: Callable[[], float],
-    *,
-    steps: int,
-    learning_rate: float,
-    log_every: int,
-    log: Callable[[str], None],
-) -> nn.Module:
-    """Trains a model in place and returns it in evaluation mode.
+    model: nn.Module, part: Round, *, log_every: int = 100, log: Callable[[str], None] = print
+) -> None:
+    """Trains a model in place for one round.
 
     AdamW, gradients clipped at norm 1, a short warm-up followed by a cosine to zero.
 
     Args:
         model: what to train.
-        loss: draws a batch and returns the model's loss.
-        score: the model's accuracy on held-out texts, for the lines of progress.
-        steps: number of optimiser steps.
-        learning_rate: the peak.
-        log_every: steps between two lines of progress.
-        log: takes a line of progress.
+        part: the round.
+        log_every: steps between two lines of progress. Default: 100.
+        log: takes a line of progress. Default: ``print``.
     """
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    steps = part.steps
+    optimiser = torch.optim.AdamW(model.parameters(), lr=part.learning_rate, weight_decay=0.01)
     warm_up = max(1, min(100, steps // 10))
 
     def factor(step: int) -> float:
@@ -151,7 +101,7 @@ def fit(
     model.train()
     with repaired_scans():
         for step in range(1, steps + 1):
-            current = loss()
+            current = part.loss()
             optimiser.zero_grad()
             current.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,46 +111,22 @@ def fit(
             running = value if step == 1 else running + 0.05 * (value - running)
             if step % log_every == 0 or step == steps:
                 model.eval()
-                share = score()
+                share = part.score()
                 model.train()
                 seconds = time.monotonic() - started
                 log(f"step {step}/{steps} loss {running:.4f} held-out {share:.4f} {seconds:.0f} s")
-    return model.eval()
 
 
-def accuracy_by_length(
-    model: nn.Module, task: LinkedTask, per_length: int = 256, seed: int = HELD_OUT_SEED + 1
-) -> dict[int, Accuracy]:
-    """The accuracy for each length of a task, or for some of many, on fresh texts.
-
-    Args:
-        model: as in :func:`~captum_ssm.tasks.answer_accuracy`.
-        task: what it has learned.
-        per_length: texts of each length. Default: 256.
-        seed: of the texts. Default: one that no training uses.
-    """
-    lengths = range(task.shortest, task.longest + 1)
-    step = math.ceil(len(lengths) / _MEASURED_LENGTHS)
-    return {
-        n: answer_accuracy(model, task.batch(task.draw(per_length, seed + n, n)))
-        for n in lengths[::step]
-    }
-
-
-def save_model(model: nn.Module, vocabulary: WordVocabulary, folder: str | Path) -> None:
-    """Writes weights, configuration and vocabulary as :func:`load_bundled` reads them."""
-    saved: Any = model
-    saved.save_pretrained(folder)
-    # It comes readable by its owner alone, and would be so in a package as well.
-    (Path(folder) / "model.safetensors").chmod(0o644)
-    vocabulary.to_json(Path(folder) / "vocab.json")
-    config = Path(folder) / "config.json"
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    # The default, whose infinity is written in a way that not all versions read.
-    settings.pop("time_step_limit", None)
-    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    # Decoding settings that a model with a single next word does not need.
-    (Path(folder) / "generation_config.json").unlink(missing_ok=True)
+def _changed(name: str, recipe: Recipe, steps: int | None, size: dict[str, int]) -> Recipe:
+    known = {field.name for field in fields(recipe.size)}
+    for each in size:
+        if each not in known:
+            raise OptionError(
+                f"{each}={size[each]!r}: the size of {name!r} has no such number. "
+                f"Use some of {sorted(known)}."
+            )
+    rounds = recipe.steps if steps is None else (steps,)
+    return replace(recipe, size=replace(recipe.size, **size), steps=rounds)
 
 
 @contextmanager

@@ -38,14 +38,20 @@ from captum_ssm.tasks.retrieval import (
     PasskeyTask,
 )
 from captum_ssm.tasks.ruler import LongPrompt, load_ruler
+from captum_ssm.tasks.scenes import SCENES, SceneBatch, SceneTask
+from captum_ssm.tasks.text_classes import CLASS_WORDS, CLS, TextReader, class_vocabulary
 from captum_ssm.tasks.translation import NUMBER_WORDS, TranslationTask, translated
+from captum_ssm.tasks.valence import RatedText, load_lexicon, load_valence, text_words
 from captum_ssm.tasks.vocabulary import WordVocabulary
 
 __all__ = [
+    "CLASS_WORDS",
+    "CLS",
     "FREQUENT_WORD",
     "LONG_COPIES",
     "NUMBER_WORDS",
     "ONE_PASSKEY",
+    "SCENES",
     "SHORT_COPIES",
     "TWO_PASSKEYS",
     "VOC_CLASSES",
@@ -67,15 +73,20 @@ __all__ = [
     "Links",
     "LongPrompt",
     "PasskeyTask",
+    "RatedText",
     "RecallTask",
     "Review",
+    "SceneBatch",
+    "SceneTask",
     "SegmentedImage",
     "SwapCheck",
     "Targets",
+    "TextReader",
     "TranslationTask",
     "WordVocabulary",
     "accuracy",
     "answer_accuracy",
+    "class_vocabulary",
     "collate",
     "copy_accuracy",
     "generate",
@@ -84,12 +95,15 @@ __all__ = [
     "load_image_folders",
     "load_imagenet_segmentation",
     "load_imdb",
+    "load_lexicon",
     "load_pascal_voc",
     "load_ruler",
+    "load_valence",
     "parse_prompt",
     "predict",
     "recall_vocabulary",
     "swap_check",
+    "text_words",
     "translated",
     "with_value",
 ]

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from captum_ssm.errors import InputError
 
+UNKNOWN = "<unk>"
+
 
 class WordVocabulary:
     """Maps whitespace-separated words to ids and back.
 
-    There is no unknown-word token: a word outside the vocabulary is an error, because a silent
-    replacement would make an attribution speak about a prompt nobody wrote.
+    A word outside the vocabulary is an error, because a silent replacement would make an
+    attribution speak about a prompt nobody wrote; unless ``<unk>`` is among the words, which then
+    stands for all others.
 
     Args:
         words: all words, each once; the position of a word is its id. Id 0 is the padding word.
@@ -52,17 +55,15 @@ class WordVocabulary:
         return word in self._ids
 
     def id_of(self, word: str) -> int:
-        """The id of one word.
+        """The id of one word, or that of ``<unk>``.
 
         Raises:
-            InputError: when the word is not in the vocabulary.
+            InputError: when neither is in the vocabulary.
         """
-        try:
-            return self._ids[word]
-        except KeyError:
-            raise InputError(
-                f"unknown word {word!r}; the vocabulary is: {' '.join(self.vocab)}"
-            ) from None
+        found = self._ids.get(word, self._ids.get(UNKNOWN))
+        if found is None:
+            raise InputError(f"unknown word {word!r}; the vocabulary is: {' '.join(self.vocab)}")
+        return found
 
     def encode(self, text: str) -> list[int]:
         """The ids of the whitespace-separated words of ``text``."""
@@ -73,7 +74,7 @@ class WordVocabulary:
         return [self._word_of(int(i)) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a sequence of ids; the inverse of :meth:`encode` up to whitespace."""
+        """The text of ids; the inverse of :meth:`encode` up to whitespace and unknown words."""
         return " ".join(self.tokens(ids))
 
     def _word_of(self, i: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,11 +16,16 @@ import pytest
 pytest.importorskip("transformers")
 
 from captum_ssm.cli import main
+from captum_ssm.evaluation import EXPERIMENTS
+from captum_ssm.evaluation.command import _plans
+from captum_ssm.models.recipes import recipe_of
 
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
-ARGUMENTS = ["evaluate", "copying", "--examples", "4", "--seeds", "1", "2", "--methods", *METHODS]
+EXAMPLES = 6
+ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
+ARGUMENTS += ["--methods", *METHODS]
 ARGUMENTS += ["--formulations", "frozen", "silu", ""]
-TABLES = ("copying.md", "copying.csv", "copying.json")
+TABLES = ("copying.md", "copying.csv", "copying.json", "copying.png")
 
 
 def start(folder: Path, rank: int = 0, world: int = 1) -> subprocess.Popen[bytes]:
@@ -64,23 +70,93 @@ def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> No
         for path in (parts / "copying").glob("*.jsonl")
         for line in path.read_text().splitlines()
     ]
-    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * 4
+    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * EXAMPLES
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        # what accelerate calls a GPU may be a CPU; with --cpu it starts one process alone
+        ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_launched_processes_give_the_tables_of_one(launcher: list[str], tmp_path: Path) -> None:
+    pytest.importorskip(launcher[0].partition(".")[0])
+    arguments = ["evaluate", "passkey", "--methods", "LatimFlow", "--examples", "3"]
+    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    command = [sys.executable, "-m", *launcher, "-m", "captum_ssm", *arguments]
+    subprocess.run([*command, "--out", str(tmp_path / "two")], check=True, timeout=600)
+    assert len(list((tmp_path / "two" / "passkey").glob("records-*.jsonl"))) == 2
+    for ending in ("md", "csv", "json"):
+        one, two = (tmp_path / folder / f"passkey.{ending}" for folder in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.heavy
+def test_several_trainings_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = tmp_path / "again"
+    recipe_of("passkey-mamba").save(recipe_of("passkey-mamba").new(), again)
+    arguments = ["evaluate", "passkey", "--models", "passkey-mamba", f"passkey-mamba={again}"]
+    arguments += ["--methods", "LatimFlow", "Saliency", "--examples", "2"]
+    assert main([*arguments, "--device-map", "cpu", "--out", str(tmp_path)]) == 0
+    assert str(tmp_path / "machine.json") in capsys.readouterr().out
+    lines = json.loads((tmp_path / "passkey.json").read_text())["lines"]
+    assert [(line["method"], line["trainings"], line["examples"]) for line in lines] == [
+        ("LatimFlow", 2, 4),
+        ("Saliency", 2, 4),
+    ]
+
+
+def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        all=True,
+        experiments=[],
+        methods=["LatimALTI"],
+        formulations=["silu", "s6"],
+        models=["copying-mamba", "frequent-word-mamba"],
+        examples=None,
+        quick=True,
+        seeds=[0],
+        device_map=None,
+    )
+    found = {
+        (plan.experiment.name, *cell, subject.name, plan.examples)
+        for plan in _plans(options, EXPERIMENTS)
+        for cell in plan.cells
+        for subject in plan.models
+    }
+    assert found == {
+        ("copying", "LatimALTI", "silu", "copying-mamba", 4),
+        ("frequent-word", "LatimALTI", "silu", "frequent-word-mamba", 4),
+        ("repeated-words", "LatimALTI", "silu", "frequent-word-mamba", 4),
+    }
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--list"]) == 0
     said = capsys.readouterr().out
-    assert "copying: Sources of copied tokens" in said
-    assert "  MambaAttribution: s6, unified, exact" in said and "  Saliency\n" in said
+    assert "copying: Sources of copied tokens" in said and "; 100 examples" in said
+    assert "  models: copying-mamba, copying-mamba2\n" in said
+    assert "  MambaAttribution: s6; unified; exact" in said and "  Saliency\n" in said
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["evaluate"], "Use --all or some of copying"),
-        (["evaluate", "copyin"], "'copyin' is not known"),
+        (["evaluate", "copyin"], "the experiments: 'copyin' is not known. Use some of copying"),
         (["evaluate", "copying", "--examples", "-1"], "use 1 or more"),
-        (["evaluate", "copying", "--methods", "Flow"], "has no 'Flow'"),
+        (["evaluate", "copying", "--examples", "0"], "use 1 or more"),
+        (["evaluate", "copying", "--methods", "Flow"], "--methods: 'Flow' is not known"),
+        (["evaluate", "copying", "--models", "passkey-mamba"], "--models: 'passkey-mamba'"),
+        (["evaluate", "--all", "--formulations", "siul"], "--formulations: 'siul' is not known"),
+        (
+            ["evaluate", "copying", "--methods", "LatimFlow", "--formulations", "silu"],
+            "No experiment has these methods, formulations and models together",
+        ),
     ],
 )
 def test_misuse(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from captum_ssm.evaluation import (
     run,
     write_tables,
 )
+from captum_ssm.evaluation.tables import as_markdown, picture
 
 
 class Ended(Exception):
@@ -129,8 +131,55 @@ def test_more_examples_and_cells_are_added_to_those_there(tmp_path: Path) -> Non
 
 def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
     run(plan(Counted()), tmp_path)
-    with pytest.raises(InputError, match="other weights"):
+    with pytest.raises(InputError, match="the results of 'one' beside it are of other weights"):
         run(plan(Counted("b")), tmp_path)
+
+
+def test_trainings_of_a_model_lie_beside_each_other_and_are_one_row(tmp_path: Path) -> None:
+    experiment = Counted()
+    first = experiment.subjects()[0]
+    again = Subject(first.name, first.load, "b", training="b")
+    run(Plan(experiment, experiment.cells(), 5, subjects=[first]), tmp_path)
+    both = Plan(experiment, experiment.cells(), 5, subjects=[first, again])
+    found = run(both, tmp_path)
+    assert experiment.loaded == ["one", "one"]  # of the first nothing was left to measure
+    assert {key.model for key, _ in found} == {"one", "one@b"}
+    table = lines(experiment, found)
+    assert {(t.model, t.trainings, t.examples) for t in table} == {("one", 2, 10)}
+    assert "## one, 10 examples of 2 trainings" in as_markdown(experiment, table)
+
+
+def test_cells_of_an_example_are_measured_together(tmp_path: Path) -> None:
+    class Noted(Counted):
+        open = False
+
+        @contextmanager
+        def together(self) -> Iterator[None]:
+            self.times, self.open = getattr(self, "times", 0) + 1, True
+            yield
+            self.open = False
+
+        def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
+            assert self.open
+            return super().measure(model, example, cell)
+
+    experiment = Noted()
+    run(plan(experiment), tmp_path)
+    assert experiment.times == 2 * 2 * 5 and not experiment.open
+
+
+def test_a_device_map_spreads_each_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    experiment = Counted()
+    spread: list[nn.Module] = []
+
+    def measure(model: nn.Module, example: Any, cell: Cell) -> Rows:
+        spread.append(model)
+        return {}
+
+    experiment.measure = measure  # type: ignore[method-assign]
+    run(Plan(experiment, experiment.cells()[:1], 1, device_map="cpu"), tmp_path)
+    assert len(spread) == 2 and all(hasattr(model, "_hf_hook") for model in spread)
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -153,17 +202,35 @@ def test_the_table(tmp_path: Path) -> None:
     assert first.entries["ratio"].value == pytest.approx(sum(values) / 30)
     assert first.entries["x"].low <= first.entries["x"].value <= first.entries["x"].high
     assert math.isnan(table[3].entries["x"].value)
-    markdown, comma, json = (p.read_text() for p in write_tables(experiment, table, tmp_path))
+    paths = write_tables(experiment, table, tmp_path)
+    markdown, comma, json = (p.read_text() for p in paths[:3])
     assert "| n |  | mean | - |" in markdown and "## two, 10 examples" in markdown
     assert comma.count("\n") == len(table) + 1 and '"value": null' in json
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    experiment = Counted()
+    table = lines(experiment, run(plan(experiment), tmp_path))
+    heads = [axis.get_title() for axis in picture(experiment, table).axes]
+    assert heads == ["x (higher is better)", "ratio (lower is better)"]
+    labels = [text.get_text() for text in picture(experiment, table).axes[0].get_yticklabels()]
+    rows = ["m, a", "m, b", "n, layer 0", "n, mean"]
+    assert labels == ["", "one", *rows, "", "two", *rows, ""]
+    drawn = write_tables(experiment, table, tmp_path)[-1]
+    assert drawn.suffix == ".png" and drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_without_rows_has_no_picture(tmp_path: Path) -> None:
+    paths = write_tables(Counted(), [], tmp_path)
+    assert [path.suffix for path in paths] == [".md", ".csv", ".json"]
 
 
 def test_choosing_cells() -> None:
     experiment = Counted()
     assert experiment.chosen(["n"]) == [Cell("n")]
     assert experiment.chosen(None, ["b"]) == [Cell("m", "b")]
-    with pytest.raises(OptionError, match="has no 'q'"):
-        experiment.chosen(["q"])
+    assert experiment.chosen(["q"]) == []
 
 
 @pytest.mark.parametrize("rank, world", [("2", "2"), ("-1", "1")])

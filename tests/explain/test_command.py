@@ -143,6 +143,32 @@ def test_vision_mamba(tmp_path: Path, picture: Path, target: str) -> None:
     assert (tmp_path / "out-2.png").exists()
 
 
+def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
+    out = tmp_path / "shape.json"
+    words = ["explain", "scenes-vim", "--image", str(picture), "--target", "ring"]
+    assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
+    (example,) = read(out)["examples"]
+    _, classes = load_bundled("scenes-vim")
+    assert "ring" in example["explained"]
+    assert {each["label"] for each in example["predictions"]} <= set(classes)
+    relevance = example["relevance"]["LATIM Flow"]
+    assert len(relevance) == 65 and relevance.count(None) == 1  # 64 patches and the cls token
+
+
+@pytest.mark.parametrize("name", ["valence-mamba", "valence-rwkv", "valence-bert"])
+def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "sentence.json"
+    words = ["explain", name, "--text", "a truly wonderful film", "--target", "<positive>"]
+    assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
+    (example,) = read(out)["examples"]
+    assert "<positive>" in example["explained"]
+    first = example["tokens"].index("a")
+    assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
+    assert len(example["tokens"]) == 5  # and the mark
+    scores = example["relevance"]["LATIM Flow"]
+    assert max(scores[first : first + 4]) == max(scores[first + 1 : first + 3]) > 0
+
+
 def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
     folder, out = tmp_path / "vit", tmp_path / "out.json"
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}

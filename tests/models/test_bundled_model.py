@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.models import bundled
-from captum_ssm.models.training import accuracy_by_length
+from captum_ssm.models.language_recipes import accuracy_by_length
 from captum_ssm.tasks import (
     Example,
     RecallTask,
@@ -116,4 +116,4 @@ def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
     del weights["backbone.layers.0.mixer.D"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match=r"layers\.0\.mixer\.D"):
-        bundled.load_folder(tmp_path)
+        load_bundled("recall-mamba", tmp_path)

@@ -16,9 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.models import bundled
-from captum_ssm.models.bundled import BUNDLED, weights_of
-from captum_ssm.models.recipes import RECIPES
-from captum_ssm.models.training import accuracy_by_length
+from captum_ssm.models.bundled import weights_of
+from captum_ssm.models.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
 from captum_ssm.tasks import LinkedTask, answer_accuracy, swap_check
 
 CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
@@ -59,7 +58,7 @@ CARDS = {
 }
 
 
-@pytest.fixture(scope="module", params=BUNDLED)
+@pytest.fixture(scope="module", params=LANGUAGE_RECIPES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -71,7 +70,7 @@ def model(name: str) -> torch.nn.Module:
 
 @pytest.fixture
 def task(name: str) -> LinkedTask:
-    return RECIPES[name].task
+    return LANGUAGE_RECIPES[name].task
 
 
 def test_accuracy_on_fresh_texts(
@@ -130,12 +129,13 @@ def test_the_card_says_how_the_model_is_made(name: str, model: torch.nn.Module) 
     assert card.startswith(f"# {name} ")
     assert f"{count} parameters" in card
     assert f'load_bundled("{name}")' in card
-    size = RECIPES[name].size
+    size = LANGUAGE_RECIPES[name].size
     layers = f"{size.layers} layers" if size.layers > 1 else "1 layer"
     assert f"{layers}, hidden size {size.hidden}" in card
     assert f"state size {size.state}" in card
     assert all(
-        f"{steps} steps" in card or f"--steps {steps}" in card for steps in RECIPES[name].steps
+        f"{steps} steps" in card or f"--steps {steps}" in card
+        for steps in LANGUAGE_RECIPES[name].steps
     )
 
 
@@ -143,7 +143,7 @@ def test_it_is_the_plain_class_of_transformers(name: str, model: torch.nn.Module
     import transformers
 
     loaded: Any = model
-    assert type(loaded) is getattr(transformers, CLASSES[RECIPES[name].size.architecture])
+    assert type(loaded) is getattr(transformers, CLASSES[LANGUAGE_RECIPES[name].size.architecture])
     assert not loaded.training
     assert loaded.lm_head.weight is loaded.backbone.embeddings.weight
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
@@ -151,7 +151,7 @@ def test_it_is_the_plain_class_of_transformers(name: str, model: torch.nn.Module
 
 def test_it_has_the_size_of_its_recipe(name: str, model: torch.nn.Module) -> None:
     loaded: Any = model
-    size, config = RECIPES[name].size, loaded.config
+    size, config = LANGUAGE_RECIPES[name].size, loaded.config
     assert config.num_hidden_layers == size.layers
     assert (config.hidden_size, config.state_size) == (size.hidden, size.state)
 
@@ -163,7 +163,9 @@ def test_loading_leaves_the_random_state_alone(name: str) -> None:
 
 
 def test_names_are_known() -> None:
-    assert set(CARDS) == set(BUNDLED)
-    assert all(name.endswith(f"-{recipe.size.architecture}") for name, recipe in RECIPES.items())
+    assert set(CARDS) == set(LANGUAGE_RECIPES)
+    assert all(
+        name.endswith(f"-{recipe.size.architecture}") for name, recipe in LANGUAGE_RECIPES.items()
+    )
     with pytest.raises(OptionError, match=r"name='copying': no such bundled model.*copying-mamba"):
         weights_of("copying")

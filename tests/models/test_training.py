@@ -16,10 +16,14 @@ from captum_ssm.errors import OptionError
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.models import bundled, recipes, training
-from captum_ssm.models.recipes import RECIPES, Recipe
+from captum_ssm.models import language_recipes, load_bundled, recipes
+from captum_ssm.models.language_recipes import (
+    LANGUAGE_RECIPES,
+    LanguageRecipe,
+    accuracy_by_length,
+)
 from captum_ssm.models.small import ModelSize
-from captum_ssm.models.training import accuracy_by_length, save_model, train, train_model
+from captum_ssm.models.training import train, train_model
 from captum_ssm.tasks import (
     CopyingTask,
     FrequentWordTask,
@@ -55,8 +59,8 @@ def test_the_same_seed_gives_the_same_model(architecture: str, task: LinkedTask,
     lines: list[str] = []
 
     def trained(seed: int) -> torch.nn.Module:
-        recipe = Recipe(task, _tiny(architecture), steps=(3, 2))
-        return train_model(recipe, seed, batch_size=4, log_every=3, log=lines.append)
+        recipe = LanguageRecipe(task, _tiny(architecture), steps=(3, 2), batch_size=4)
+        return train_model(recipe, seed, log_every=3, log=lines.append)
 
     one, again, other = trained(seed), trained(seed), trained(seed + 1)
     assert [line.split()[1] for line in lines] == ["3/3", "2/2"] * 3
@@ -69,9 +73,10 @@ def test_the_same_seed_gives_the_same_model(architecture: str, task: LinkedTask,
 @pytest.mark.parametrize("architecture", ["mamba", "mamba2"])
 def test_a_model_learns_to_copy(architecture: str) -> None:
     size = ModelSize(architecture, layers=1, hidden=32, state=8)
-    recipe = Recipe(CopyingTask(symbols=4, shortest=1, longest=2), size, steps=(80,))
-    model = train_model(recipe, batch_size=32, learning_rate=1e-2, log=lambda line: None)
-    fresh = recipe.task.batch(recipe.task.draw(200, random.randrange(10**6)))
+    task = CopyingTask(symbols=4, shortest=1, longest=2)
+    recipe = LanguageRecipe(task, size, steps=(80,), batch_size=32, learning_rate=1e-2)
+    model = train_model(recipe, log=lambda line: None)
+    fresh = task.batch(task.draw(200, random.randrange(10**6)))
     assert answer_accuracy(model, fresh).tokens >= 0.9
 
 
@@ -87,8 +92,8 @@ def test_batches_have_the_greatest_of_the_drawn_lengths(
         return draw(task, count, seed, length)
 
     monkeypatch.setattr(CopyingTask, "draw", watched)
-    recipe = Recipe(COPIES, _tiny("mamba"), steps=(60,), draws=draws)
-    train_model(recipe, seed, batch_size=1, log=lambda line: None)
+    recipe = LanguageRecipe(COPIES, _tiny("mamba"), steps=(60,), draws=draws, batch_size=1)
+    train_model(recipe, seed, log=lambda line: None)
     held_out, *drawn = lengths
     assert held_out is None and len(drawn) == 60
     share = drawn.count(COPIES.longest) / 60
@@ -113,7 +118,7 @@ def test_lengths_that_are_measured(
         seen.append(tuple(batch.input_ids.shape))
         return len(seen)
 
-    monkeypatch.setattr(training, "answer_accuracy", measured)
+    monkeypatch.setattr(language_recipes, "answer_accuracy", measured)
     scores = accuracy_by_length(torch.nn.Identity(), task, per_length=2)
     assert list(scores) == lengths
     assert list(scores.values()) == list(range(1, len(lengths) + 1))
@@ -123,10 +128,10 @@ def test_lengths_that_are_measured(
 
 
 def test_a_saved_model_loads_again(tmp_path: Path, seed: int) -> None:
-    recipe = replace(RECIPES["recall-mamba"], size=_tiny("mamba"), steps=(1,))
-    model = train_model(recipe, seed, batch_size=2, log=lambda line: None)
-    save_model(model, recall_vocabulary(), tmp_path)
-    again, vocabulary = bundled.load_folder(tmp_path)
+    recipe = LanguageRecipe(RecallTask(), _tiny("mamba"), steps=(1,), batch_size=2)
+    model = train_model(recipe, seed, log=lambda line: None)
+    recipe.save(model, tmp_path)
+    again, vocabulary = load_bundled("recall-mamba", tmp_path)
     assert vocabulary.vocab == recall_vocabulary().vocab
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
@@ -139,7 +144,7 @@ def test_command_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipe = replace(RECIPES[name], task=COPIES, steps=(2, 1))
+    recipe = replace(LANGUAGE_RECIPES[name], task=COPIES, steps=(2, 1))
     monkeypatch.setitem(recipes.RECIPES, name, recipe)
     threads = torch.get_num_threads()
     assert main(f"train {name} --out {tmp_path} --seed 5 --layers 1 --state 4".split()) == 0
@@ -147,7 +152,7 @@ def test_command_line(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed[:2]] == ["2/2", "1/1"]
     assert [line.partition(":")[0] for line in printed[2:]] == ["length 1", "length 2", "length 3"]
-    model, vocabulary = bundled.load_folder(tmp_path)
+    model, vocabulary = load_bundled(name, tmp_path)
     assert vocabulary.vocab == COPIES.vocabulary.vocab
     loaded: Any = model
     assert (loaded.config.num_hidden_layers, loaded.config.state_size) == (1, 4)
@@ -163,7 +168,7 @@ def test_command_line(
 def test_train_makes_what_the_command_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    recipe = replace(RECIPES["passkey-mamba2"], task=TASKS[3], steps=(2,))
+    recipe = replace(LANGUAGE_RECIPES["passkey-mamba2"], task=TASKS[3], steps=(2,))
     monkeypatch.setitem(recipes.RECIPES, "passkey-mamba2", recipe)
     lines: list[str] = []
     model = train("passkey-mamba2", tmp_path / "one", seed, lines.append)
@@ -171,7 +176,7 @@ def test_train_makes_what_the_command_makes(
     other = ["train", "passkey-mamba2", "--out", str(tmp_path / "other"), "--seed", str(seed)]
     assert main(other) == 0
     for folder in ("one", "other"):
-        assert _same(model, bundled.load_folder(tmp_path / folder)[0])
+        assert _same(model, load_bundled("passkey-mamba2", tmp_path / folder)[0])
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:

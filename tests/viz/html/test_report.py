@@ -55,8 +55,8 @@ def test_a_language_model(path: Path) -> None:
         assert example["explained"] == f"the logit of “{answer}”, predicted after token 12"
         best = example["predictions"]
         assert [p["label"] for p in best] == [str(k) for k in logits[b].topk(5).indices.tolist()]
-        assert best[0]["probability"] == pytest.approx(float(logits[b].softmax(-1).max()))
-        assert best[0]["logit"] == pytest.approx(float(logits[b].max()))
+        assert best[0]["probability"] == pytest.approx(float(logits[b].softmax(-1).max()), rel=1e-4)
+        assert best[0]["logit"] == pytest.approx(float(logits[b].max()), rel=1e-4)
         assert example["tokens"] == names[b]
         for method, kind in zip(example["methods"], METHODS, strict=True):
             found = kind(model).attribute(ids[b : b + 1], target=(-1, answer), per_token=True)[0]
@@ -145,7 +145,7 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     ids = torch.tensor([tokenizer.encode(text)])
     chances = model(ids).logits[0, 3].detach().double().softmax(-1)
     found = {p["label"]: p["probability"] for p in example["predictions"]}
-    assert found["$5"] == pytest.approx(float(chances[7]))
+    assert found["$5"] == pytest.approx(float(chances[7]), rel=1e-4)
 
 
 def test_awkward_tokens_are_spelled(path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What experiments on images have in common: scenes, and the bundled models that classify them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..attr.sharing import Kept, shared_forward
+from ..metrics.classes import class_logits
+from ..models.bundled import BUNDLED, weights_of
+from ..tasks.scenes import SCENES, SceneBatch, SceneTask
+from .experiment import Experiment, Subject
+from .linked_texts import device_of
+from .subjects import bundled
+
+#: Vision Mamba with the cls token in the middle and in front, and a transformer.
+VIM, VIM_FIRST, VIT = "scenes-vim", "scenes-vim-first", "scenes-vit"
+
+
+class OnScenes(Experiment):
+    """Base of the experiments whose examples are scenes.
+
+    Args:
+        models: names of bundled models; those that do not ship are left out.
+            Default: Vision Mamba with the cls token in the middle, and a transformer.
+        task: draws the scenes. Default: that which the models learned.
+    """
+
+    def __init__(self, models: Sequence[str] = (VIM, VIT), task: SceneTask = SCENES) -> None:
+        self._models = models
+        self.task = task
+
+    def subjects(self) -> Sequence[Subject]:
+        there = [name for name in self._models if name in BUNDLED and weights_of(name).is_file()]
+        return [bundled(name) for name in there]
+
+    def example(self, subject: Subject, index: int, seed: int) -> Any:
+        """A :class:`~captum_ssm.tasks.scenes.SceneBatch` of one scene, of a held-out background."""
+        return self.task.draw(1, random.Random(f"{seed}/{index}").getrandbits(31))
+
+    def together(self) -> AbstractContextManager[None]:
+        return shared_forward(Kept("all", streams=True))
+
+
+def image_of(example: SceneBatch, model: nn.Module) -> Tensor:
+    """The image of an example, (1, C, H, W), where the model is."""
+    return example.images.to(device_of(model))
+
+
+def predicted(model: nn.Module, image: Tensor) -> int:
+    """The class that a model gives an image (1, C, H, W)."""
+    return int(class_logits(model, image).argmax())

@@ -1,0 +1,97 @@
+"""Tables of numbers with intervals, as dots with bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .colours import LINES
+from .figure import new_figure
+from .labels import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: (lower bound, value, upper bound); NaN where there is no number.
+Interval = tuple[float, float, float]
+
+#: Inches: of a line, of a panel, of a character of a label and of the title, of what is around.
+_LINE, _PANEL, _CHARACTER, _TITLE_CHARACTER, _AROUND = 0.155, 2.1, 0.068, 0.088, 0.9
+
+
+def plot_intervals(
+    groups: Mapping[str, Mapping[str, Sequence[Interval]]],
+    columns: Sequence[str],
+    *,
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw a table: a line for each row, under the heading of its group, a panel for each column.
+
+    Args:
+        groups: by heading, by the label of a row, one interval per column.
+        columns: the names of the columns.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes, one per column.
+
+    Example:
+        >>> from captum_ssm.viz import plot_intervals
+        >>> table = {"a model": {"a method": [(0.1, 0.2, 0.4)], "another": [(0.5, 0.6, 0.7)]}}
+        >>> figure, axes = plot_intervals(table, ["AUC"])
+        >>> figure.savefig("table.png")  # doctest: +SKIP
+    """
+    _check(groups, columns)
+    labels = [""]  # from the top: a heading, its rows, an empty line, and so on
+    headings: list[int] = []
+    for heading, rows in groups.items():
+        headings.append(len(labels))
+        labels += [shown(heading), *map(shown, rows), ""]
+    width = _PANEL * len(columns) + _CHARACTER * max(map(len, labels))
+    heading_lines = wrap(title or "", int(width / _TITLE_CHARACTER))
+    height = _LINE * (len(labels) + len(heading_lines)) + _AROUND
+    figure, axes = new_figure(width, height, ncols=len(columns), sharey=True, squeeze=False)
+    for column, (axis, name) in enumerate(zip(axes[0], columns, strict=True)):
+        for colour, (start, rows) in enumerate(zip(headings, groups.values(), strict=True)):
+            intervals = [row[column] for row in rows.values()]
+            _dots(axis, start + 1, intervals, LINES[colour % len(LINES)])
+        axis.set_title(shown(name), size=9)
+        axis.tick_params(axis="x", labelsize=7, top=True, labeltop=True)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="x", linewidth=0.4, color="0.85")
+        axis.set_axisbelow(True)
+        axis.spines[["left", "right"]].set_visible(False)
+    first = axes[0, 0]
+    first.set_ylim(len(labels) - 1, 0)
+    first.set_yticks(range(len(labels)), labels, fontsize=7)
+    for line in headings:
+        first.get_yticklabels()[line].set_fontweight("bold")
+    if heading_lines:
+        figure.suptitle("\n".join(map(shown, heading_lines)), size=10)
+    return figure, axes[0]
+
+
+def _dots(axis: Any, start: int, intervals: Sequence[Interval], colour: str) -> None:
+    """One dot and bar for each interval, from line ``start`` down; numbers that are none have no
+    dot."""
+    known = [(line, each) for line, each in enumerate(intervals, start) if not math.isnan(each[1])]
+    lines = [line for line, _ in known]
+    for line in lines:
+        axis.axhline(line, linewidth=0.3, color="0.9", zorder=0)
+    axis.hlines(lines, [e[0] for _, e in known], [e[2] for _, e in known], colour, linewidth=1.2)
+    axis.plot([e[1] for _, e in known], lines, "o", color=colour, markersize=3)
+
+
+def _check(groups: Mapping[str, Mapping[str, Sequence[Interval]]], columns: Sequence[str]) -> None:
+    if not columns or not any(groups.values()):
+        raise InputError("There is nothing to draw: groups and columns need one entry or more.")
+    for heading, rows in groups.items():
+        for label, intervals in rows.items():
+            if len(intervals) != len(columns):
+                raise InputError(
+                    f"groups: the row {label!r} of {heading!r} has {len(intervals)} intervals for "
+                    f"{len(columns)} columns; give one for each."
+                )
