@@ -171,6 +171,7 @@ def test_a_script_that_does_not_block_ends_at_its_end():
     assert process.stdout.rstrip().endswith("done")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_script_that_blocks_serves_until_it_is_interrupted():
     visualizer = table(Always(1), [numbers(1)])
     visualizer.serve()
