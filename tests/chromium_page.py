@@ -210,6 +210,9 @@ class Page:
             deviceScaleFactor=scale,
             mobile=False,
         )
+        # clicks hit what was drawn last
+        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.evaluate(f"{frame}.then(() => null)")
 
     def prefer(self, scheme: str) -> None:
         """Say that the user's system is ``"dark"`` or ``"light"``."""

@@ -156,16 +156,20 @@ def _of_transformers(source: Source) -> Loaded:
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
     config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
     kinds = list(getattr(config, "architectures", None) or [])
-    auto = next(
-        (auto for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
+    found = next(
+        ((kind, auto) for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
     )
-    if auto is None:
+    if found is None:
         raise OptionError(
             f"{source.name} holds {' or '.join(kinds) or 'a model that its config does not name'}, "
             "which is none of a language model, a text classifier or an image classifier. Load it "
             "in Python and use captum_ssm.report."
         )
-    model = getattr(transformers, auto).from_pretrained(source.name, **source.options).eval()
+    kind, auto = found
+    remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
+    # asked for by name: other packages exchange what the Auto classes of transformers return
+    model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
+    model = model_class.from_pretrained(source.name, **source.options).eval()
     if auto == "AutoModelForImageClassification":
         processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
         return Loaded(model, prepare=lambda files: _processed(processor, files))

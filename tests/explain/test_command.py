@@ -306,7 +306,7 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", seen)
     monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: mamba_lm()
+        transformers.MambaForCausalLM, "from_pretrained", lambda *a, **k: mamba_lm()
     )
     monkeypatch.setattr(
         transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: word_tokenizer()
