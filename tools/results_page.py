@@ -57,7 +57,7 @@ looks at one layer, the best one is chosen on every second example and compared 
 
 {missing}
 
-The models here are small, with one or two layers and tens of thousands of parameters, and learned
+The models here are small, with one to four layers and 12 to 300 thousand parameters, and learned
 one task each; those of the papers have up to 48 layers. An ordering refuted here may hold there.
 LATIM's tables are of its maps with `silu` and of the formulation `s6` of the hidden-attention
 paper (HA); UN is the unified paper. What they say of images comes from their scripts
