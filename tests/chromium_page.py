@@ -64,6 +64,8 @@ class Page:
         """Listen, and set the size."""
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
+        # without it a tab that is not the front one may lose the keyboard
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.resize(width, height)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -159,6 +161,12 @@ class Page:
         """Move the mouse onto the first element found."""
         x, y = self.centre(selector)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.drawn()  # what the pointing changed: it may have moved things
+
+    def drawn(self) -> None:
+        """Wait until the page was drawn as it is now: input events hit what was drawn last."""
+        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.evaluate(f"{frame}.then(() => null)")
 
     def leave(self) -> None:
         """Move the mouse to the page's corner."""
@@ -168,6 +176,12 @@ class Page:
         """Press and release the mouse's left button on the first element found."""
         self.hover(selector)
         x, y = self.centre(selector)
+        self.drawn()
+        hit = (
+            f"document.querySelector({json.dumps(selector)})"
+            f".contains(document.elementFromPoint({x}, {y}))"
+        )
+        self.wait_for(hit)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
@@ -210,9 +224,7 @@ class Page:
             deviceScaleFactor=scale,
             mobile=False,
         )
-        # clicks hit what was drawn last
-        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        self.evaluate(f"{frame}.then(() => null)")
+        self.drawn()
 
     def prefer(self, scheme: str) -> None:
         """Say that the user's system is ``"dark"`` or ``"light"``."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..metrics import blurred, image_perturbation, pixel_relevance
 from ..metrics.fills import filled
+from ..tasks.scenes import SceneBatch
 from .experiment import Cell, Column
+from .image_baselines import Explain
 from .image_maps import ImageMap, image_maps
 from .records import Numbers, Rows
-from .scenes import OnScenes, image_of, predicted
+from .scenes import ByMaps, predicted
 
 #: Most relevant pixels first, or least, and which area is better.
 DIRECTIONS = {"positive": "low", "negative": "high"}
@@ -29,7 +30,7 @@ FILLS = ("black", "mean", "blur")
 SIGMA = 11 / 224
 
 
-class ImagePerturbation(OnScenes):
+class ImagePerturbation(ByMaps):
     """Areas under the accuracy while 10 % to 90 % of the pixels are removed, for each fill.
 
     The rows are of the predicted class, as published, and of the true one.
@@ -43,20 +44,14 @@ class ImagePerturbation(OnScenes):
         for direction, better in DIRECTIONS.items()
     )
 
-    def cells(self) -> Sequence[Cell]:
-        return list(self._maps)
-
-    def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-        method, image = self._maps[cell], image_of(example, model)
-        if not method.applies(model):
-            return {}
+    def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
         rows = {"predicted": predicted(model, image), "true": int(example.labels)}
         classes = list(dict.fromkeys(rows.values()))
-        found = areas(model, image, method.explain(model, image, classes), classes)
+        found = areas(model, image, explain(model, image, classes), classes)
         return {row: found[classes.index(asked)] for row, asked in rows.items()}
 
     @cached_property
-    def _maps(self) -> dict[Cell, ImageMap]:
+    def maps(self) -> dict[Cell, ImageMap]:
         return {cell: each for cell, each in image_maps().items() if not each.variant}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,12 @@ from ..metrics import (
     pseudo_masks,
     segmentation_average_precision,
 )
-from ..tasks.scenes import SCENES, SceneTask
+from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .experiment import Cell, Column
+from .image_baselines import Explain
 from .image_maps import ImageMap, image_maps
 from .records import Numbers, Rows
-from .scenes import VIM, VIT, OnScenes, image_of, predicted
+from .scenes import VIM, VIT, ByMaps, predicted
 
 BACKGROUND, OBJECT = "background", "object"
 #: The background's scores; the papers give none.
@@ -65,7 +65,7 @@ def _by_class(sums: Tensor) -> Tensor:
     return sums.reshape(*sums.shape[:-1], -1, 3)  # (..., K, 3)
 
 
-class Segmenting(OnScenes):
+class Segmenting(ByMaps):
     """Maps of the predicted class, cut at their mean, against the object's mask."""
 
     name = "segmentation"
@@ -77,19 +77,14 @@ class Segmenting(OnScenes):
         Column("mF1", ("f1",)),
     )
 
-    def cells(self) -> Sequence[Cell]:
-        return list(self._maps)
-
-    def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-        method, image = self._maps[cell], image_of(example, model)
-        if not method.applies(model):
-            return {}
-        found = method.explain(model, image, [predicted(model, image)])
+    def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
+        found = explain(model, image, [predicted(model, image)])
         gold = (example.masks > 0).long()
-        return {"": scores(pixel_relevance(found.cpu(), tuple(gold.shape[1:])), gold)}
+        _, height, width = gold.shape
+        return {"": scores(pixel_relevance(found.cpu(), (height, width)), gold)}
 
     @cached_property
-    def _maps(self) -> dict[Cell, ImageMap]:
+    def maps(self) -> dict[Cell, ImageMap]:
         return image_maps()
 
 
@@ -103,7 +98,7 @@ def scores(found: Tensor, gold: Tensor) -> Numbers:
     }
 
 
-class PseudoMasks(OnScenes):
+class PseudoMasks(ByMaps):
     """Maps of the classes shown, as masks of several objects at once.
 
     The models learned to name one object; here the scenes hold two, and each map is asked for by
@@ -121,16 +116,11 @@ class PseudoMasks(OnScenes):
             *(Column(name, counts_of([name]), statistic=mean_iou) for name in self._names),
         )
 
-    def cells(self) -> Sequence[Cell]:
-        return list(self._maps)
-
-    def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-        method, image = self._maps[cell], image_of(example, model)
-        if not method.applies(model):
-            return {}
-        shown = [int(label) - 1 for label in example.masks.unique() if label > 0]
-        found = method.explain(model, image, shown).cpu()
-        sized = pixel_relevance(found, tuple(example.masks.shape[1:]))  # (len(shown), H, W)
+    def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
+        shown = [int(label) - 1 for label in torch.unique(example.masks) if label > 0]
+        found = explain(model, image, shown).cpu()
+        _, height, width = example.masks.shape
+        sized = pixel_relevance(found, (height, width))  # (len(shown), H, W)
         return {
             f"background {score}": counted(
                 masks(sized, shown, len(self._names), score), example.masks, self._names
@@ -139,7 +129,7 @@ class PseudoMasks(OnScenes):
         }
 
     @cached_property
-    def _maps(self) -> dict[Cell, ImageMap]:
+    def maps(self) -> dict[Cell, ImageMap]:
         """Those that tell classes apart."""
         return {
             cell: each for cell, each in image_maps().items() if each.by_class and not each.variant

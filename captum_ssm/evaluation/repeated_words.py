@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from .experiment import Cell, Column, Subject
 from .linked_texts import LinkedTexts, device_of
 from .records import Rows
-from .token_maps import token_maps
+from .token_maps import TokenMap, token_maps
 
 #: The methods whose maps are read, those of LATIM's figures among them.
 CELLS = (
@@ -67,10 +68,14 @@ class RepeatedWords(LinkedTexts):
         return Repeated(batch.input_ids, (query, token), places)
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
-        maps = token_maps()[cell](model, example.ids.to(device_of(model)), [example.target])
+        maps = self._maps[cell](model, example.ids.to(device_of(model)), [example.target])
         relevance = maps.get("mean", maps.get(""))
         assert relevance is not None
         return by_occurrence(relevance[0, example.places])
+
+    @cached_property
+    def _maps(self) -> dict[Cell, TokenMap]:
+        return token_maps()
 
 
 def by_occurrence(relevance: Tensor) -> Rows:

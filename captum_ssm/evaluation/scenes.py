@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,8 +14,11 @@ from ..attr.sharing import Kept, shared_forward
 from ..metrics.classes import class_logits
 from ..models.bundled import BUNDLED, weights_of
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
-from .experiment import Experiment, Subject
+from .experiment import Cell, Experiment, Subject
+from .image_baselines import Explain
+from .image_maps import ImageMap
 from .linked_texts import device_of
+from .records import Rows
 from .subjects import bundled
 
 #: Vision Mamba with the cls token in the middle and in front, and a transformer.
@@ -44,6 +48,28 @@ class OnScenes(Experiment):
 
     def together(self) -> AbstractContextManager[None]:
         return shared_forward(Kept("all", streams=True))
+
+
+class ByMaps(OnScenes):
+    """Base of those that judge maps of patches or pixels."""
+
+    @property
+    @abstractmethod
+    def maps(self) -> Mapping[Cell, ImageMap]:
+        """The methods, by cell."""
+
+    @abstractmethod
+    def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
+        """The numbers of one example, by row, from the maps of a method."""
+
+    def cells(self) -> Sequence[Cell]:
+        return list(self.maps)
+
+    def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
+        method = self.maps[cell]
+        if not method.applies(model):
+            return {}
+        return self.judge(model, example, image_of(example, model), method.explain)
 
 
 def image_of(example: SceneBatch, model: nn.Module) -> Tensor:

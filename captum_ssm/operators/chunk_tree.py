@@ -67,16 +67,16 @@ def matrices(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
     return out
 
 
-def decay_matrices(log_decay: Tensor) -> Tensor:
-    """exp of the sum of log_decay over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
-    batch, tokens, heads = log_decay.shape
+def decay_matrices(decay: Tensor) -> Tensor:
+    """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
+    batch, tokens, heads = decay.shape
 
-    def cut(part: slice, length: int) -> Chunk:
-        decay = Decays(in_chunks(log_decay[:, part, :, None], length).squeeze(-1).exp())
-        return Chunk(part, decay.between.tril(), decay.since, decay.until, decay.total)
+    def chunk(part: slice, length: int) -> Chunk:
+        cut = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
+        return Chunk(part, cut.between.tril(), cut.since, cut.until, cut.total)
 
-    chunks = chunks_up_to(cut, range(tokens), batch * heads)
-    return matrices(chunks, log_decay.new_zeros(batch, heads, tokens, tokens))
+    chunks = chunks_up_to(chunk, range(tokens), batch * heads)
+    return matrices(chunks, decay.new_zeros(batch, heads, tokens, tokens))
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:

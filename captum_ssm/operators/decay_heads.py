@@ -75,7 +75,7 @@ class ScalarDecayHeads(ChunkedHeads):
         )
 
     def head_matrices(self) -> Tensor:
-        out = decay_matrices(self.log_decay)
+        out = decay_matrices(self.log_decay.exp())
         for group, heads in enumerate(self._groups()):
             out[:, heads] *= self._product(group, range(self.shape.tokens))[:, None]
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])

@@ -108,7 +108,7 @@ class ElementwiseRecurrence(FadingRecurrence):
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            matrices = decay_matrices(self.decay.log())  # (B, H, L, L)
+            matrices = decay_matrices(self.decay)  # (B, H, L, L)
             return matrices.mul_(rows).mul_(columns.mT)
 
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:

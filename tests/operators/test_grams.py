@@ -73,7 +73,7 @@ def test_one_decay_for_all_key_channels(tokens: int) -> None:
 def test_decay_matrices(tokens: int) -> None:
     logs = log_decays(2, 3, tokens, 1)  # (B, H, L, 1)
     one = torch.ones_like(logs)
-    found = decay_matrices(logs.squeeze(-1).transpose(1, 2))
+    found = decay_matrices(logs.squeeze(-1).transpose(1, 2).exp())
     assert relative_error(found, gram(logs, one, one)) <= EXACT
 
 
