@@ -8,35 +8,61 @@ from __future__ import annotations
 
 
 class CaptumSSMError(Exception):
-    """Base class of every error raised on purpose by captum_ssm."""
+    """Base class of every error raised on purpose by captum_ssm.
+
+    Example:
+        >>> from captum_ssm import CaptumSSMError, discard_smallest
+        >>> try:
+        ...     discard_smallest(2.0)
+        ... except CaptumSSMError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        OptionError True
+    """
 
 
 class NoMixerError(CaptumSSMError, ValueError):
-    """No token mixer was found in the model, or none of them ran."""
+    """No token mixer was found in the model, or none of them ran.
+
+    The message lists the supported classes, or the mixers that stood still.  Register an adapter
+    for a mixer of your own with :func:`~captum_ssm.register_mixer`.
+    """
 
 
 class UnsupportedMixerError(CaptumSSMError, TypeError):
-    """The model holds a token mixer that has no adapter."""
+    """The model holds a token mixer that has no adapter.
+
+    It is refused, since an explanation of the other mixers alone would be wrong.  Register an
+    adapter, or vouch for the rest of the model by naming mixers with ``layers``.
+    """
 
 
 class ModelNotFoundError(CaptumSSMError, TypeError):
-    """No ``torch.nn.Module`` could be reached from ``forward_func``."""
+    """No ``torch.nn.Module`` could be reached from ``forward_func``.
+
+    Pass the module itself, or name it beside the function: ``Method(function, model=module)``.
+    """
 
 
 class InputError(CaptumSSMError, ValueError):
-    """The inputs are empty, of mismatched batch sizes, or of an unusable shape."""
+    """The inputs are empty, of mismatched batch sizes, or of an unusable shape.
+
+    Accepted are token ids (B, L), embeddings (B, L, E) and images (B, C, H, W).
+    """
 
 
 class OptionError(CaptumSSMError, ValueError):
-    """An option has a value that is not accepted."""
+    """An option has a value that is not accepted; the message lists those that are."""
 
 
 class TargetError(CaptumSSMError, ValueError):
-    """The target does not select one number per example."""
+    """The target does not select one number per example.
+
+    Language models take (position, token): of their outputs (B, L, V) an int would be a position.
+    """
 
 
 class QueryError(CaptumSSMError, ValueError):
-    """The query is not a token of the sequence."""
+    """The query is not a token of the sequence: it lies outside, or is padding."""
 
 
 class OutputError(CaptumSSMError, TypeError):
@@ -44,7 +70,11 @@ class OutputError(CaptumSSMError, TypeError):
 
 
 class GradientModeError(CaptumSSMError, RuntimeError):
-    """A gradient is needed where autograd cannot record one."""
+    """A gradient is needed where autograd cannot record one.
+
+    Such as under ``torch.inference_mode()``; under ``torch.no_grad()`` methods enable gradients
+    themselves.
+    """
 
 
 class CheckpointError(CaptumSSMError, ValueError):
@@ -64,16 +94,26 @@ class WeightsError(CaptumSSMError, RuntimeError):
 
 
 class CachedStateError(CaptumSSMError, ValueError):
-    """The forward pass continued from a cache, so earlier tokens are out of sight."""
+    """The forward pass continued from a cache, so earlier tokens are out of sight.
+
+    Pass the whole sequence in one call, without a cache.
+    """
 
 
 class NonFiniteError(CaptumSSMError, ArithmeticError, ValueError):
-    """An operator holds NaN or infinity."""
+    """An operator holds NaN or infinity; the message names the layer and the component."""
 
 
 class NotLinearError(CaptumSSMError, NotImplementedError):
-    """The network uses a function for which no linear form is known."""
+    """The network uses a function for which no linear form is known.
+
+    :class:`~captum_ssm.LatimFlow`, :class:`~captum_ssm.LatimLogit` and the methods under LRP's
+    rules need one; those of implicit attention do not.
+    """
 
 
 class ReconstructionError(CaptumSSMError, RuntimeError):
-    """A linearised mixer does not reproduce the real module's output."""
+    """A linearised mixer does not reproduce the real module's output.
+
+    Raised where ``verify`` asks for the check: the module is not what its adapter expects.
+    """

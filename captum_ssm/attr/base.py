@@ -57,6 +57,7 @@ class ImplicitMethod(Attribution):
 
     @classmethod
     def get_name(cls) -> str:
+        """The name that Captum shows."""
         return cls.name
 
     @property
@@ -90,6 +91,9 @@ class ImplicitMethod(Attribution):
 
         Returns:
             (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
+
+        Raises:
+            TargetError: when ``targets`` is empty, or one of them does not fit.
         """
         if not len(targets):
             raise TargetError("targets is empty; pass a list of targets in Captum's forms.")

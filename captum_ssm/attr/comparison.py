@@ -67,6 +67,11 @@ def compare(
         The relevance by method, in the order given.  Without names of your choice a method is
         called what its ``get_name()`` says, the second of that name ``"... (2)"``.
 
+    Raises:
+        OptionError: for methods that are none, options of methods that are not compared, or a
+            method that returns something else than one tensor.
+        CaptumSSMError: what the methods raise.
+
     Example:
         >>> import torch
         >>> from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare

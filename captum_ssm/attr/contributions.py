@@ -24,6 +24,7 @@ from ..errors import UnsupportedMixerError
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
 from ..operators.band import shift_tokens
+from ..operators.fitting import fitting
 from ..tracing import Layer
 from .scanned import scanned
 from .taps import Path, paths_of, silenced
@@ -150,21 +151,27 @@ def _tiles_by_query(
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
     count = max(1, _TILE_ELEMENTS // (batch * tokens * widest))
-    for start in range(0, index.shape[1], count):
-        queries = slice(start, min(start + count, index.shape[1]))
+
+    def rows_of(some: range) -> tuple[slice, list[Tensor]]:
+        queries = slice(some.start, some.stop)
         asked = index[:, queries]
-        rows = [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
-        first, end = _reach(rows, asked if stream is not None else None)
-        step = max(1, _TILE_ELEMENTS // (asked.numel() * widest))
-        for at in range(first, end, step):
-            sources = slice(at, min(at + step, end))
+        return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
+
+    for queries, rows in fitting(range(index.shape[1]), count, rows_of):
+        asked = index[:, queries]
+
+        def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
+            sources = slice(some.start, some.stop)
             vectors = rows[0][:, :, sources] @ parts[0].weight
             for more, part in zip(rows[1:], parts[1:], strict=True):
                 vectors += more[:, :, sources] @ part.weight
             vectors = vectors.transpose(0, 1)  # (B, q, s, E)
             if stream is not None:
-                _add_own(vectors, asked, sources, stream)
-            yield Tile(queries, sources, vectors)
+                _add_own(vectors, index[:, queries], sources, stream)
+            return Tile(queries, sources, vectors)
+
+        reached = _reach(rows, asked if stream is not None else None)
+        yield from fitting(reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile)
 
 
 def at_queries(x: Tensor, index: Tensor) -> Tensor:
@@ -212,13 +219,13 @@ def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
     return part.apply(rows)
 
 
-def _reach(rows: Sequence[Tensor], own: Tensor | None) -> tuple[int, int]:
+def _reach(rows: Sequence[Tensor], own: Tensor | None) -> range:
     """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it."""
     reached = torch.stack([part.ne(0).any(-1).flatten(0, 1).any(0) for part in rows]).any(0)
     if own is not None:
         reached = reached.index_fill(0, own.flatten(), True)
     found = reached.nonzero().flatten().tolist()
-    return (found[0], found[-1] + 1) if found else (0, 0)
+    return range(found[0], found[-1] + 1) if found else range(0)
 
 
 def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:

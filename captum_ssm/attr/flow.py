@@ -57,6 +57,10 @@ class LatimFlow(ImplicitMethod):
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import LatimFlow
@@ -79,6 +83,7 @@ class LatimFlow(ImplicitMethod):
         return True
 
     def has_convergence_delta(self) -> bool:
+        """True: :meth:`attribute` returns one if asked."""
         return True
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
@@ -122,6 +127,15 @@ class LatimFlow(ImplicitMethod):
 
         Returns:
             The relevance in the inputs' shape, with the delta if asked for.
+
+        Raises:
+            OptionError: for a gate or a contrast that is not known.
+            InputError, TargetError: for inputs or a target that do not fit.
+            GradientModeError: under ``torch.inference_mode()``, or when the output does not depend
+                on the inputs.
+            NotLinearError: when the model uses a function of which no linear form is known, or the
+                parts do not sum to the output.
+            NonFiniteError: when an operator holds NaN or infinity.
         """
         tensor, in_tuple = single_input(inputs)
         grid = PatchGrid(find_model(self.forward_func, self.model)) if tensor.dim() == 4 else None
@@ -161,8 +175,13 @@ class LatimFlow(ImplicitMethod):
         """All that :meth:`attribute` sums up: features, layers, biases.
 
         Args:
-            inputs, target, additional_forward_args, contrast, gate, zero_bias,
-                internal_batch_size: as in :meth:`attribute`, with the same defaults.
+            inputs, target, additional_forward_args, contrast, gate, zero_bias: as in
+                :meth:`attribute`, with the same defaults.
+            internal_batch_size: as in :meth:`attribute`, with the same default.
+
+        Returns:
+            A :class:`~captum_ssm.attr.decomposition.Decomposition`; its ``inputs`` and ``biases``
+            sum to its ``output``.
         """
         (found,) = self.decompose_each(
             inputs,
@@ -192,6 +211,9 @@ class LatimFlow(ImplicitMethod):
             inputs, additional_forward_args, contrast, gate, zero_bias, internal_batch_size: as in
                 :meth:`attribute`, with the same defaults.
             targets: targets in Captum's forms, each for the whole batch.
+
+        Returns:
+            One decomposition for each target.
         """
         questions = [Against(target, contrast) for target in targets]
         return self._decompositions(
@@ -217,7 +239,11 @@ class LatimFlow(ImplicitMethod):
 
         Args:
             attributions: what :meth:`attribute` returned.
-            inputs, target, additional_forward_args, contrast, gate, zero_bias: what it was given.
+            inputs, target, additional_forward_args, contrast, gate, zero_bias: what it was given,
+                with the same defaults.
+
+        Returns:
+            (B,), which rounding alone keeps from 0.
         """
         given, _ = single_input(attributions)
         found = self.decompose(

@@ -42,6 +42,10 @@ class ImplicitAttention(ImplicitMethod):
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import ImplicitAttention
@@ -104,6 +108,12 @@ class ImplicitAttention(ImplicitMethod):
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
             over E, for images it is bilinear in the patch grid.
+
+        Raises:
+            OptionError: for an option that is not known, or that another one excludes.
+            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
+            NonFiniteError: when an operator holds NaN or infinity.
+            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
 

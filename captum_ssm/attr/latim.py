@@ -62,8 +62,8 @@ class LatimMethod(ImplicitMethod):
     ) -> list[float]:
         """How much of each mixer's output its contribution vectors miss (LATIM, figure 4).
 
-        mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i| over real tokens and features,
-        y being what the module itself returned.
+        ``mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i|`` over real tokens and
+        features, y being what the module itself returned.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of

@@ -9,14 +9,14 @@ import torch
 from captum.log import log_usage
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import InputError, OptionError
 from ..linear import direct_paths
 from ..operators.maps import unseen
 from ..tracing import find_model, require_layers, trace
 from .contrast import contrasted
 from .decomposition import not_reached
 from .fold import verify_layer
-from .forward import call_model
+from .forward import call_model, single_input
 from .latim import LatimMethod
 from .logit_contributions import (
     MIXINGS,
@@ -51,6 +51,10 @@ class LatimLogit(LatimMethod):
         activation: how an activation behind a short convolution is divided among its taps; see
             :class:`LatimALTI`. Default: ``"linearized"``, the one with which the delta is 0.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import LatimLogit
@@ -71,6 +75,7 @@ class LatimLogit(LatimMethod):
         return True
 
     def has_convergence_delta(self) -> bool:
+        """True: :meth:`attribute` returns one if asked."""
         return True
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
@@ -117,6 +122,14 @@ class LatimLogit(LatimMethod):
         Returns:
             The relevance, in the inputs' shape, with the delta if asked for; for embeddings it
             sums to the token's relevance over E, for images it is bilinear in the patch grid.
+
+        Raises:
+            OptionError: for an option that is not known.
+            InputError, TargetError: for inputs or a target that do not fit.
+            GradientModeError: when the output does not depend on what the mixers write.
+            NotLinearError: when the model uses a function of which no linear form is known.
+            NonFiniteError: when an operator holds NaN or infinity.
+            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         found: list[LogitContributions] = []
         relevance = self._traced_back(
@@ -155,6 +168,9 @@ class LatimLogit(LatimMethod):
         Args:
             inputs, target, additional_forward_args, contrast, mixing, show_progress, verify: as in
                 :meth:`attribute`, with the same defaults.
+
+        Returns:
+            A :class:`~captum_ssm.attr.logit_contributions.LogitContributions`.
         """
         found: list[LogitContributions] = []
         self._traced_back(
@@ -169,6 +185,40 @@ class LatimLogit(LatimMethod):
             verify=verify,
         )
         return found[0]
+
+    def compute_convergence_delta(
+        self,
+        attributions: Tensor | tuple[Tensor, ...],
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        contrast: Any = None,
+        mixing: str = "alti",
+    ) -> Tensor:
+        """output - attributions - biases per example (B,).
+
+        Args:
+            attributions: what :meth:`attribute` returned for token ids or embeddings.
+            inputs, target, additional_forward_args, contrast, mixing: what it was given, with the
+                same defaults.
+
+        Returns:
+            (B,), which rounding alone keeps from 0 with ``activation="linearized"``.
+
+        Raises:
+            InputError: for images, whose relevance is spread over pixels, and has no sum to check.
+        """
+        given, _ = single_input(attributions)
+        if single_input(inputs)[0].dim() == 4:
+            raise InputError(
+                "inputs are images, whose relevance is bilinear in the patch grid and does not sum "
+                "to the output. attribute(..., return_convergence_delta=True) returns the delta."
+            )
+        found = self.decompose(
+            inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
+        )
+        return found.output - given.flatten(1).sum(1).to(found.output) - found.bias
 
     def _traced_back(
         self,

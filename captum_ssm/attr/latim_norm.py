@@ -46,6 +46,10 @@ class LatimNorm(LatimMethod):
             ``"linearized"``, ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"`` or
             ``"identity"``; the first is exact, the second the paper's. Default: ``"linearized"``.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import LatimNorm
@@ -108,6 +112,12 @@ class LatimNorm(LatimMethod):
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
             over E, for images it is bilinear in the patch grid.
+
+        Raises:
+            OptionError: for an option that is not known, or that another one excludes.
+            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
+            NonFiniteError: when an operator holds NaN or infinity.
+            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
 
         def relevance(run: Run) -> Tensor:

@@ -36,6 +36,10 @@ class SSMLLMAttribution(Attribution):
             your own with a method ``attribute_each`` like theirs.
         tokenizer: the model's tokenizer, or anything with ``encode(text)`` and ``decode(ids)``.
 
+    Raises:
+        OptionError: when ``attr_method`` has no ``attribute_each``.
+        OutputError: when the model has no language-modelling head.
+
     Example:
         >>> from captum_ssm import MambaAttribution, SSMLLMAttribution
         >>> from captum_ssm.models import load_bundled
@@ -61,6 +65,7 @@ class SSMLLMAttribution(Attribution):
 
     @classmethod
     def get_name(cls) -> str:
+        """The name that Captum shows."""
         return "SSM LLM Attribution"
 
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +101,12 @@ class SSMLLMAttribution(Attribution):
 
         Returns:
             The result, on the CPU and in float32; for several targets a list of them.
+
+        Raises:
+            InputError: for a prompt or text without tokens, or with ids that the model does not
+                embed.
+            OptionError: for options that are set here, or a ``generate`` that adds nothing.
+            TargetError: when the model's output has no logits (B, L, vocabulary).
         """
         for name in _FIXED:
             if name in options:

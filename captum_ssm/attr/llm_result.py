@@ -13,6 +13,13 @@ from torch import Tensor
 class SSMLLMAttributionResult(LLMAttributionResult):
     """Captum's LLMAttributionResult, with what the text's own tokens add to each other.
 
+    :class:`~captum_ssm.SSMLLMAttribution` returns it.
+
+    Args:
+        generated_attr: as below.
+        **parts: ``seq_attr``, ``token_attr``, ``input_tokens`` and ``output_tokens``, as Captum's
+            LLMAttributionResult takes them.
+
     Attributes:
         seq_attr: relevance of each feature of the prompt to the whole text (n_in,).
         token_attr: relevance of each feature of the prompt to each token of the text
@@ -21,6 +28,17 @@ class SSMLLMAttributionResult(LLMAttributionResult):
             from the diagonal on.
         input_tokens: the names of the prompt's features.
         output_tokens: the names of the text's tokens.
+
+    Example:
+        >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> explain = SSMLLMAttribution(ImplicitAttention(model), vocabulary)
+        >>> result = explain.attribute("anna owns the", target="lamp .")
+        >>> type(result).__name__, tuple(result.seq_attr.shape), tuple(result.token_attr.shape)
+        ('SSMLLMAttributionResult', (3,), (2, 3))
+        >>> bool(result.generated_attr.triu().any())
+        False
     """
 
     def __init__(self, *, generated_attr: Tensor, **parts: Any) -> None:
@@ -32,6 +50,9 @@ class SSMLLMAttributionResult(LLMAttributionResult):
 
         Args:
             show: show the figure instead of returning it with its axes. Default: False.
+
+        Returns:
+            The figure and its axes; None with ``show=True``.
         """
         with _no_mathematics():
             return super().plot_token_attr(show)
@@ -41,6 +62,9 @@ class SSMLLMAttributionResult(LLMAttributionResult):
 
         Args:
             show: show the figure instead of returning it with its axes. Default: False.
+
+        Returns:
+            The figure and its axes; None with ``show=True``.
         """
         with _no_mathematics():
             return super().plot_seq_attr(show)

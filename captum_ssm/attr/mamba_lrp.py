@@ -23,6 +23,10 @@ class MambaLRP(LatimFlow):
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import MambaLRP

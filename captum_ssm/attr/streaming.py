@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..operators import Operator, Reduce
-from ..operators.strips import Strip, row_ranges
+from ..operators.fitting import fitting
+from ..operators.strips import Strip
 from .fold import Mixing
 from .memory import Budget
 
@@ -44,13 +45,14 @@ def streamed(
     tokens = operator.shape.tokens
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
-        for part in row_ranges(len(within), budget.height(operator, reduce)):
-            rows = within[part.start : part.stop]
+        def form(rows: range) -> tuple[Strip, Tensor]:
             if whole is None:
                 strip = operator.reduced_strip(rows, reduce)
             else:
                 strip = Strip(whole[:, rows.start : rows.stop].clone(), rows, range(tokens))
-            yield strip, change(strip)
+            return strip, change(strip)
+
+        return fitting(within, budget.height(operator, reduce), form)
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)

@@ -75,6 +75,10 @@ class TransformerAttribution(ImplicitMethod):
         form: ``"lrp"`` or ``"gradient"``; the former runs the model once more, under the rules.
             Default: ``"lrp"``.
 
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
         >>> import torch
         >>> from captum_ssm import TransformerAttribution
@@ -146,6 +150,13 @@ class TransformerAttribution(ImplicitMethod):
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
             over E, for images it is bilinear in the patch grid.
+
+        Raises:
+            OptionError: for an option that is not known, or that another one excludes.
+            InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
+            GradientModeError: under ``torch.inference_mode()``.
+            NonFiniteError: when an operator holds NaN or infinity.
+            ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
 

@@ -20,7 +20,7 @@ class Cell(NamedTuple):
 
     Attributes:
         method: name of a method.
-        formulation: which variant of it, empty if it has one only.
+        formulation: which variant of it. Default: ``""``, it has one only.
     """
 
     method: str
@@ -35,7 +35,14 @@ class Column:
         name: its head.
         numbers: which numbers of an example it is made of.
         better: ``"high"`` or ``"low"``, or empty where neither is better. Default: ``"high"``.
-        statistic: of the numbers' sums over examples. Default: their mean.
+        statistic: of the numbers' sums over examples; see :class:`~captum_ssm.metrics.Sample`.
+            Default: their mean.
+
+    Example:
+        >>> from captum_ssm.evaluation import Column
+        >>> column = Column("AOPC", ("aopc",), "low")
+        >>> column.direction
+        'lower is better'
     """
 
     name: str
@@ -59,6 +66,13 @@ class Subject:
         fingerprint: of its weights, so that results of others are never mixed in.
         training: which of several models of this name, trained with other seeds; the one that
             ships with the package has none. Default: none.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.evaluation import Subject
+        >>> subject = Subject("m", lambda device: nn.Linear(2, 1, device=device), "1", training="7")
+        >>> subject.label
+        'm@7'
     """
 
     name: str
@@ -85,6 +99,24 @@ class Experiment(ABC):
         title: what it shows, with the table of the paper that it is the counterpart of.
         columns: the columns of its table, the one that tells most first.
         examples: how many of each model and seed a full run takes. Default: 100.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.evaluation import Cell, Column, Experiment, Plan, Subject
+        >>> class Indices(Experiment):
+        ...     name, title, columns = "indices", "A table", (Column("x", ("x",)),)
+        ...     def subjects(self):
+        ...         return [Subject("m", lambda device: nn.Linear(1, 1, device=device), "1")]
+        ...     def cells(self):
+        ...         return [Cell("plain"), Cell("plain", "doubled")]
+        ...     def example(self, subject, index, seed):
+        ...         return index
+        ...     def measure(self, model, example, cell):
+        ...         return {"": {"x": example * (2 if cell.formulation else 1)}}
+        >>> Indices().chosen(formulations=["doubled"])
+        [Cell(method='plain', formulation='doubled')]
+        >>> Indices().measure(None, 3, Cell("plain", "doubled"))
+        {'': {'x': 6}}
     """
 
     name: str
@@ -102,7 +134,16 @@ class Experiment(ABC):
 
     @abstractmethod
     def example(self, subject: Subject, index: int, seed: int) -> Any:
-        """One example; the same subject, index and seed give the same one."""
+        """One example; the same subject, index and seed give the same one.
+
+        Args:
+            subject: the model that is to explain it.
+            index: of the example, from 0.
+            seed: of what is random in it.
+
+        Returns:
+            What :meth:`measure` takes.
+        """
 
     @abstractmethod
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
@@ -110,6 +151,15 @@ class Experiment(ABC):
 
         A method that says something of every layer gives several rows: ``"layer 0"``, ``"mean"``.
         Others give one, of an empty name.
+
+        Args:
+            model: as a subject has loaded it.
+            example: as of :meth:`example`.
+            cell: which method, in which formulation.
+
+        Returns:
+            By row, the numbers by name that the columns are made of; NaN for one that the example
+            does not have. No rows, if the cell says nothing of this model.
         """
 
     def together(self) -> AbstractContextManager[None]:
@@ -128,6 +178,9 @@ class Experiment(ABC):
         Args:
             methods: names of methods. Default: None, all.
             formulations: names of formulations. Default: None, all.
+
+        Returns:
+            The cells in their order.
         """
         return [
             cell

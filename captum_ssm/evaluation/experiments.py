@@ -57,6 +57,8 @@ _ON_SCENES: tuple[Experiment, ...] = (
 #: Last, since it asks for texts of others, without which a run of all experiments ends there.
 _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (TextClasses(),)
 
+#: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
+#: them.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_TEXTS_OF_OTHERS)
 }

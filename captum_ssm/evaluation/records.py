@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 
+#: The numbers of one row of one example, by name; NaN for one that it does not have.
 Numbers = Mapping[str, float]
 #: Numbers by row: of each layer, say, or of an empty name where there is one row only.
 Rows = Mapping[str, Numbers]
@@ -44,9 +45,24 @@ class Key(NamedTuple):
 class Records:
     """The results in a folder.
 
+    Iterating gives every result once, as a key and its rows, sorted by key.
+
     Args:
         folder: where they lie; made if it is not there.
         process: index of this process, which appends to a file of its own. Default: 0.
+
+    Raises:
+        InputError: on iteration, when a line is not a result; it names the line.
+
+    Example:
+        >>> import tempfile
+        >>> from captum_ssm.evaluation import Key, Records
+        >>> key = Key("copying", "copying-mamba", "LatimFlow", "frozen", seed=0, example=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Records(folder).append(key, {"": {"auc": 0.75}})
+        ...     found = list(Records(folder))
+        >>> found == [(key, {"": {"auc": 0.75}})]
+        True
     """
 
     def __init__(self, folder: str | Path, process: int = 0) -> None:
@@ -63,7 +79,12 @@ class Records:
         yield from sorted(found.items(), key=lambda item: item[0])
 
     def append(self, key: Key, rows: Rows) -> None:
-        """Write a result to this process's file; it is on the disk when the call returns."""
+        """Write a result to this process's file; it is on the disk when the call returns.
+
+        Args:
+            key: what it is about.
+            rows: the numbers.
+        """
         _mend(self._own)
         written = {row: _writable(numbers) for row, numbers in rows.items()}
         with self._own.open("a", encoding="utf-8") as file:

@@ -27,9 +27,15 @@ class Processes:
     """This process among those that share the work.
 
     Attributes:
-        index: from 0.
-        count: how many there are.
-        local: index among those of this machine, which picks the GPU.
+        index: from 0. Default: 0.
+        count: how many there are. Default: 1.
+        local: index among those of this machine, which picks the GPU. Default: 0.
+
+    Example:
+        >>> from captum_ssm.evaluation import Processes
+        >>> process = Processes(index=1, count=4)
+        >>> list(range(process.index, 10, process.count))  # which of ten examples it measures
+        [1, 5, 9]
     """
 
     index: int = 0
@@ -38,7 +44,14 @@ class Processes:
 
     @classmethod
     def launched(cls) -> Processes:
-        """As ``accelerate launch`` or ``torchrun`` started them; else one alone."""
+        """As ``accelerate launch`` or ``torchrun`` started them; else one alone.
+
+        Returns:
+            What ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` in the environment say.
+
+        Raises:
+            OptionError: when ``RANK`` is not below ``WORLD_SIZE``.
+        """
         index, count, local = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
@@ -67,6 +80,15 @@ class Plan:
         subjects: the models. Default: None, those of the experiment.
         device_map: how accelerate spreads each model; see :func:`.placed`. Default: None, each
             process has the whole model on its own device.
+
+    Example:
+        >>> from captum_ssm.evaluation import EXPERIMENTS, Plan
+        >>> experiment = EXPERIMENTS["copying"]
+        >>> plan = Plan(experiment, experiment.chosen(["LatimFlow"]), examples=5, seeds=(0, 1))
+        >>> [subject.name for subject in plan.models], list(plan.cells)
+        (['copying-mamba', 'copying-mamba2'], [Cell(method='LatimFlow', formulation='frozen')])
+        >>> len(plan.keys())  # 2 models, 1 cell, 2 seeds, 5 examples
+        20
     """
 
     experiment: Experiment
@@ -82,7 +104,17 @@ class Plan:
         return self.experiment.subjects() if self.subjects is None else self.subjects
 
     def key(self, subject: Subject, cell: Cell, seed: int, index: int) -> Key:
-        """What one result is recorded under."""
+        """What one result is recorded under.
+
+        Args:
+            subject: the model.
+            cell: the row of the table.
+            seed: of the example.
+            index: of the example.
+
+        Returns:
+            The key.
+        """
         return Key(self.experiment.name, subject.label, *cell, seed, index)
 
     def keys(self) -> set[Key]:
@@ -112,6 +144,27 @@ def run(
         folder: where results are recorded; a run that was ended goes on from them.
         processes: this process among others. Default: None, as the environment says.
         log: takes lines of progress. Default: None, silent.
+
+    Returns:
+        Results of the plan, each a key and its rows, sorted by key: to the first process all of
+        them, for which it waits; to others those that are recorded so far.
+
+    Raises:
+        InputError: when the folder holds results of other weights under the same names, or a line
+            that is not a result.
+
+    Example:
+        >>> import tempfile
+        >>> from captum_ssm.evaluation import EXPERIMENTS, Plan, run
+        >>> experiment = EXPERIMENTS["copying"]
+        >>> plan = Plan(experiment, experiment.chosen(["LatimFlow"]), examples=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     results = run(plan, folder)
+        ...     again = run(plan, folder)  # all of it is recorded, nothing is measured anew
+        >>> [(key.model, key.example) for key, _ in results]
+        [('copying-mamba', 0), ('copying-mamba', 1), ('copying-mamba2', 0), ('copying-mamba2', 1)]
+        >>> again == results
+        True
     """
     processes = Processes.launched() if processes is None else processes
     experiment = plan.experiment

@@ -36,6 +36,11 @@ class Entry:
         value: over all examples; NaN if no example has the number.
         low: the interval's lower bound.
         high: its upper bound.
+
+    Example:
+        >>> from captum_ssm.evaluation import Entry
+        >>> str(Entry(value=0.5, low=0.25, high=0.75))
+        '0.500 [0.250, 0.750]'
     """
 
     value: float
@@ -73,7 +78,24 @@ class Line:
 
 
 def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
-    """The rows of an experiment's table, sorted by model, method, formulation and row."""
+    """The rows of an experiment's table, sorted by model, method, formulation and row.
+
+    Args:
+        experiment: whose columns are wanted.
+        results: what was measured, as of :func:`run`; trainings of one model share its lines.
+
+    Returns:
+        The lines, each entry with its 95 % bootstrap interval.
+
+    Example:
+        >>> from captum_ssm.evaluation import EXPERIMENTS, Key, lines
+        >>> experiment = EXPERIMENTS["decomposition-error"]  # its one column is "error"
+        >>> keys = [Key(experiment.name, "m", "Latim", "silu", 0, example) for example in (0, 1)]
+        >>> results = [(keys[0], {"mean": {"error": 0.1}}), (keys[1], {"mean": {"error": 0.3}})]
+        >>> (line,) = lines(experiment, results)
+        >>> line.examples, str(line.entries["error"])
+        (2, '0.200 [0.100, 0.300]')
+    """
     grouped: dict[tuple[str, str, str, str], dict[str, list[Numbers]]] = {}
     for key, rows in results:
         for row, numbers in rows.items():
@@ -166,6 +188,17 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
 
     Returns:
         The files.
+
+    Example:
+        >>> import tempfile
+        >>> from captum_ssm.evaluation import EXPERIMENTS, Key, lines, write_tables
+        >>> experiment = EXPERIMENTS["decomposition-error"]
+        >>> key = Key(experiment.name, "m", "Latim", "silu", seed=0, example=0)
+        >>> table = lines(experiment, [(key, {"mean": {"error": 0.1}})])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = write_tables(experiment, table, folder)
+        >>> [path.suffix for path in paths[:3]]  # with matplotlib, .png is the fourth
+        ['.md', '.csv', '.json']
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)

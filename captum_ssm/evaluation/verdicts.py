@@ -35,8 +35,13 @@ class Side(NamedTuple):
 
     Attributes:
         method: name of the method.
-        formulation: which variant of it, empty if it has one only.
-        row: which of its rows, empty if it has one only; or :data:`BEST`.
+        formulation: which variant of it. Default: ``""``, it has one only.
+        row: which of its rows; or :data:`BEST`. Default: ``""``, it has one only.
+
+    Example:
+        >>> from captum_ssm.evaluation import Side
+        >>> str(Side("LatimNorm l2", "silu", "layer 1"))
+        'LatimNorm l2, silu, layer 1'
     """
 
     method: str
@@ -99,11 +104,21 @@ def _written(number: float | str) -> str:
 
 
 class Outcome(Enum):
-    """What becomes of a comparison."""
+    """What becomes of a comparison; see :class:`Verdict`.
 
+    Example:
+        >>> from captum_ssm.evaluation import Outcome
+        >>> [outcome.value for outcome in Outcome]
+        ['confirmed', 'refuted here', 'not confirmed', 'not measured here']
+    """
+
+    #: The interval of the difference lies on the side of what is said.
     CONFIRMED = "confirmed"
+    #: It lies on the other side.
     REFUTED = "refuted here"
+    #: It contains 0.
     OPEN = "not confirmed"
+    #: There are no results of one of the rows.
     MISSING = "not measured here"
 
 
@@ -143,8 +158,26 @@ def verdicts(
 
     Args:
         experiment: the experiment.
-        results: what was measured.
+        results: what was measured, as of :func:`run`.
         comparisons: of any experiments.
+
+    Returns:
+        A verdict for each comparison and model.
+
+    Raises:
+        OptionError: when a comparison names a column that the experiment does not have.
+
+    Example:
+        >>> from captum_ssm.evaluation import EXPERIMENTS, Comparison, Key, Side, verdicts
+        >>> experiment = EXPERIMENTS["decomposition-error"]  # the lower, the better
+        >>> results = [
+        ...     (Key(experiment.name, "m", "Latim", name, 0, example), {"mean": {"error": error}})
+        ...     for name, error in (("linearized", 0.0), ("silu", 0.5)) for example in range(4)]
+        >>> better, worse = Side("Latim", "linearized", "mean"), Side("Latim", "silu", "mean")
+        >>> said = Comparison(experiment.name, "error", better, worse, source="made up")
+        >>> (verdict,) = verdicts(experiment, results, [said])
+        >>> verdict.outcome.value, verdict.examples, str(verdict.gain)
+        ('confirmed', 4, '0.500 [0.500, 0.500]')
     """
     series = _by_row(results)
     models = sorted({name_of(model) for rows in series.values() for model, _, _ in rows})

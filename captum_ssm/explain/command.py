@@ -29,7 +29,20 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
 def add_to(commands: Any) -> None:
-    """Add the commands to the subparsers."""
+    """Add the commands to the subparsers.
+
+    Args:
+        commands: what ``add_subparsers`` of a parser returns.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.explain.command import add_to
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> options = parser.parse_args(["explain", "recall-mamba", "--text", "anna owns the"])
+        >>> options.model, options.text, str(options.out)
+        ('recall-mamba', ['anna owns the'], 'report.html')
+    """
     parser = commands.add_parser(
         "explain",
         help="explain texts or images by several methods: a report, a picture or numbers",
@@ -76,7 +89,29 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run ``captum-ssm explain``."""
+    """Run ``captum-ssm explain``: load, explain, print what is most relevant, and write.
+
+    Args:
+        options: as parsed by what :func:`add_to` adds.
+
+    Raises:
+        CaptumSSMError: when an option or an input cannot be used; the message names it.
+
+    Example:
+        >>> import argparse, json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.command import add_to, run
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> asked = ["explain", "recall-mamba", "--text", "anna owns the", "--method", "LatimFlow"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     out = Path(folder, "numbers.json")
+        ...     run(parser.parse_args([*asked, "--out", str(out)]))  # doctest: +ELLIPSIS
+        ...     (example,) = json.loads(out.read_text())["examples"]
+        Explained is ...
+        >>> example["tokens"], list(example["relevance"])
+        (['anna', 'owns', 'the'], ['LATIM Flow'])
+    """
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report
     from .loading import Source, load

@@ -47,9 +47,15 @@ class Source:
     Attributes:
         name: a bundled model, a folder of transformers, a file of Vision Mamba's weights, or with
             ``hub`` a name on the Hugging Face hub.
-        tokenizer: a folder, or with ``hub`` a name, of its tokenizer; None for the model's.
-        hub: whether it may be fetched.
-        trust_remote_code: whether Python files beside the weights may be run.
+        tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's
+            own.
+        hub: whether it may be fetched. Default: False.
+        trust_remote_code: whether Python files beside the weights may be run. Default: False.
+
+    Example:
+        >>> from captum_ssm.explain.loading import Source
+        >>> Source("my-mamba").options
+        {'local_files_only': True, 'trust_remote_code': False}
     """
 
     name: str
@@ -69,10 +75,17 @@ class Loaded:
 
     Attributes:
         model: the model.
-        tokenizer: for texts, or None.
-        prepare: for images, or None.
-        is_language: whether it predicts the next token.
+        tokenizer: for texts, or None. Default: None.
+        prepare: for images, or None. Default: None.
+        is_language: whether it predicts the next token. Default: False.
         labels: the names of its classes, where its configuration does not hold them; or None.
+            Default: None.
+
+    Example:
+        >>> from captum_ssm.explain.loading import Source, load
+        >>> loaded = load(Source("recall-mamba")).on("cpu", "float64")
+        >>> loaded.model.dtype, loaded.is_language
+        (torch.float64, True)
     """
 
     model: nn.Module
@@ -82,7 +95,18 @@ class Loaded:
     labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
-        """The same on a device, in a precision; ``"auto"`` leaves that of the file."""
+        """The same on a device, in a precision.
+
+        Args:
+            device: name of the device, such as ``"cuda:0"``.
+            dtype: name of a dtype of torch; ``"auto"`` leaves that of the file.
+
+        Returns:
+            The same object, whose model has been moved.
+
+        Raises:
+            OptionError: when there is no such device.
+        """
         try:
             self.model.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -92,14 +116,41 @@ class Loaded:
         return self
 
     def prepared(self, files: Sequence[Path]) -> Tensor:
-        """Images (B, C, H, W) in the model's precision, where it is."""
+        """Images (B, C, H, W) in the model's precision, where it is.
+
+        Args:
+            files: of the images.
+
+        Returns:
+            (B, C, H, W).
+
+        Raises:
+            OptionError: when the model takes no images.
+        """
         if self.prepare is None:
             raise OptionError(f"{type(self.model).__name__} takes no images.")
         return self.prepare(files).to(next(self.model.parameters()))
 
 
 def load(source: Source) -> Loaded:
-    """The model; nothing is fetched unless ``source.hub``."""
+    """The model; nothing is fetched unless ``source.hub``.
+
+    Args:
+        source: where it is.
+
+    Returns:
+        The model with what reads its inputs.
+
+    Raises:
+        DataNotFoundError: when there is no such model, folder or file.
+        OptionError: when the folder holds neither a language model nor a classifier.
+
+    Example:
+        >>> from captum_ssm.explain.loading import Source, load
+        >>> loaded = load(Source("scenes-vim"))
+        >>> loaded.tokenizer is None, loaded.labels
+        (True, ('disc', 'ring', 'bar', 'cross', 'triangle', 'star'))
+    """
     if source.name in BUNDLED:
         return _bundled(source.name)
     path = Path(source.name)

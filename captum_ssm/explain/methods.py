@@ -8,13 +8,20 @@ from ..errors import OptionError
 
 
 class MethodLine(NamedTuple):
-    """A method: its class in captum_ssm, what it costs beside the forward run, what it says."""
+    """A line of the table of methods.
+
+    Attributes:
+        name: of its class in captum_ssm.
+        cost: beside the forward run.
+        says: what it says.
+    """
 
     name: str
     cost: str
     says: str
 
 
+#: The methods that the command offers, in the order in which it lists them.
 METHODS = (
     MethodLine("LatimFlow", "1 backward, linear", "what each token adds to an output, exactly"),
     MethodLine("MambaLRP", "1 backward, linear", "layer-wise relevance propagation"),
@@ -46,6 +53,17 @@ def method_classes(names: list[str] | None) -> list[type[Any]]:
 
     Args:
         names: of the methods; None for :data:`DEFAULT`.
+
+    Returns:
+        The classes, each once, in the order of their names.
+
+    Raises:
+        OptionError: when there is no method of a name.
+
+    Example:
+        >>> from captum_ssm.explain.methods import method_classes
+        >>> [each.__name__ for each in method_classes(["mambalrp", "LatimFlow"])]
+        ['MambaLRP', 'LatimFlow']
     """
     from .. import attr
 
@@ -61,7 +79,16 @@ def method_classes(names: list[str] | None) -> list[type[Any]]:
 
 
 def methods_table() -> str:
-    """The methods, one line each."""
+    """The methods, one line each.
+
+    Returns:
+        The table as text, a head and a line for each method.
+
+    Example:
+        >>> from captum_ssm.explain.methods import methods_table
+        >>> [line.split()[0] for line in methods_table().splitlines()[:3]]
+        ['method', 'LatimFlow', 'MambaLRP']
+    """
     rows = [("method", "cost", "what it says"), *METHODS]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(

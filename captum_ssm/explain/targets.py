@@ -18,6 +18,21 @@ def read_target(subject: Subject, text: str, *, language: bool) -> Any:
         subject: the model, with its tokenizer or its labels.
         text: a class's name or number, or the next token's text, or ``id:NUMBER``.
         language: whether the model predicts the next token.
+
+    Returns:
+        A class's number; or, for a language model, the last position and the token's id.
+
+    Raises:
+        OptionError: when the text is not one token, or no class.
+
+    Example:
+        >>> from captum_ssm.explain.targets import read_target
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.viz.html.example import find_subject
+        >>> model, vocabulary = load_bundled("recall-mamba")
+        >>> subject = find_subject(model, None, None, vocabulary, None)
+        >>> read_target(subject, "lamp", language=True) == (-1, vocabulary.id_of("lamp"))
+        True
     """
     return (-1, _token(subject, text)) if language else _class(subject, text)
 

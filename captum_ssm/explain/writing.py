@@ -19,14 +19,45 @@ FORMATS = {".html": "a report", ".png": "a picture per example", ".json": "numbe
 
 
 def check_format(out: Path) -> None:
-    """Raise unless the file's ending says what it is to hold."""
+    """Raise unless the file's ending says what it is to hold.
+
+    Args:
+        out: the file.
+
+    Raises:
+        OptionError: when the ending is not one of :data:`FORMATS`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.writing import FORMATS, check_format
+        >>> for ending in FORMATS:
+        ...     check_format(Path(f"lamp{ending}"))
+    """
     if out.suffix.lower() not in FORMATS:
         known = ", ".join(f"{end} ({what})" for end, what in FORMATS.items())
         raise OptionError(f"--out {out}: what to write is said by the ending: {known}.")
 
 
 def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path]:
-    """Tokens, predictions and relevances of each example."""
+    """Tokens, predictions and relevances of each example.
+
+    Args:
+        found: the explanations.
+        model: its name.
+        out: the file.
+
+    Returns:
+        The file alone.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.writing import write_json
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     (path,) = write_json([], "recall-mamba", Path(folder, "numbers.json"))
+        ...     json.loads(path.read_text())
+        {'model': 'recall-mamba', 'examples': []}
+    """
     examples = [
         {
             "explained": explanation.facts["explained"],
@@ -51,6 +82,22 @@ def write_pictures(
         images: the images (B, C, H, W) that were explained; None for texts.
         title: a heading.
         out: the first file.
+
+    Returns:
+        The files, one for each explanation.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.writing import write_pictures
+        >>> from captum_ssm.viz.html.explanation import Explanation
+        >>> methods = [{"name": "LatimFlow", "values": [1.0, -0.5]}]
+        >>> facts = {"explained": "lamp", "methods": methods, "image": None}
+        >>> found = [Explanation(facts, ["anna", "owns"], [], {})] * 2
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = write_pictures(found, None, "recall-mamba", Path(folder, "owns.png"))
+        >>> [path.name for path in paths]
+        ['owns.png', 'owns-2.png']
     """
     paths = []
     for number, explanation in enumerate(found):
@@ -70,7 +117,21 @@ def write_pictures(
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """A method's most relevant tokens, in one line."""
+    """A method's most relevant tokens, in one line.
+
+    Args:
+        facts: of an example, with its ``tokens``.
+        method: of those facts, with its ``name`` and its ``values``, one per token or None.
+        count: how many tokens at most. Default: 5.
+
+    Returns:
+        The line; the tokens are sorted by absolute relevance.
+
+    Example:
+        >>> from captum_ssm.explain.writing import largest
+        >>> largest({"tokens": ["anna", "owns"]}, {"name": "LatimFlow", "values": [0.5, -2.0]})
+        '  LatimFlow: owns (-2, token 1), anna (+0.5, token 0)'
+    """
     scores = _scores(method["values"])
     best = scores.abs().topk(min(count, len(scores))).indices.tolist()
     named = ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)

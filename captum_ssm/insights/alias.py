@@ -25,6 +25,13 @@ def install_alias() -> None:
     """Lets ``import captum.insights`` find :mod:`captum_ssm.insights`, for this process.
 
     A Captum that has an Insights of its own (0.8) keeps it.
+
+    Example:
+        >>> import importlib.util
+        >>> from captum_ssm.insights import install_alias
+        >>> install_alias()  # from here: from captum.insights import AttributionVisualizer
+        >>> importlib.util.find_spec("captum.insights") is not None
+        True
     """
     if _THEIRS not in sys.modules and importlib.util.find_spec(_THEIRS) is not None:
         return

@@ -29,6 +29,13 @@ def register_with_captum() -> list[str]:
 
     Raises:
         OptionError: where Captum has no Insights of its own.
+
+    Example:
+        Where Captum 0.8, flask and flask-compress are installed:
+
+        >>> from captum_ssm.insights import register_with_captum
+        >>> register_with_captum()[:2]  # doctest: +SKIP
+        ['LATIM Flow', 'Mamba LRP']
     """
     try:
         from captum.insights.attr_vis import config

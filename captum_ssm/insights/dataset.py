@@ -24,6 +24,18 @@ class Batch:
         labels: the index of each example's class, (B,); None where it is not known.
         additional_args: further arguments of the model, for which no relevance is asked. Tensors
             with a dimension count examples as well. Default: None.
+
+    Raises:
+        InputError: when the examples are looked through and the tensors do not hold equally many,
+            or there are not as many labels.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import Batch
+        >>> ids, attention_mask = torch.tensor([[5, 3, 8], [4, 7, 0]]), torch.ones(2, 3)
+        >>> batch = Batch(ids, labels=torch.tensor([1, 0]), additional_args=attention_mask)
+        >>> len(batch.inputs) == len(batch.labels) == len(batch.additional_args)
+        True
     """
 
     def __init__(

@@ -84,6 +84,17 @@ class ImageFeature(BaseFeature):
         name: what it is called.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
         visualization_transform: see :class:`BaseFeature`. Default: None.
+
+    Raises:
+        InputError: when what is to be shown is no image.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import ImageFeature
+        >>> feature = ImageFeature("Photo", baseline_transforms=None, input_transforms=None)
+        >>> shown = feature.visualize(torch.eye(8).expand(1, 3, 8, 8), torch.rand(1, 3, 8, 8), 1.0)
+        >>> shown.type, shown.base[:5], shown.modified[:5]  # two PNGs, in base64
+        ('image', 'iVBOR', 'iVBOR')
     """
 
     def __init__(
@@ -111,6 +122,15 @@ class TextFeature(BaseFeature):
         name: what it is called.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
         visualization_transform: makes of the ids the words. None leaves the numbers.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import TextFeature
+        >>> words = ["a", "lamp", "kite"]
+        >>> feature = TextFeature("Text", None, None, lambda ids: [words[i] for i in ids[0]])
+        >>> shown = feature.visualize(torch.tensor([[1.0, -2.0]]), torch.tensor([[0, 2]]), 1.0)
+        >>> shown.base, shown.modified  # in hundredths of the largest
+        (['a', 'kite'], [50.0, -100.0])
     """
 
     @staticmethod
@@ -132,6 +152,17 @@ class GeneralFeature(BaseFeature):
     Args:
         name: what it is called.
         categories: the names of the numbers, in their order.
+
+    Raises:
+        InputError: when an example does not have one number for each category.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import GeneralFeature
+        >>> feature = GeneralFeature("size", ["width", "height"])
+        >>> shown = feature.visualize(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0]]), 1.0)
+        >>> shown.base, shown.modified  # in hundredths of the length of (3, 4)
+        (['width: 1.00', 'height: 2.00'], [60.0, 80.0])
     """
 
     def __init__(self, name: str, categories: Sequence[str]) -> None:
@@ -164,6 +195,13 @@ class EmptyFeature(BaseFeature):
         name: what it is called. Default: ``"empty"``.
         baseline_transforms, input_transforms, visualization_transform: see :class:`BaseFeature`.
             Default: None.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights import EmptyFeature
+        >>> shown = EmptyFeature("mask").visualize(torch.ones(1, 3), torch.ones(1, 3), 0.5)
+        >>> shown.type, shown.base, shown.contribution
+        ('empty', None, 0.5)
     """
 
     def __init__(

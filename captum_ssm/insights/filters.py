@@ -40,6 +40,16 @@ class FilterConfig(NamedTuple):
             neither of the latter. Default: ``"all"``.
         classes: names of the classes one of which must be the predicted one. Default: [], any.
         num_examples: how many examples at a time. Default: 4.
+
+    Raises:
+        OptionError: when it is given to a visualizer and something in it is not known.
+
+    Example:
+        >>> from captum_ssm.insights import FilterConfig
+        >>> from captum_ssm.insights.filters import OutputScore
+        >>> wrong = FilterConfig("Saliency", {"abs": False}, prediction="incorrect")
+        >>> wrong.passes(predicted=[OutputScore(0.9, 1, "dog")], actual=OutputScore(1.0, 0, "cat"))
+        True
     """
 
     attribution_method: str = IntegratedGradients.get_name()

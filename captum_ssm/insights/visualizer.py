@@ -45,6 +45,11 @@ class AttributionVisualizer:
         use_label_for_attr: whether methods are given the class as their target; False for models
             that return one number. Default: True.
 
+    Raises:
+        OptionError: when there is no model or no feature.
+        InputError: when the examples are looked through and do not have one input for each
+            feature, or the model has more scores than classes have names.
+
     Example:
         >>> import torch
         >>> from captum_ssm.insights import AttributionVisualizer, Batch
@@ -54,8 +59,11 @@ class AttributionVisualizer:
         ...     [Batch(torch.rand(5, 2), labels=None)])
         >>> [len(models) for models in visualizer.visualize()]
         [1, 1, 1, 1]
-        >>> with visualizer:
-        ...     port = visualizer.serve()  # doctest: +SKIP
+        >>> with visualizer:  # the server ends with the block  # doctest: +ELLIPSIS
+        ...     port = visualizer.serve()
+        <BLANKLINE>
+        Fetch data and view Captum Insights at http://127.0.0.1:...
+        <BLANKLINE>
     """
 
     def __init__(
@@ -195,6 +203,9 @@ class AttributionVisualizer:
 
         Returns:
             The port.
+
+        Raises:
+            OptionError: when bind_all is True, or the port cannot be had.
         """
         if bind_all:
             raise OptionError(

@@ -22,12 +22,26 @@ _MASK = 1e4
 
 
 class Ledger:
-    """Takes down the constants that enter the graph.
+    """Takes down the constants that enter the graph of a network that is linear in its input.
+
+    A backward pass then hands each constant, its gradient and the name of the module that added it
+    to the function given to :meth:`entries_to`.
 
     Args:
         where: returns the name of the module that is running.
         kept: whether constants stay in the network; masks and plain numbers, such as the one
             added to a variance, always do. Default: True.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import Ledger
+        >>> ledger, found = Ledger(where=lambda: "head"), {}
+        >>> x, bias = torch.ones(2, requires_grad=True), torch.tensor(3.0)
+        >>> y = ledger.included(2 * x + bias, bias)
+        >>> with ledger.entries_to(lambda grad, b, name: found.update({name: grad * b})):
+        ...     y.sum().backward()
+        >>> found["head"].tolist()
+        [3.0, 3.0]
     """
 
     def __init__(self, where: Callable[[], str], kept: bool = True) -> None:
@@ -36,7 +50,12 @@ class Ledger:
         self._entry: Entry | None = None
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
-        """``out``, of which ``constant`` (broadcastable) is a summand."""
+        """``out``, of which ``constant`` is a summand; without it if constants are not kept.
+
+        Args:
+            out: a tensor of the graph.
+            constant: broadcastable to it.
+        """
         constant = constant.detach()
         if not self.kept:
             out = out - _droppable(constant)
@@ -47,7 +66,11 @@ class Ledger:
         return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
-        """:meth:`included` for a tensor that was changed in place."""
+        """:meth:`included` for a tensor that was changed in place.
+
+        Args:
+            out, constant: as there.
+        """
         constant = constant.detach()
         if out._is_view():  # what reads the whole tensor afterwards does not come by the view
             out, constant = _in_base(out, constant)
@@ -59,7 +82,11 @@ class Ledger:
         self.noted(out, constant)
 
     def noted(self, out: Tensor, constant: Tensor) -> None:
-        """Note that ``constant`` is a summand of ``out``, whether biases are kept or not."""
+        """Note that ``constant`` is a summand of ``out``, whether biases are kept or not.
+
+        Args:
+            out, constant: as in :meth:`included`.
+        """
         if not out.requires_grad:  # what the model computes under no_grad is a coefficient
             return
         where = self._where()
@@ -69,7 +96,12 @@ class Ledger:
 
     @contextmanager
     def entries_to(self, entry: Entry) -> Iterator[None]:
-        """Hand the constants that a backward pass meets to ``entry``."""
+        """Hand the constants that a backward pass inside the ``with`` meets to ``entry``.
+
+        Args:
+            entry: receives a constant's gradient, its value, and the name of the module that added
+                it.
+        """
         before, self._entry = self._entry, entry
         try:
             yield
@@ -112,8 +144,19 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
     Where the gradient is 0 it adds nothing, even if it is infinite there.
 
     Args:
-        gradient: that of the tensor of which the constant is a summand.
+        gradient: that of the tensor of which the constant is a summand, (B, ...).
         constant: broadcastable to it.
+
+    Returns:
+        gradient times constant, summed over the dimensions behind the first that the constant is
+        common to.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import contribution
+        >>> bias = torch.tensor([1.0, 2.0, 3.0])  # of all 4 tokens
+        >>> contribution(torch.ones(1, 4, 3), bias).tolist()
+        [[[4.0, 8.0, 12.0]]]
     """
     if not bool(constant.isfinite().all()):
         return torch.where(gradient == 0, torch.zeros_like(gradient), gradient * constant)

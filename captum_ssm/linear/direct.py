@@ -27,6 +27,12 @@ class Local:
     Attributes:
         output: its output (B, L, E).
         mixers: how many mixer calls came before it.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import Local
+        >>> Local(output=torch.zeros(1, 4, 8), mixers=2).mixers
+        2
     """
 
     output: Tensor
@@ -35,14 +41,25 @@ class Local:
 
 @dataclass(eq=False)
 class DirectPaths:
-    """The sources of a network's direct paths.
+    """The sources of a network's direct paths, as :func:`direct_paths` yields them.
 
     Attributes:
         mode: the rules and the constants.
-        entry: the residual stream entering the first block that holds a mixer (B, L, E); None if
-            no mixer is in a block.
-        outputs: what each mixer call returned, in their order.
-        locals: what acts within tokens, in order.
+        entry: the residual stream entering the first block that holds a mixer (B, L, E). Default:
+            None, no mixer is in a block.
+        outputs: what each mixer call returned, in their order. Default: empty.
+        locals: what acts within tokens, in order. Default: empty.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import direct_paths
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with direct_paths(model, ids) as paths:
+        ...     _ = model(ids)
+        >>> [tuple(out.shape[:2]) for out in (paths.entry, *paths.outputs)]
+        [(1, 4), (1, 4), (1, 4)]
     """
 
     mode: Linearising
@@ -57,6 +74,9 @@ def direct_paths(
 ) -> Iterator[DirectPaths]:
     """Let the forward run inside the ``with`` leave the graph of its direct paths.
 
+    Gradients of its output with respect to the sources then pass the residual stream, the frozen
+    norms and the head alone, and no other mixer or MLP: the direct paths of LATIM's ALTI-Logit.
+
     Args:
         model: the module; it is not changed.
         inputs: the explained token ids, or a floating input, of which ``mode.root`` is a live copy
@@ -65,6 +85,24 @@ def direct_paths(
 
     Yields:
         The :class:`DirectPaths`, complete when the forward run is.
+
+    Raises:
+        NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
+        NotLinearError: for a function of which no linear form is known.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import direct_paths
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with direct_paths(model, ids) as paths:
+        ...     logit = model(ids).logits[0, -1, 5]
+        >>> sources = [paths.entry, *paths.outputs]  # the logit of a Mamba without biases:
+        >>> gradients = torch.autograd.grad(logit, sources)
+        >>> parts = sum((g * x).sum() for g, x in zip(gradients, sources))
+        >>> torch.allclose(parts, logit, atol=1e-4)
+        True
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:

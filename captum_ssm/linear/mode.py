@@ -15,7 +15,8 @@ from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES
 
-#: Which factor of a gated product carries its relevance.
+#: Which factor of a gated product carries its relevance: ``"frozen"``, the stream, of which the
+#: gate is a coefficient; ``"half"``, both alike.
 Gate = Literal["frozen", "half"]
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())

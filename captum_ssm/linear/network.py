@@ -37,6 +37,12 @@ class Step:
         name: the mixer's qualified name in the model.
         entering: the live tensors that entered its block, whose sum is the residual stream.
         output: what the mixer returned, (B, L, E).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import Step
+        >>> Step("layers.0.mixer", entering=(), output=torch.zeros(1, 4, 8)).name
+        'layers.0.mixer'
     """
 
     name: str
@@ -46,13 +52,25 @@ class Step:
 
 @dataclass(eq=False)
 class Network:
-    """A network linear in its input.
+    """A network linear in its input, as :func:`linearised` yields it.
 
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
-        ran: whether one of them has run.
-        steps: its mixer calls, in the order in which they ran; none if they are not kept.
+        ran: whether one of them has run. Default: False.
+        steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
+            empty.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import linearised
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with linearised(model, ids) as network:
+        ...     _ = model(ids)
+        >>> [step.name for step in network.steps], tuple(network.root.shape[:2])
+        (['backbone.layers.0.mixer', 'backbone.layers.1.mixer'], (1, 4))
     """
 
     mode: Linearising
@@ -62,7 +80,11 @@ class Network:
 
     @property
     def root(self) -> Tensor:
-        """The input: embeddings (B, L, E), or the floating input itself."""
+        """The input: embeddings (B, L, E), or the floating input itself.
+
+        Raises:
+            InputError: when token ids were given, and no embedding layer has looked them up.
+        """
         if self.mode.root is None:
             raise InputError(
                 "No embedding layer of the model looked up the token ids given as inputs, so they "
@@ -71,7 +93,11 @@ class Network:
         return self.mode.root
 
     def check_ran(self) -> None:
-        """Raise if none of the model's mixers ran."""
+        """Raise if none of the model's mixers ran.
+
+        Raises:
+            NoMixerError: naming them.
+        """
         if not self.ran:
             raise none_ran(self.mixers)
 
@@ -88,6 +114,10 @@ def linearised(
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
+    What the model computes stays what it was.  The gradient of its output with respect to
+    ``network.root`` is that of the frozen network: gradient times input, summed, and what the
+    constants add make up the output.  Take gradients after the ``with``.
+
     Args:
         model: the module; it is not changed, and its hooks are removed when the block ends.
         inputs: the explained token ids, or a floating input; of the latter ``root`` is a live copy
@@ -100,6 +130,22 @@ def linearised(
 
     Yields:
         The :class:`Network`, complete when the forward run is.
+
+    Raises:
+        NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
+        NotLinearError: for a function of which no linear form is known.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.linear import linearised
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with linearised(model, ids, constants=False) as network:
+        ...     logit = model(ids).logits[0, -1, 5]
+        >>> (gradient,) = torch.autograd.grad(logit, network.root)
+        >>> torch.allclose((gradient * network.root).sum(), logit, atol=1e-4)
+        True
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:

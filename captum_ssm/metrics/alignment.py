@@ -1,5 +1,7 @@
 """Word alignment: do translated words come from the words they translate (LATIM, table 3)?
 
+::
+
     AER = 1 - (|A & S| + |A & P|) / (|A| + |S|)
 
 for predicted links A, sure links S and possible links P, of which S is a part (Och and Ney 2003).
@@ -30,6 +32,19 @@ def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         maps: relevance of source words for target words, (B, T, S).
         mask: pairs of real words, (B, T, S). Default: None, all.
+
+    Returns:
+        (B, T, S); a target word without a real source word has no link.
+
+    Raises:
+        InputError: when maps is not (B, T, S), or mask is not of its shape.
+        NonFiniteError: when maps holds NaN or infinity at a pair of real words.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import best_links
+        >>> best_links(torch.tensor([[[0.9, 0.1], [0.4, 0.4]]])).tolist()
+        [[[True, False], [True, True]]]
     """
     scores, real = masked_scores(maps, mask, "maps", dims=3)
     best = scores.masked_fill(~real, float("-inf")).amax(-1, keepdim=True)
@@ -42,7 +57,9 @@ def words_of_tokens(
     """A map over words made of one over tokens: sums over source, means over target tokens.
 
     The relevance of a word is that of its tokens together; a translated word is asked about once
-    for each of its tokens (Ferrando et al. 2022).
+    for each of its tokens (Ferrando et al. 2022)::
+
+        words[t, s] = mean over the tokens i of t of the sum over the tokens j of s of maps[i, j]
 
     Args:
         maps: (..., T', S') over tokens.
@@ -51,6 +68,16 @@ def words_of_tokens(
 
     Returns:
         (..., T, S); words without a token are rows or columns of 0.
+
+    Raises:
+        InputError: when the words are not as many as the tokens, or are no whole numbers from -1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import words_of_tokens
+        >>> tokens = torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])
+        >>> words_of_tokens(tokens, target_words=[0, 0], source_words=[0, 0, 1]).tolist()
+        [[5.0, 4.0]]
     """
     scores = as_scores(maps, "maps")
     if scores.shape[-2:] != (len(target_words), len(source_words)):
@@ -67,10 +94,10 @@ class LinkCounts(NamedTuple):
     """What an alignment error rate is made of, one number per sentence, (B,).
 
     Attributes:
-        predicted: |A|.
-        sure: |S|.
-        hit_sure: |A & S|.
-        hit_possible: |A & P|.
+        predicted: ``|A|``.
+        sure: ``|S|``.
+        hit_sure: ``|A & S|``.
+        hit_possible: ``|A & P|``.
     """
 
     predicted: Tensor
@@ -87,6 +114,20 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
         sure: sure gold links, (B, T, S).
         possible: possible gold links, (B, T, S); sure ones are possible whether they are marked
             here or not. Default: None, the sure ones alone.
+
+    Returns:
+        :class:`LinkCounts`, (B,) each.
+
+    Raises:
+        InputError: when the shapes differ, or something is neither 0 nor 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import link_counts
+        >>> predicted = torch.tensor([[[1, 0], [0, 1]]])
+        >>> sure = torch.tensor([[[1, 0], [1, 0]]])
+        >>> [count.item() for count in link_counts(predicted, sure)]
+        [2, 2, 1, 1]
     """
     given = as_flags(predicted, predicted, "predicted")
     if given.dim() != 3:
@@ -102,8 +143,8 @@ class Alignment(NamedTuple):
 
     Attributes:
         error_rate: AER; NaN if there are neither predicted nor sure links.
-        precision: |A & P| / |A|; NaN without predicted links.
-        recall: |A & S| / |S|; NaN without sure links.
+        precision: ``|A & P| / |A|``; NaN without predicted links.
+        recall: ``|A & S| / |S|``; NaN without sure links.
     """
 
     error_rate: Tensor
@@ -112,7 +153,27 @@ class Alignment(NamedTuple):
 
 
 def alignment_rates(counts: LinkCounts) -> Alignment:
-    """The rates of each sentence, (B,), or of sums over sentences."""
+    """The rates of each sentence, (B,), or of sums over sentences.
+
+    ::
+
+        AER       = 1 - (|A & S| + |A & P|) / (|A| + |S|)
+        precision = |A & P| / |A|
+        recall    = |A & S| / |S|
+
+    Args:
+        counts: as of :func:`link_counts`, each of one shape (...).
+
+    Returns:
+        :class:`Alignment`, (...) each, float64.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import LinkCounts, alignment_rates
+        >>> counts = LinkCounts(*torch.tensor([4, 2, 1, 2]))  # |A|, |S|, |A & S|, |A & P|
+        >>> [rate.item() for rate in alignment_rates(counts)]
+        [0.5, 0.5, 0.5]
+    """
     return Alignment(*_rates(torch.stack(counts, -1).double()).unbind(-1))
 
 
@@ -128,6 +189,17 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
 
     Returns:
         (B,); words without a gold link do not count, and a sentence of none but these is NaN.
+
+    Raises:
+        InputError: when the shapes differ, or gold holds something but 0 and 1.
+        NonFiniteError: when maps holds NaN or infinity at a pair of real words.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import link_accuracy
+        >>> maps = torch.tensor([[[0.9, 0.1], [0.4, 0.4]]])  # the second row is tied
+        >>> link_accuracy(maps, gold=torch.eye(2)[None]).item()
+        0.75
     """
     best = best_links(maps, mask)
     linked = as_flags(gold, best, "gold") & as_mask(mask, best)
@@ -138,6 +210,9 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
 
 class AlignmentScores:
     """Gathers :class:`Alignment` over batches of sentences, as rates of all links together.
+
+    Raises:
+        InputError: when rates are asked for before there is a sentence.
 
     Example:
         >>> import torch
@@ -184,6 +259,20 @@ def best_layer(rates: Sequence[float]) -> int:
     """The layer of the lowest error rate, the first of equals; layers without a rate do not count.
 
     The paper's table takes the best layer on the test data; choose it on other data to claim more.
+
+    Args:
+        rates: the error rate of each layer, NaN where there is none.
+
+    Returns:
+        The layer's index.
+
+    Raises:
+        InputError: when no layer has a rate.
+
+    Example:
+        >>> from captum_ssm.metrics import best_layer
+        >>> best_layer([float("nan"), 0.4, 0.2, 0.2])
+        2
     """
     known = [(float(rate), layer) for layer, rate in enumerate(rates) if float(rate) == float(rate)]
     if not known:

@@ -26,6 +26,11 @@ class Demonstration:
         text: the question.
         words: the words that speak for the label.
         label: the right answer.
+
+    Example:
+        >>> from captum_ssm.metrics import Demonstration
+        >>> Demonstration("Is ice cold ?", ("ice", "cold"), "yes").rationale
+        'The key words: ice, cold are crucial clues for predicting yes as the correct answer.'
     """
 
     text: str
@@ -44,9 +49,27 @@ class Demonstration:
 def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor) -> Tensor:
     """By how much the best wrong class is more probable than the right one, (B,).
 
+    ::
+
+        max over k != y of p[k], less p[y],    p = softmax(logits)
+
     Args:
         logits: (B, K), of two classes or more.
-        labels: the right class of each example, (B,).
+        labels: the right class y of each example, (B,).
+
+    Returns:
+        (B,), from -1 to 1, above 0 where the example is misclassified.
+
+    Raises:
+        InputError: when there is one class alone.
+        TargetError: when labels are no classes, or not one for each example.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import misclassification_confidence
+        >>> logits = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log()
+        >>> misclassification_confidence(logits, [0, 1]).round(decimals=2).tolist()
+        [-0.5, 0.5]
     """
     scores = as_scores(logits, "logits", dims=2).double()
     if scores.shape[1] < 2:
@@ -63,6 +86,19 @@ def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int)
     Args:
         logits, labels: as there.
         count: how many; equals keep their order.
+
+    Returns:
+        Indices of examples, (count,).
+
+    Raises:
+        InputError: when there are fewer examples than ``count``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import hardest_examples
+        >>> logits = torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.5, 0.5]]).log()
+        >>> hardest_examples(logits, [0, 1, 0], count=2).tolist()
+        [1, 2]
     """
     check_positive(count, "count")
     confidence = misclassification_confidence(logits, labels)
@@ -78,6 +114,18 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
         words: of a text.
         relevance: of each word, (n,).
         count: how many; all distinct ones if there are fewer. Default: 5.
+
+    Returns:
+        The words.
+
+    Raises:
+        InputError: when words and relevance are not equally many.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import key_words
+        >>> key_words(["a", "bad", "bad", "film"], torch.tensor([0.0, 0.3, 0.2, 0.1]), count=2)
+        ('bad', 'film')
     """
     check_positive(count, "count")
     scores = as_scores(relevance, "relevance", dims=1)
@@ -93,6 +141,22 @@ def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> st
     Args:
         demonstrations: one or more.
         question: what is asked.
+
+    Returns:
+        The prompt, which ends in ``Answer:``.
+
+    Raises:
+        InputError: when there is no demonstration.
+
+    Example:
+        >>> from captum_ssm.metrics import Demonstration, amplify_prompt
+        >>> print(amplify_prompt([Demonstration("Is ice hot ?", ("ice",), "no")], "Is fire hot ?"))
+        Is ice hot ?
+        The key words: ice are crucial clues for predicting no as the correct answer.
+        Answer: no
+        <BLANKLINE>
+        Is fire hot ?
+        Answer:
     """
     if not demonstrations:
         raise InputError("demonstrations is empty: a few-shot prompt shows at least one.")

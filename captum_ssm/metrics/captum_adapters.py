@@ -44,7 +44,11 @@ def token_infidelity(
     """Infidelity under the removal of random tokens (Yeh et al. 2019; Captum's infidelity), (B,).
 
     The expected square of (relevance of the removed tokens) - (what their removal costs the
-    target).  Relevance must be in the output's units to score well, unless it is normalised.
+    target)::
+
+        E over draws I of (sum over i in I of r[i]  -  (f(x) - f(x without I)))^2
+
+    Relevance must be in the output's units to score well, unless it is normalised.
 
     Args:
         method: an attribution, whose forward_func is the function explained.
@@ -60,6 +64,24 @@ def token_infidelity(
         seed: of the draws. Default: 0.
         internal_batch_size: run at most so many changed inputs at a time, B or more. Default: None.
         options: further arguments of ``attribute``. Default: None.
+
+    Returns:
+        (B,); 0 is best.
+
+    Raises:
+        InputError: when inputs are no sequence, attributions are not of their shape, or mask
+            leaves an example without a token to remove.
+        OptionError: when share, samples, fill or internal_batch_size is not accepted.
+
+    Example:
+        >>> import torch
+        >>> from captum.attr import InputXGradient
+        >>> from captum_ssm.metrics import token_infidelity
+        >>> method, x = InputXGradient(lambda x: x.sum((1, 2))), torch.ones(1, 4, 2)
+        >>> token_infidelity(method, x, fill=0.0).item()  # exact for a linear function
+        0.0
+        >>> token_infidelity(method, x, fill=0.0, attributions=torch.zeros(1, 4, 2)).item()
+        4.0
     """
     tensor = _sequence(inputs)
     allowed = _allowed(tensor, mask)
@@ -118,7 +140,9 @@ def token_sensitivity(
     """The largest relative change of relevance under small changes of the input, (B,).
 
     Embeddings are shaken by uniform noise (Yeh et al. 2019; Captum's sensitivity_max).  Of token
-    ids, some are replaced by others.
+    ids, some are replaced by others::
+
+        max over draws x' of ||r(x') - r(x)|| / ||r(x)||
 
     Args:
         method, inputs, target, additional_forward_args: as in :func:`token_infidelity`, with the
@@ -131,6 +155,25 @@ def token_sensitivity(
         seed: of the draws. Default: 0.
         internal_batch_size: run at most so many changed inputs at a time, B or more. Default: None.
         options: further arguments of ``attribute``, the same for all examples. Default: None.
+
+    Returns:
+        (B,); 0 where relevance does not change.
+
+    Raises:
+        InputError: when inputs are no sequence, or mask leaves an example without a token to
+            change.
+        OptionError: when radius, share, samples or internal_batch_size is not accepted, or token
+            ids come without replacements.
+
+    Example:
+        >>> import torch
+        >>> from captum.attr import InputXGradient, Saliency
+        >>> from captum_ssm.metrics import token_sensitivity
+        >>> f, x = lambda x: x.sum((1, 2)), torch.ones(1, 4, 2)
+        >>> token_sensitivity(Saliency(f), x).item()  # a linear function has one gradient
+        0.0
+        >>> 0 < token_sensitivity(InputXGradient(f), x, radius=0.02).item() < 0.02
+        True
     """
     tensor = _sequence(inputs)
     allowed = _allowed(tensor, mask)

@@ -19,7 +19,7 @@ Classifier = Callable[[Tensor], Any]
 
 
 class Perturbed(NamedTuple):
-    """What changing the input does to a class.
+    """What changing the input does to a class: curves of a value per example and share.
 
     Attributes:
         correct: 1 where the class is still the most likely one, else 0.

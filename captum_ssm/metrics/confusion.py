@@ -21,7 +21,19 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
         predicted: classes 0 to K - 1, (B, ...) of integers or booleans.
         gold: the same shape; pixels of class ``ignored`` do not count.
         classes: K.
-        ignored: Default: None, every pixel counts.
+        ignored: a label whose pixels do not count. Default: None, every pixel counts.
+
+    Returns:
+        (B, K, K) of integers: rows are true classes, columns given ones.
+
+    Raises:
+        InputError: when the shapes differ, or a class is not below K.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import confusion
+        >>> confusion(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), classes=2).tolist()
+        [[[1, 1], [0, 1]]]
     """
     check_positive(classes, "classes")
     if predicted.shape != gold.shape or predicted.dim() < 2:
@@ -45,6 +57,18 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
 
     Args:
         counts: (..., K, K), of :func:`confusion` or a sum over images.
+
+    Returns:
+        (...), float64: the diagonal's sum over that of all counts.
+
+    Raises:
+        InputError: when counts is not (..., K, K).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import pixel_accuracy
+        >>> pixel_accuracy(torch.tensor([[3, 1], [0, 4]])).item()
+        0.875
     """
     counts = counts.double()
     return _diagonal(counts).sum(-1) / counts.sum((-2, -1))
@@ -53,8 +77,24 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
 def iou(counts: Tensor) -> Tensor:
     """Intersection over union of each class, (..., K); NaN for a class neither true nor given.
 
+    ::
+
+        IoU = TP / (TP + FP + FN)
+
     Args:
-        counts: (..., K, K).
+        counts: (..., K, K), as for :func:`pixel_accuracy`.
+
+    Returns:
+        (..., K), float64.
+
+    Raises:
+        InputError: when counts is not (..., K, K).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import iou
+        >>> iou(torch.tensor([[3, 1], [0, 4]])).tolist()
+        [0.75, 0.8]
     """
     counts = counts.double()
     both = _diagonal(counts)
@@ -62,12 +102,44 @@ def iou(counts: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """The mean of :func:`iou` over the classes that are true or given anywhere, (...)."""
+    """The mean of :func:`iou` over the classes that are true or given anywhere, (...).
+
+    Args:
+        counts: (..., K, K), as for :func:`pixel_accuracy`.
+
+    Returns:
+        (...), float64; NaN where no pixel counts.
+
+    Raises:
+        InputError: when counts is not (..., K, K).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import mean_iou
+        >>> mean_iou(torch.tensor([[1, 0, 0], [1, 2, 0], [0, 0, 0]])).round(decimals=2).item()
+        0.58
+    """
     return iou(counts).nanmean(-1)
 
 
 def f1(counts: Tensor) -> Tensor:
-    """2 TP / (2 TP + FP + FN) of each class, (..., K); NaN for a class neither true nor given."""
+    """2 TP / (2 TP + FP + FN) of each class, (..., K); NaN for a class neither true nor given.
+
+    Args:
+        counts: (..., K, K), as for :func:`pixel_accuracy`.
+
+    Returns:
+        (..., K), float64.
+
+    Raises:
+        InputError: when counts is not (..., K, K).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import f1
+        >>> f1(torch.tensor([[2, 1], [1, 6]])).round(decimals=2).tolist()
+        [0.67, 0.86]
+    """
     counts = counts.double()
     return 2 * _diagonal(counts) / (counts.sum(-1) + counts.sum(-2))
 

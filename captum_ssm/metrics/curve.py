@@ -23,6 +23,16 @@ class Curve:
     Attributes:
         fractions: the shares, rising, (F,).
         values: what was measured, (B, F), float64.
+
+    Raises:
+        InputError: when values does not have one column for each share.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Curve
+        >>> curve = Curve(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([[1.0, 1.0, 0.0]]))
+        >>> curve.area().tolist()
+        [0.75]
     """
 
     fractions: Tensor
@@ -45,6 +55,12 @@ class Curve:
         Args:
             normalized: divide by the width, so that a constant curve's area is its height; without
                 it, nine shares from 10 % to 90 % give at most 0.8. Default: True.
+
+        Returns:
+            (B,); its mean is the score of all examples.
+
+        Raises:
+            OptionError: when there is one share alone.
         """
         if len(self.fractions) < 2:
             raise OptionError(

@@ -13,7 +13,11 @@ from .checks import as_scores, masked_scores
 
 
 def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None = None) -> Tensor:
-    """mean |y - sum of its parts| / mean |y| over tokens and features, (B,).
+    """What the parts of an output y miss of it, over tokens and features, (B,).
+
+    ::
+
+        mean |y - sum of its parts| / mean |y|
 
     Args:
         outputs: y, (B, L, E).
@@ -22,6 +26,17 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
     Returns:
         (B,); NaN where the output is all zeros.
+
+    Raises:
+        InputError: when the shapes differ.
+        NonFiniteError: when a real token holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import decomposition_error
+        >>> y = torch.tensor([[[1.0, -1.0], [2.0, 0.0]]])
+        >>> decomposition_error(y, torch.tensor([[[1.0, -1.0], [1.0, 0.0]]])).tolist()
+        [0.25]
     """
     whole, _ = masked_scores(outputs, mask, "outputs", dims=3, features=True)
     parts, _ = masked_scores(decomposed, mask, "decomposed", dims=3, features=True)
@@ -36,7 +51,11 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
 
 def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
-    """|explained - sum of relevance| / |explained|, (B,).
+    """What relevance misses of the number that it should sum to, (B,).
+
+    ::
+
+        |explained - sum of relevance| / |explained|
 
     Args:
         relevance: (B, ...).
@@ -45,6 +64,16 @@ def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
 
     Returns:
         (B,); NaN where there is nothing to explain.
+
+    Raises:
+        InputError: when there is not one number to explain for each example.
+        NonFiniteError: when something is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import completeness_error
+        >>> completeness_error(torch.tensor([[0.5, 0.25]]), torch.tensor([1.0])).tolist()
+        [0.25]
     """
     scores = as_scores(relevance, "relevance").double()
     target = as_scores(explained, "explained", dims=1).double().to(scores.device)

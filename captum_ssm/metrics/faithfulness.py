@@ -52,6 +52,19 @@ def token_faithfulness(
 
     Returns:
         (B,) each; NaN where undefined, see :mod:`~captum_ssm.metrics.ranking`.
+
+    Raises:
+        InputError: when the shapes differ, or gold holds something but 0 and 1.
+        OptionError: when k is below 1.
+        NonFiniteError: when maps holds NaN or infinity at a pair that counts.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import token_faithfulness
+        >>> maps = torch.tensor([[[0.9, 0.1], [0.6, 0.4]]])
+        >>> found = token_faithfulness(maps, gold=torch.eye(2)[None])
+        >>> [round(value.item(), 2) for value in found]  # auc, ap, recall
+        [0.75, 0.83, 0.5]
     """
     scores, counts = masked_scores(maps, mask, "maps", dims=3)
     true = as_flags(gold, scores, "gold")
@@ -78,6 +91,16 @@ def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) 
 
     Returns:
         (B,); NaN where nothing has positive relevance.
+
+    Raises:
+        InputError: when the shapes differ, or gold holds something but 0 and 1.
+        NonFiniteError: when relevance holds NaN or infinity at a unit that counts.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import relevance_mass
+        >>> relevance_mass(torch.tensor([[3.0, -1.0, 1.0]]), torch.tensor([[1, 0, 0]])).tolist()
+        [0.75]
     """
     scores, _ = masked_scores(relevance, mask, "relevance")
     positive = scores.clamp_min(0).double().flatten(1)

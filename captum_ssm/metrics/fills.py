@@ -18,10 +18,21 @@ NAMES = ("mean", "blur")
 
 
 def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """What a black pixel is after the images' normalisation, by channel (C,).
+    """What a black pixel is after the images' normalisation, by channel (C,): -mean / std.
 
     Args:
         mean, std: by channel, as given to the normalisation.
+
+    Returns:
+        (C,), float64; a ``fill`` of :func:`~captum_ssm.metrics.image_perturbation`.
+
+    Raises:
+        OptionError: when they are not one number per channel each, or std is not above 0.
+
+    Example:
+        >>> from captum_ssm.metrics import black
+        >>> black(mean=[0.5, 0.5, 0.4], std=[0.25, 0.5, 0.2]).tolist()
+        [-2.0, -1.0, -2.0]
     """
     shift, scale = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, std))
     if shift.dim() != 1 or shift.shape != scale.shape or not bool((scale > 0).all()):
@@ -39,6 +50,19 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
     Args:
         images: (B, C, H, W).
         sigma: Default: 11, the radius with which the published code blurs images of 224 pixels.
+
+    Returns:
+        (B, C, H, W), of the images' dtype.
+
+    Raises:
+        OptionError: when sigma is not above 0.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import blurred
+        >>> point = torch.tensor([[[[0.0, 0.0, 1.0, 0.0, 0.0]]]], dtype=torch.float64)
+        >>> blurred(point, sigma=0.5).round(decimals=2).flatten().tolist()
+        [0.0, 0.11, 0.79, 0.11, 0.0]
     """
     if not sigma > 0:
         raise OptionError(f"sigma={sigma}: use a number above 0.")

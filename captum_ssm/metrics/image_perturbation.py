@@ -29,6 +29,19 @@ def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
         relevance: what a method returns for images: (B, C, H, W), summed over channels, or a map
             (B, h, w), for example of patches, which is resized bilinearly as published code does.
         size: H and W.
+
+    Returns:
+        (B, H, W).
+
+    Raises:
+        InputError: when relevance is neither (B, C, H, W) nor (B, h, w).
+        NonFiniteError: when it holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import pixel_relevance
+        >>> pixel_relevance(torch.tensor([[[0.0, 1.0]]]), size=(1, 4)).tolist()
+        [[[0.0, 0.25, 0.75, 1.0]]]
     """
     scores = as_scores(relevance, "relevance")
     if scores.dim() not in (3, 4):
@@ -75,7 +88,23 @@ def image_perturbation(
         internal_batch_size: run at most so many images at a time. Default: None, all.
 
     Returns:
-        Curves over ``fractions``, one row per image.
+        Curves over ``fractions``, one row per image: of N pixels, the share f removes the first
+        floor(f N).
+
+    Raises:
+        InputError: when images, relevance or fill are not of shapes that fit.
+        OptionError: when fractions do not rise within 0 to 1, or a named fill is not known.
+        TargetError: when target is no class of the model's.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import image_perturbation
+        >>> model = lambda x: torch.stack([x.sum((1, 2, 3)), torch.ones(len(x))], 1)  # sum, 1
+        >>> relevance = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
+        >>> found = image_perturbation(
+        ...     model, torch.ones(1, 1, 1, 4), relevance, fractions=[0.25, 0.5, 1])
+        >>> found.logit.values.tolist(), found.correct.values.tolist()
+        ([[3.0, 2.0, 0.0]], [[1.0, 1.0, 0.0]])
     """
     if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
         found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__

@@ -26,6 +26,19 @@ def change_order(
         mask: units that may be changed, (B, N); the others come last. Default: None, all.
         generator: breaks ties at random, on the CPU; constant relevance is then a random order.
             Default: None, the unit further left comes first.
+
+    Returns:
+        (B, N) of integers, each of 0 to N - 1 once in a row.
+
+    Raises:
+        InputError: when relevance is not (B, N), or mask is not of its shape.
+        NonFiniteError: when a unit that may be changed has relevance NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import change_order
+        >>> change_order(torch.tensor([[0.1, 0.9, 0.5]]), most_first=True).tolist()
+        [[2, 0, 1]]
     """
     scores, allowed = masked_scores(relevance, mask, "relevance", dims=2)
     key = (-scores if most_first else scores).masked_fill(~allowed, float("inf"))

@@ -14,6 +14,10 @@ def token_similarity(
 ) -> Tensor:
     """The mean cosine similarity of all pairs of distinct tokens, (B,); linear in their number.
 
+    With u the tokens scaled to length 1, the mean over the L (L - 1) ordered pairs is::
+
+        (|sum of u|^2 - sum of |u|^2) / (L (L - 1))
+
     Args:
         tokens: what a layer returns, (B, L, E).
         mask: real tokens, (B, L). Default: None, all.
@@ -22,6 +26,19 @@ def token_similarity(
 
     Returns:
         (B,); a token of zeros is similar to none, and NaN stands where less than two tokens count.
+
+    Raises:
+        InputError: when tokens is not (B, L, E), or mask is not (B, L).
+        QueryError: when query is not a position of the sequence.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import token_similarity
+        >>> tokens = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]])
+        >>> round(token_similarity(tokens).item(), 2)  # of the pairs 1, 0 and 0
+        0.33
+        >>> token_similarity(tokens, query=-1).item()
+        1.0
     """
     vectors, counts = masked_scores(tokens, mask, "tokens", dims=3, features=True)
     if query is not None:

@@ -25,6 +25,20 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
         maps: relevance for each class, (B, K, H, W).
         present: the classes shown in each image, (B, K).
         background: the background's score, from 0 to 1. The paper gives none. Default: 0.5.
+
+    Returns:
+        (B, H, W) of integers.
+
+    Raises:
+        InputError: when maps is not (B, K, H, W), or present is not (B, K).
+        OptionError: when background is not from 0 to 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import pseudo_masks
+        >>> maps = torch.tensor([[[[4.0, 1.0, 0.0]], [[0.0, 1.0, 3.0]]]])
+        >>> pseudo_masks(maps, present=torch.tensor([[1, 1]])).tolist()
+        [[[1, 0, 2]]]
     """
     scores = as_scores(maps, "maps", dims=4)
     shown = as_flags(present, scores[:, :, 0, 0], "present")
@@ -43,6 +57,18 @@ class PseudoMaskScores:
     Args:
         classes: K, the background among them; 21 for Pascal VOC. Default: 21.
         ignored: a label whose pixels do not count. Default: 255, VOC's outlines.
+
+    Raises:
+        InputError: when masks and gold differ in shape or hold a class that is not below K, when
+            scores are asked for before there is an image, or when what is merged counts otherwise.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import PseudoMaskScores
+        >>> scores = PseudoMaskScores(classes=2)
+        >>> scores.update(torch.tensor([[[0, 1, 1, 0]]]), gold=torch.tensor([[[0, 0, 1, 255]]]))
+        >>> scores.compute().tolist()  # background, class 1, their mean
+        [0.5, 0.5, 0.5]
     """
 
     def __init__(self, classes: int = 21, ignored: int | None = 255) -> None:

@@ -24,6 +24,10 @@ from .checks import as_flags, as_scores, check_positive, masked_scores
 def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
     """The probability that a true unit has a higher score than one that is not; a tie is half.
 
+    ::
+
+        mean over true units t and others f of [s_t > s_f] + [s_t = s_f] / 2
+
     Args:
         scores: (B, N), any order of magnitude.
         gold: which units are true, (B, N) of booleans or of 0 and 1.
@@ -32,11 +36,15 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
     Returns:
         (B,); NaN where no unit is true, or every one.
 
+    Raises:
+        InputError: when the shapes differ, or gold holds something but 0 and 1.
+        NonFiniteError: when a unit that counts has a score NaN or infinity.
+
     Example:
         >>> import torch
         >>> from captum_ssm.metrics import roc_auc
-        >>> roc_auc(torch.tensor([[0.9, 0.2, 0.4]]), torch.tensor([[1, 0, 1]]))
-        tensor([1.], dtype=torch.float64)
+        >>> roc_auc(torch.tensor([[0.9, 0.6, 0.4, 0.1]]), torch.tensor([[1, 0, 1, 0]])).item()
+        0.75
     """
     scores, true, false = _checked(scores, gold, mask)
     others = scores.masked_fill(~false, float("inf")).sort(-1).values
@@ -50,7 +58,9 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
 def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mean, over the true units, of the precision among all units of at least their score.
 
-    This is the area under the steps of the precision-recall curve, without interpolation.
+    This is the area under the steps of the precision-recall curve, without interpolation::
+
+        mean over true units t of |{true u: s_u >= s_t}| / |{u: s_u >= s_t}|
 
     Args:
         scores: (B, N).
@@ -59,6 +69,16 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
 
     Returns:
         (B,); NaN where no unit is true, 1 where every one is.
+
+    Raises:
+        InputError, NonFiniteError: as :func:`roc_auc`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import average_precision
+        >>> scores, gold = torch.tensor([[0.9, 0.6, 0.4, 0.2]]), torch.tensor([[1, 0, 0, 1]])
+        >>> average_precision(scores, gold).item()  # the mean of 1 / 1 and 2 / 4
+        0.75
     """
     scores, true, false = _checked(scores, gold, mask)
     found = _at_least(scores, true).double() / _at_least(scores, true | false)
@@ -82,6 +102,17 @@ def recall_at_k(
 
     Returns:
         (B,); NaN where no unit is true.
+
+    Raises:
+        InputError, NonFiniteError: as :func:`roc_auc`.
+        OptionError: when k is below 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import recall_at_k
+        >>> scores, gold = torch.tensor([[0.9, 0.6, 0.4, 0.2]]), torch.tensor([[1, 0, 0, 1]])
+        >>> recall_at_k(scores, gold).item(), recall_at_k(scores, gold, k=4).item()
+        (0.5, 1.0)
     """
     hits, _, total = _hits(scores, gold, k, mask)
     return hits / total
@@ -98,6 +129,16 @@ def precision_at_k(
 
     Returns:
         (B,); NaN where there is nothing to look at.
+
+    Raises:
+        InputError, NonFiniteError, OptionError: as :func:`recall_at_k`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import precision_at_k
+        >>> scores, gold = torch.tensor([[0.9, 0.6, 0.4, 0.2]]), torch.tensor([[1, 0, 0, 1]])
+        >>> precision_at_k(scores, gold, k=1).item(), precision_at_k(scores, gold, k=4).item()
+        (1.0, 0.5)
     """
     hits, looked_at, _ = _hits(scores, gold, k, mask)
     return hits / looked_at
@@ -123,6 +164,20 @@ def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
     Args:
         scores: (N,).
         gold: which units are true, (N,) of booleans or of 0 and 1; at least one.
+
+    Returns:
+        :class:`PrecisionRecall`, (T,) each for T distinct scores.
+
+    Raises:
+        InputError: when the shapes differ, or nothing is true.
+        NonFiniteError: when a score is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import precision_recall_curve
+        >>> curve = precision_recall_curve(torch.tensor([0.9, 0.6, 0.4]), torch.tensor([1, 0, 1]))
+        >>> curve.precision.round(decimals=2).tolist(), curve.recall.tolist()
+        ([1.0, 0.5, 0.67], [0.5, 0.5, 1.0])
     """
     scores = as_scores(scores, "scores", dims=1)
     true = as_flags(gold, scores, "gold")

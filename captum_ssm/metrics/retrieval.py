@@ -28,6 +28,21 @@ def answers_found(
         mode: ``"all"``, the share of the references that occur, RULER's score for needles, keys
             and frequent words; ``"any"``, 1 if one does, its score for questions. Default:
             ``"all"``.
+
+    Returns:
+        (n,), float64, from 0 to 1.
+
+    Raises:
+        InputError: when there are not as many predictions as examples, or an example has no list
+            of references.
+        OptionError: when mode is not known.
+
+    Example:
+        >>> from captum_ssm.metrics import answers_found
+        >>> answers_found(["It is 41 or 43."], [["41", "42"]]).tolist()
+        [0.5]
+        >>> answers_found(["It is 41 or 43."], [["41", "42"]], mode="any").tolist()
+        [1.0]
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: use one of {MODES}.")
@@ -48,6 +63,19 @@ def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tenso
     Args:
         relevance: (B, L).
         spans: n ranges of tokens, the first and one past the last.
+
+    Returns:
+        (B, n), float64.
+
+    Raises:
+        InputError: when there is no range, or one is empty or leaves the text.
+        NonFiniteError: when relevance holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import span_relevance
+        >>> span_relevance(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), [(0, 2), (3, 4)]).tolist()
+        [[1.5, 4.0]]
     """
     scores = as_scores(relevance, "relevance", dims=2).double()
     tokens = scores.shape[1]

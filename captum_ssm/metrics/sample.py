@@ -35,6 +35,14 @@ class Interval(NamedTuple):
         low: the lower bound.
         value: the statistic of the examples themselves.
         high: the upper bound.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Sample
+        >>> sample = Sample()
+        >>> sample.update(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+        >>> [bound.item() for bound in sample.interval()]
+        [0.25, 0.75, 1.0]
     """
 
     low: Tensor
@@ -48,6 +56,11 @@ class Sample:
     Args:
         statistic: a function of the columns' sums and of how many examples have a number in each.
             Default: :func:`mean`.
+
+    Raises:
+        InputError: when a batch is not (B,) or (B, k), has other columns than those before or
+            holds infinity; when a sample of another statistic is merged; or when a number is asked
+            for before there is an example.
 
     Example:
         >>> import torch
@@ -126,6 +139,9 @@ class Sample:
         Returns:
             The bounds around :meth:`value`; resamples in which the statistic is undefined do not
             count, and with none left the bounds are NaN.
+
+        Raises:
+            OptionError: when confidence is not between 0 and 1, or resamples is below 1.
         """
         if not 0 < confidence < 1:
             raise OptionError(f"confidence={confidence}: use a number between 0 and 1.")

@@ -23,8 +23,25 @@ from .sample import Interval, Sample
 def unit_range(maps: Tensor) -> Tensor:
     """Each map scaled to [0, 1]; a constant map, which points nowhere, to 0.
 
+    ::
+
+        (m - min m) / (max m - min m)
+
     Args:
         maps: (B, ...).
+
+    Returns:
+        The same shape.
+
+    Raises:
+        InputError: when maps has no dimension behind the examples.
+        NonFiniteError: when maps holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import unit_range
+        >>> unit_range(torch.tensor([[-2.0, 0.0, 2.0], [5.0, 5.0, 5.0]])).tolist()
+        [[0.0, 0.5, 1.0], [0.0, 0.0, 0.0]]
     """
     maps = as_scores(maps, "maps")
     if maps.dim() < 2:
@@ -42,6 +59,21 @@ def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
         maps: (B, H, W), one number per pixel.
         threshold: ``"mean"``, each scaled map's own mean; or a number from 0 to 1. A pixel must be
             above it, so that a constant map has no foreground. Default: ``"mean"``.
+
+    Returns:
+        (B, H, W) of booleans.
+
+    Raises:
+        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1.
+        NonFiniteError: when maps holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import foreground
+        >>> foreground(torch.tensor([[[1.0, 2.0, 6.0]]])).tolist()
+        [[[False, False, True]]]
+        >>> foreground(torch.tensor([[[1.0, 2.0, 6.0]]]), threshold=0.1).tolist()
+        [[[False, True, True]]]
     """
     scaled = unit_range(maps)
     if isinstance(threshold, str):
@@ -64,6 +96,17 @@ def segmentation_average_precision(maps: Tensor, gold: Tensor, ignored: int | No
     Returns:
         (B,); an image without one of the classes has that of the other, one without a pixel that
         counts NaN.
+
+    Raises:
+        InputError: when the shapes differ, or gold holds something but 0, 1 and ``ignored``.
+        NonFiniteError: when maps holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import segmentation_average_precision
+        >>> maps, gold = torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]), torch.tensor([[[1, 0]]] * 2)
+        >>> segmentation_average_precision(maps, gold).tolist()
+        [1.0, 0.5]
     """
     counts, true = _parts(maps, gold, ignored)
     scores = unit_range(maps).flatten(1)
@@ -93,6 +136,12 @@ class SegmentationScores:
     Args:
         threshold: see :func:`foreground`. Default: ``"mean"``.
         ignored: a label whose pixels do not count. Default: -1.
+
+    Raises:
+        InputError: when maps and gold differ in shape or gold holds something but 0, 1 and
+            ``ignored``; when scores are asked for before there is an image; or when what is merged
+            has other options.
+        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1.
 
     Example:
         >>> import torch

@@ -45,6 +45,18 @@ class Texts:
         fixed: tokens that are never changed, such as those of a prompt around the text, (B, L).
             Default: None, none.
         internal_batch_size: run at most so many changed texts at a time. Default: 64.
+
+    Raises:
+        InputError: when inputs, fill or a mask are not of shapes that fit, or a text has no token.
+        OptionError: when ids are to be filled with something else than an id.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Texts
+        >>> model = lambda ids: torch.stack([(ids == 1).sum(1).float(), torch.zeros(len(ids))], 1)
+        >>> texts = Texts(model, torch.tensor([[1, 1, 2, 2]]), fill=0)
+        >>> texts.unchanged().tolist()  # how often the text has token 1; nothing
+        [[2.0, 0.0]]
     """
 
     forward_func: Classifier
@@ -143,7 +155,23 @@ def text_perturbation(
         generator: breaks ties of relevance at random. Default: None, earlier tokens come first.
 
     Returns:
-        Curves over ``fractions``, one row per text.
+        Curves over ``fractions``, one row per text: of n tokens that may be changed, the share f
+        changes the first floor(f n).
+
+    Raises:
+        InputError: when relevance is not (B, L) or (B, L, E).
+        OptionError: when fractions do not rise within 0 to 1, how is not known, or a share deletes
+            every token of a text.
+        TargetError: when target is no class of the model's.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Texts, text_perturbation
+        >>> model = lambda ids: torch.stack([(ids == 1).sum(1).float(), torch.zeros(len(ids))], 1)
+        >>> texts = Texts(model, torch.tensor([[1, 1, 2, 2]]), fill=0)
+        >>> relevance = torch.tensor([[0.5, 0.4, 0.1, 0.0]])
+        >>> text_perturbation(texts, relevance, fractions=[0.25, 0.5]).logit.values.tolist()
+        [[1.0, 0.0]]
     """
     shares = as_fractions(fractions)
     gone = _first(texts, relevance, shares, most_first, generator)
@@ -165,6 +193,21 @@ def text_activation(
         texts, relevance, target, generator: as in :func:`text_perturbation`, with the same
             defaults; the paper's class is the true one.
         fractions: shares of the tokens that are revealed. Default: 0 % to 100 %.
+
+    Returns:
+        The curve, one row per text.
+
+    Raises:
+        InputError, OptionError, TargetError: as :func:`text_perturbation`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Texts, text_activation
+        >>> model = lambda ids: torch.stack([(ids == 1).sum(1).float(), torch.zeros(len(ids))], 1)
+        >>> texts = Texts(model, torch.tensor([[1, 1, 2, 2]]), fill=0)
+        >>> curve = text_activation(texts, torch.tensor([[0.5, 0.4, 0.1, 0.0]]))
+        >>> curve.values[0, [0, 3, 10]].round(decimals=2).tolist()  # sigmoid of 0, 1 and 2
+        [0.5, 0.73, 0.88]
     """
     shares = as_fractions(fractions)
     hidden = texts.changeable[:, None] & ~_first(texts, relevance, shares, True, generator)
@@ -186,6 +229,21 @@ def text_pruning(
         texts, relevance, how, generator: as in :func:`text_perturbation`, with the same defaults.
         fractions: shares of the tokens that are removed. Default: 0 % to 100 %, the last of which
             ``how="delete"`` allows only where some tokens are fixed.
+
+    Returns:
+        The curve, one row per text: at each share the mean over classes of the squared change.
+
+    Raises:
+        InputError, OptionError: as :func:`text_perturbation`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Texts, text_pruning
+        >>> model = lambda ids: torch.stack([(ids == 1).sum(1).float(), torch.zeros(len(ids))], 1)
+        >>> texts = Texts(model, torch.tensor([[1, 1, 2, 2]]), fill=0)
+        >>> relevance = torch.tensor([[0.5, 0.4, 0.1, 0.0]])
+        >>> text_pruning(texts, relevance, fractions=[0.5, 1.0]).values.tolist()
+        [[0.0, 2.0]]
     """
     shares = as_fractions(fractions)
     gone = _first(texts, relevance, shares, False, generator)

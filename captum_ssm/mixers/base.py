@@ -16,16 +16,24 @@ from .token_map import TokenMap
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One recorded call of a mixer module.
+    """One recorded call of a mixer module: what an adapter is given beside the module.
 
     Attributes:
         args: positional arguments.
         kwargs: keyword arguments.
         output: what the module returned.
-        block: the module that holds the mixer and may scale what it returns; None if the mixer
-            stands alone.
+        block: the module that holds the mixer and may scale what it returns. Default: None, the
+            mixer stands alone.
         around: the modules around the mixer that were called, innermost first, each with the shape
-            of the first floating tensor it received.
+            of the first floating tensor it received. Default: empty.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import Call
+        >>> x = torch.zeros(1, 4, 8)
+        >>> call = Call(args=(x,), kwargs={"attention_mask": None}, output=(x, "a state"))
+        >>> call.hidden_states is x, call.output_tensor is x, call.argument("attention_mask")
+        (True, True, None)
     """
 
     args: tuple[Any, ...]
@@ -35,7 +43,12 @@ class Call:
     around: Mapping[nn.Module, torch.Size] = field(default_factory=dict)
 
     def argument(self, name: str, position: int | None = None) -> Any:
-        """The argument called ``name``, also when it was passed by position; None if absent."""
+        """The argument called ``name``, also when it was passed by position; None if absent.
+
+        Args:
+            name: what the argument is called.
+            position: where it stands if passed by position. Default: None, by keyword only.
+        """
         if name in self.kwargs:
             return self.kwargs[name]
         if position is not None and position < len(self.args):
@@ -44,7 +57,7 @@ class Call:
 
     @property
     def hidden_states(self) -> Tensor:
-        """The sequence entering the mixer, (B, L, E)."""
+        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor."""
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
             value = next(v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor))
@@ -52,7 +65,7 @@ class Call:
 
     @property
     def output_tensor(self) -> Tensor:
-        """The sequence leaving the mixer, (B, L, E)."""
+        """The sequence leaving the mixer, (B, L, E): the first tensor of what it returned."""
         return first_tensor(self.output)
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
@@ -61,6 +74,9 @@ class Call:
         Args:
             name: what the argument is called.
             position: where it stands if passed by position. Default: None, by keyword only.
+
+        Raises:
+            CachedStateError: when it does; the tokens read in that call cannot be explained.
         """
         cache = self.argument(name, position)
         if cache is not None:
@@ -73,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class LinearMixer:
-    """A mixer at one input, as a frozen linear map over tokens.
+    """A mixer at one input, as a frozen linear map over tokens: what an adapter returns.
 
     ``project(operator.affine(values))`` equals the module's output; where a map is given, the
     output in the map's order.
@@ -82,11 +98,20 @@ class LinearMixer:
         values: the stream after the input projection, (B, L, H, P).
         operator: the frozen map over tokens.
         project: the output projection, (B, L, H, P) to (B, L, E).
-        mask: True for real tokens (B, L), or None if no token is padding.
+        mask: True for real tokens (B, L). Default: None, no token is padding.
         branch_scale: constant with which the block multiplies the mixer's output before it joins
-            the residual stream.
-        map: where the tokens lie, for a module that is called on windows of a map; None for a
-            module that is called on the tokens themselves.
+            the residual stream. Default: 1.0.
+        map: where the tokens lie, for a module that is called on windows of a map. Default: None,
+            the module is called on the tokens themselves.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import LinearMixer
+        >>> from captum_ssm.operators import ElementwiseRecurrence
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 2), 0.5))  # B, L, H = 1, 3, 2
+        >>> mixer = LinearMixer(torch.ones(1, 3, 2, 1), scan, project=lambda y: y.sum(2))
+        >>> mixer.output().flatten().tolist()
+        [2.0, 3.0, 3.5]
     """
 
     values: Tensor
@@ -103,7 +128,11 @@ class LinearMixer:
         return torch.zeros_like(self.values) if offset is None else offset
 
     def restrict(self, components: Collection[str]) -> LinearMixer:
-        """The same mixer with only the named components left in its operator."""
+        """The same mixer with only the named components left in its operator.
+
+        Args:
+            components: the names of those to keep; the identity if none of them is left.
+        """
         kept = self.operator.restrict(components)
         if kept is None:
             kept = Diagonal(self.values.new_ones(1, 1, 1, 1), self.operator.shape)
@@ -114,7 +143,14 @@ class LinearMixer:
         return self.project(self.operator.affine(self.values))
 
     def check_finite(self, layer: str) -> None:
-        """Raise, naming layer and component, if a coefficient is NaN or infinite."""
+        """Raise if a coefficient is NaN or infinite.
+
+        Args:
+            layer: what to call the mixer in the error.
+
+        Raises:
+            NonFiniteError: naming the layer and the component in which it began.
+        """
         named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
         # in the order of computation, so that the first one found is where it began
         for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
@@ -127,7 +163,7 @@ class LinearMixer:
                     )
 
 
-#: An adapter: module and one recorded call in, linear mixer out.
+#: An adapter: a module and one recorded :class:`Call` of it in, a :class:`LinearMixer` out.
 Linearize = Callable[[nn.Module, Call], LinearMixer]
 
 

@@ -43,12 +43,22 @@ def load_bundled(
             Default: None, the one that ships with the package.
 
     Returns:
-        The model in evaluation mode on the CPU, and its key: the vocabulary that encodes the
-        prompts of a language model, or the names of an image classifier's classes, in order.
+        The model in evaluation mode on the CPU, and its key: the vocabulary
+        (:class:`~captum_ssm.tasks.WordVocabulary`) of what a language model or a classifier of
+        sentences reads, or the names of an image classifier's classes, in order.
 
     Raises:
         OptionError: when there is no such model, or its weights do not ship.
         ImportError: when transformers or safetensors is not installed.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled("recall-mamba")
+        >>> prompt = "anna owns the lamp . bob owns the kite . ? bob owns the"
+        >>> logits = model(torch.tensor([vocabulary.encode(prompt)])).logits  # (1, L, words)
+        >>> vocabulary.decode(logits[:, -1].argmax(-1))
+        'kite'
     """
     recipe = recipe_of(name)
     if folder is None and name not in BUNDLED:
@@ -65,8 +75,19 @@ def load_bundled(
 def weights_of(name: str) -> Path:
     """The file of a bundled model's weights, beside its configuration, key and card.
 
+    Args:
+        name: of the model.
+
+    Returns:
+        Where the file is, or would be if the weights do not ship.
+
     Raises:
         OptionError: when there is no such model.
+
+    Example:
+        >>> from captum_ssm.models.bundled import weights_of
+        >>> sorted(path.name for path in weights_of("recall-mamba").parent.iterdir())
+        ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
     """
     recipe_of(name)
     return _HERE / name / WEIGHTS

@@ -42,7 +42,19 @@ from .strips import Strip, total
 
 
 class Shape(NamedTuple):
-    """Sizes an operator acts on."""
+    """Sizes an operator acts on.
+
+    Attributes:
+        batch: examples, B.
+        tokens: tokens, L.
+        heads: heads, H; in Mamba-1 every channel is one.
+        per_head: value channels per head, P.
+
+    Example:
+        >>> from captum_ssm.operators import Shape
+        >>> Shape(batch=2, tokens=5, heads=3, per_head=4).tokens
+        5
+    """
 
     batch: int
     tokens: int
@@ -51,12 +63,28 @@ class Shape(NamedTuple):
 
 
 class Operator:
-    """A frozen linear map over tokens; see the module's text for shapes.
+    """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
+
+    The base of all operators.  A subclass defines :meth:`apply`, :meth:`tensors`, :meth:`select`
+    and the attributes; everything else follows, if slowly.  Shapes: B batch, L tokens, H heads,
+    P value channels per head, C = H P channels.
 
     Attributes:
         component: name of the part of a mixer this operator stands for (``"scan"``, ``"gate"``,
-            ...); None for structural parts, which :meth:`restrict` always keeps.
-        shape: the sizes it acts on.
+            ...). Default: None, for structural parts, which :meth:`restrict` always keeps.
+        shape: the sizes it acts on, a :class:`Shape`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Operator, Shape
+        >>> class Half(Operator):
+        ...     shape = Shape(batch=1, tokens=3, heads=2, per_head=1)
+        ...     def apply(self, v):
+        ...         return 0.5 * v
+        ...     def tensors(self):
+        ...         return {"weight": torch.tensor(0.5)}
+        >>> bool((Half().dense() == 0.5 * torch.eye(3)).all())
+        True
     """
 
     component: str | None = None
@@ -65,15 +93,31 @@ class Operator:
     # --- what a subclass defines -----------------------------------------------------------
 
     def apply(self, v: Tensor) -> Tensor:
-        """alpha v for ``v`` (..., B, L, H, P); linear and differentiable in ``v``."""
+        """alpha v: every channel's matrix times its values.
+
+        Linear and differentiable in ``v``, with :meth:`transpose` as its derivative.
+
+        Args:
+            v: values (..., B, L, H, P); leading dimensions are free.
+
+        Returns:
+            The outputs, in the shape of ``v``.
+        """
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """The frozen coefficients by name."""
+        """The frozen coefficients by name, as they are checked for NaN and infinity."""
         raise NotImplementedError
 
     def select(self, heads: Sequence[int]) -> Operator:
-        """The same operator on some heads only."""
+        """The same operator on some heads only.
+
+        Args:
+            heads: which ones, counted from 0, in the order wanted.
+
+        Returns:
+            An operator on (B, L, len(heads), P).
+        """
         raise NotImplementedError
 
     # --- how tokens are mixed --------------------------------------------------------------
@@ -98,7 +142,16 @@ class Operator:
     # --- derived; override for speed -------------------------------------------------------
 
     def transpose(self, u: Tensor) -> Tensor:
-        """The adjoint: alpha-transposed u, by differentiating :meth:`apply`."""
+        """The adjoint: every channel's transposed matrix times ``u``.
+
+        For all u and v, the sum of ``u * apply(v)`` is that of ``transpose(u) * v``.
+
+        Args:
+            u: (..., B, L, H, P); leading dimensions are free.
+
+        Returns:
+            alpha-transposed u, in the shape of ``u``.
+        """
         with torch.inference_mode(False), torch.enable_grad():
             v = torch.zeros_like(u, requires_grad=True)
             out = self.apply(v)
@@ -108,17 +161,35 @@ class Operator:
         return result
 
     def offset(self) -> Tensor | None:
-        """The constant term that biases inside the operator add to its output, or None."""
+        """The constant term that biases inside the operator add to its output.
+
+        Returns:
+            (B, L, H, P), or None if there is none.
+        """
         return None
 
     def affine(self, v: Tensor) -> Tensor:
-        """alpha v + offset: what the real module computes before its output projection."""
+        """alpha v + offset: what the real module computes before its output projection.
+
+        Args:
+            v: values (..., B, L, H, P).
+
+        Returns:
+            (..., B, L, H, P).
+        """
         offset = self.offset()
         out = self.apply(v)
         return out if offset is None else out + offset
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        """This operator with only the named components; None if only the identity is left."""
+        """This operator with only the named components; all others become the identity.
+
+        Args:
+            components: the names of those to keep.
+
+        Returns:
+            The operator, or None if only the identity is left.
+        """
         return self if self.component is None or self.component in components else None
 
     def leaves(self) -> Iterator[Operator]:
@@ -133,7 +204,11 @@ class Operator:
         return self
 
     def after_band(self, band: Band) -> Band | None:
-        """The product self . band if this operator is banded (a few lags), else None."""
+        """The product self . band if this operator is banded (a few lags), else None.
+
+        Args:
+            band: factors (B, L, H, P), broadcastable, by lag.
+        """
         return None
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
@@ -142,6 +217,9 @@ class Operator:
         Args:
             left: row factors (B, L, H, P), broadcastable.
             right: column factors (B, L, H, P), broadcastable.
+
+        Returns:
+            (B, L, L).
         """
         return Operator.strip(self, left, right, range(self.shape.tokens)).entries
 
@@ -151,6 +229,9 @@ class Operator:
         Args:
             left, right: as in :meth:`contract`.
             rows: neighbouring rows, ascending; at least one.
+
+        Returns:
+            Their entries (B, R, W), with the rows and the columns that they stand for.
         """
         tokens = self.shape.tokens
         out = self._zeros(self.shape.batch, len(rows), tokens)
@@ -167,6 +248,9 @@ class Operator:
             left: row factors (B, L, H, P), broadcastable.
             band: what acts before this operator, column factors included.
             rows: as in :meth:`strip`.
+
+        Returns:
+            As of :meth:`strip`.
         """
         tokens = self.shape.tokens
         shares = (
@@ -179,7 +263,11 @@ class Operator:
 
         Args:
             rows: as in :meth:`strip`.
-            reduce: how channels become one matrix; neither None nor ``"heads"``.
+            reduce: how channels become one matrix; neither None nor ``"heads"``. Default:
+                ``"mean"``.
+
+        Returns:
+            As of :meth:`strip`.
         """
         if reduce == "mean":
             one = self._ones(1, 1, 1, 1)
@@ -187,7 +275,14 @@ class Operator:
         return Strip(self.rows(rows, reduce), rows, range(self.shape.tokens))
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        """As :meth:`contract`, but the sum over the channels of each head, (B, H, L, L)."""
+        """As :meth:`contract`, but the sum over the channels of each head.
+
+        Args:
+            left, right: as in :meth:`contract`.
+
+        Returns:
+            (B, H, L, L).
+        """
         parts = []
         for chunk in self._chunks(range(self.shape.tokens)):
             found = self._adjoint_of_unit_rows(chunk, left) * right  # (Q, B, L, H, P)
@@ -195,7 +290,14 @@ class Operator:
         return torch.cat(parts, -2)
 
     def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        """As :meth:`strip_of_product`, but all rows, and the sum over the channels of each head."""
+        """As :meth:`strip_of_product`, but all rows, and the sum over the channels of each head.
+
+        Args:
+            left, band: as in :meth:`strip_of_product`.
+
+        Returns:
+            (B, H, L, L).
+        """
         tokens = self.shape.tokens
         out = self._zeros(self.shape.batch, self.shape.heads, tokens, tokens)
         for lag, factor in band.items():
@@ -203,30 +305,52 @@ class Operator:
         return out
 
     def add_heads(self, out: Tensor, left: Tensor, band: Band) -> None:
-        """Add :meth:`heads_of_product` to ``out``, in place."""
+        """Add :meth:`heads_of_product` to ``out``, in place.
+
+        Args:
+            out: (B, H, L, L).
+            left, band: as in :meth:`strip_of_product`.
+        """
         out += self.heads_of_product(left, band)
 
     def mean_matvec(self, x: Tensor) -> Tensor:
-        """(mean over channels of alpha) x for ``x`` (B, L), without forming a matrix."""
+        """(mean over channels of alpha) x, without forming a matrix.
+
+        Args:
+            x: one number per token (B, L).
+
+        Returns:
+            (B, L).
+        """
         return linear_map(x, self._mean_forward, self._mean_adjoint)
 
     def mean_rmatvec(self, r: Tensor) -> Tensor:
-        """r (mean over channels of alpha) for a row vector ``r`` (B, L), without a matrix."""
+        """r (mean over channels of alpha), without forming a matrix.
+
+        Args:
+            r: a row vector (B, L).
+
+        Returns:
+            (B, L).
+        """
         return linear_map(r, self._mean_adjoint, self._mean_forward)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         """This operator, or its adjoint, on a few tokens at a time.
 
-        None if tokens cannot be mapped in this order, or faster all at once.
-
         Args:
             transposed: whether it is the adjoint, which is fed from the last token to the first.
             longest: the most tokens fed at a time.
+
+        Returns:
+            A function of values (B, T, H, P) and the slice of tokens that they are; None if tokens
+            cannot be mapped in this order, or faster all at once.
         """
         return None
 
     @property
-    def portion(self) -> Portion:  # of tokens to feed to a stream
+    def portion(self) -> Portion:
+        """How many tokens to feed to a :meth:`stream` at a time."""
         return SMALL
 
     def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
@@ -234,10 +358,16 @@ class Operator:
 
         Args:
             positions: query positions, common to all examples (a list of Q) or per example (B, Q).
-            reduce: how channels are combined; None keeps every channel, ``"heads"`` every head.
+            reduce: how channels are combined: ``"mean"``, ``"max"``, ``"min"``, ``"product"`` or a
+                function over the last dimension; None keeps every channel, ``"heads"`` every head,
+                as the mean over its channels. Default: ``"mean"``.
 
         Returns:
             (B, Q, L), or (B, C, Q, L) with ``reduce=None``, or (B, H, Q, L) with ``"heads"``.
+
+        Raises:
+            QueryError: for positions outside the sequence.
+            OptionError: for a reduction that is not known.
         """
         index = per_example(positions, self.shape.batch, self.shape.tokens, self.device)  # (B, Q)
         parts = []
@@ -247,11 +377,17 @@ class Operator:
         return torch.cat(parts).movedim(0, -2)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
-        """The implicit attention matrices, (B, L, L) or with a channel dimension after B.
+        """The implicit attention matrices, entry (i, j) saying what token i takes from token j.
 
         Args:
-            reduce: as in :meth:`rows`.
-            heads: use these heads only; None means all.
+            reduce: as in :meth:`rows`. Default: ``"mean"``.
+            heads: use these heads only; negative ones count from the end. Default: None, all.
+
+        Returns:
+            (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L) with ``"heads"``.
+
+        Raises:
+            OptionError: for a head or a reduction that does not exist.
         """
         if heads is not None:
             count = self.shape.heads
@@ -269,10 +405,12 @@ class Operator:
 
     @property
     def device(self) -> torch.device:
+        """Where the coefficients are."""
         return self._example().device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The coefficients' dtype."""
         return self._example().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:

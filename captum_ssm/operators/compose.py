@@ -23,7 +23,28 @@ _FACTOR_ELEMENTS = 2**18
 
 
 class Chain(Composite):
-    """A product of operators, written as in mathematics: the last one acts first."""
+    """A product of operators, written as in mathematics: the last one acts first.
+
+    alpha = parts[0] . parts[1] . ... , so that ``Chain(gate, scan, conv)`` convolves, scans, gates.
+    Parts that are products themselves are taken apart.
+
+    Attributes:
+        parts: the factors; none of them is a Chain.
+
+    Args:
+        *parts: at least one operator, all of the same shape.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Chain, Diagonal, Permute, Shape
+        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
+        >>> gate = Diagonal(torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), shape, "gate")
+        >>> flip = Permute(torch.tensor([2, 1, 0]), shape)
+        >>> Chain(gate, flip).dense().int()
+        tensor([[[0, 0, 1],
+                 [0, 2, 0],
+                 [3, 0, 0]]], dtype=torch.int32)
+    """
 
     def __init__(self, *parts: Operator) -> None:
         self.parts = tuple(p for part in parts for p in _flat(part))
@@ -138,10 +159,13 @@ class Chain(Composite):
         return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Folds diagonals and short convolutions at both ends into factors and shifts.
+        """Some rows; folds diagonals and short convolutions at both ends into factors and shifts.
 
         What is left in the middle is usually one recurrence, whose own fast version then serves;
         a chain of any other form falls back to the generic rows.
+
+        Args:
+            left, right, rows: as of any operator; see :meth:`.Operator.strip`.
         """
         first, last = self.parts[0], self.parts[-1]
         if isinstance(first, Permute):

@@ -16,14 +16,26 @@ from .strips import Strip
 
 
 class ShortConv(Operator):
-    """y[t] = sum over k of weight[..., k] x[t - lags[k]] + bias[t].
+    """A convolution of a few taps: y[t] = sum over k of weight[..., k] x[t - lags[k]] + bias[t].
+
+    Tokens beyond the ends are zero.
 
     Args:
         weight: filters (H, P, K), by tap.
         shape: the sizes acted on.
-        bias: constant term broadcastable to (B, L, H, P), or None.
-        lags: how many tokens back each tap reads; default 0, 1, ..., K - 1 (causal).
-        component: name of the part it stands for.
+        bias: constant term broadcastable to (B, L, H, P). Default: None, no constant.
+        lags: how many tokens back each tap reads; negative ones read ahead. Default: None, that is
+            0, 1, ..., K - 1 (causal).
+        component: name of the part it stands for. Default: ``"conv"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Shape, ShortConv
+        >>> taps = torch.tensor([[[1.0, 10.0]]])  # this token, and the one before
+        >>> ShortConv(taps, Shape(batch=1, tokens=3, heads=1, per_head=1)).dense().int()
+        tensor([[[ 1,  0,  0],
+                 [10,  1,  0],
+                 [ 0, 10,  1]]], dtype=torch.int32)
     """
 
     def __init__(

@@ -24,17 +24,29 @@ _TREE_ELEMENTS = 2**20
 
 
 class ScalarDecayHeads(ChunkedHeads):
-    """One decay per head and token.
+    """Linear attention with one decay per head and token: Mamba-2, RetNet, mLSTM.
+
+    alpha_h[i, j] = q[i] . k[j] (product of the decays of tokens j+1..i) scale[j] for j <= i.
 
     Args:
         query: (B, L, G, N); G divides H, and each group serves H / G heads in a row.
         key: (B, L, G, N).
         log_decay: logarithms of the decays (B, L, H), at most 0.
-        scale: factors on the values (B, L, H), or None.
+        scale: factors on the values (B, L, H), or None for none.
         per_head: value channels of a head, P.
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"scan"``.
         rate: continuous-time decay rates (H,), not positive, where ``scale`` holds step sizes and
-            log_decay is rate * scale (Mamba-2); None where no step size makes the decay.
+            log_decay is rate * scale (Mamba-2). Default: None, no step size makes the decay.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ScalarDecayHeads
+        >>> query = key = torch.ones(1, 3, 1, 2)  # their products are 2
+        >>> log_decay = torch.full((1, 3, 1), 0.5).log()
+        >>> scan = ScalarDecayHeads(query, key, log_decay, None, per_head=4)
+        >>> expected = torch.tensor([[2.0, 0.0, 0.0], [1.0, 2.0, 0.0], [0.5, 1.0, 2.0]])
+        >>> torch.allclose(scan.dense(), expected[None])
+        True
     """
 
     def __init__(

@@ -29,6 +29,10 @@ from .underflow import underflow_flushed
 class DeltaRule(ChunkedHeads):
     """A state that is corrected towards each new value along its key.
 
+    S[t] = decay[t] S[t-1], then S[t] += beta[t] k[t] (v[t] - k[t] . S[t]), and y[t] = q[t] . S[t].
+    Its matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), where E holds the
+    products of decays.
+
     Args:
         query: (B, L, H, N).
         key: (B, L, H, N).
@@ -36,7 +40,15 @@ class DeltaRule(ChunkedHeads):
         log_decay: logarithms of the decays, per head (B, L, H) or per key channel (B, L, H, N);
             None for no decay.
         per_head: value channels of a head, P.
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import DeltaRule
+        >>> key = torch.ones(1, 3, 1, 1)  # one key for all: each value replaces the one before
+        >>> memory = DeltaRule(key, key, torch.ones(1, 3, 1), None, per_head=1)
+        >>> torch.allclose(memory.dense(), torch.eye(3))
+        True
     """
 
     def __init__(

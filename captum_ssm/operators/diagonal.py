@@ -14,7 +14,7 @@ from .strips import Strip
 
 
 class Diagonal(Operator):
-    """y[t] = weight[t] x[t].
+    """Scaling of single tokens, y[t] = weight[t] x[t]: gates, frozen activations, norms, skips.
 
     Attributes:
         source: the weight with its graph, for rules that give a factor its share of relevance.
@@ -22,9 +22,19 @@ class Diagonal(Operator):
     Args:
         weight: factors broadcastable to (B, L, H, P).
         shape: the sizes acted on.
-        component: name of the part it stands for, or None.
+        component: name of the part it stands for. Default: None, a structural part such as a mask.
         data_dependent: whether the factors follow from the input. Default: None, they do if
             ``weight`` has a factor for each example or each token.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Diagonal, Shape
+        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
+        >>> gate = Diagonal(torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), shape, "gate")
+        >>> gate.dense().int()
+        tensor([[[1, 0, 0],
+                 [0, 2, 0],
+                 [0, 0, 3]]], dtype=torch.int32)
     """
 
     def __init__(
@@ -75,7 +85,11 @@ class Diagonal(Operator):
         return Diagonal(weight, shape, self.component, self._data_dependent)
 
     def reordered(self, order: Tensor) -> Diagonal:
-        """The diagonal whose token t has the factor of this one's token ``order[t]``."""
+        """The diagonal whose token t has the factor of this one's token ``order[t]``.
+
+        Args:
+            order: a permutation of the tokens (L,).
+        """
         if self.weight.shape[1] == 1:
             return self
         weight = self.weight.index_select(1, order)

@@ -95,13 +95,22 @@ def _unexpanded(x: Tensor) -> Tensor:
 
 
 class DenseHeads(HeadOperator):
-    """Given matrices, such as the probabilities of softmax attention.
+    """Given matrices, alpha_h = matrices[:, h], such as the probabilities of softmax attention.
 
     Args:
         matrices: (B, H, L, L).
         per_head: value channels of a head, P.
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"scan"``.
         data_dependent: whether the matrices follow from the input. Default: True.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import DenseHeads
+        >>> probabilities = torch.arange(18.0).view(1, 2, 3, 3).softmax(-1)
+        >>> attention = DenseHeads(probabilities, per_head=4)
+        >>> ones = torch.ones(1, 3, 2, 4)  # (B, L, H, P)
+        >>> torch.allclose(attention.apply(ones), ones)
+        True
     """
 
     def __init__(
@@ -166,7 +175,14 @@ class HeadCentering(Operator):
     Args:
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"norm"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import HeadCentering, Shape
+        >>> x = torch.tensor([1.0, 2.0, 6.0]).view(1, 1, 1, 3)  # (B, L, H, P)
+        >>> HeadCentering(Shape(1, 1, 1, 3), like=x).apply(x).flatten().tolist()
+        [-2.0, -1.0, 3.0]
     """
 
     def __init__(self, shape: Shape, like: Tensor, component: str | None = "norm") -> None:

@@ -24,6 +24,9 @@ _SIGNAL_ELEMENTS = 2**24
 class LongConv(Operator):
     """A causal convolution with a kernel of any length, one per channel or per head.
 
+    alpha[i, j] = kernel[i - j] for j <= i, the same for every input (S4, DSS, Hyena's filters;
+    hidden-attention paper, appendix C).  It is applied by fast Fourier transforms.
+
     For a convolution in both directions, add one between two flips:
     ``Sum(LongConv(ahead, shape), Chain(flip, LongConv(back, shape), flip))``.
 
@@ -33,6 +36,18 @@ class LongConv(Operator):
             effect; what is missing counts as zero.
         shape: the sizes acted on.
         component: name of the part it stands for. Default: ``"scan"``.
+
+    Raises:
+        OptionError: for a kernel that is complex, or that does not fit ``shape``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import LongConv, Shape
+        >>> kernel = torch.tensor([[[1.0, 2.0, 3.0]]])
+        >>> LongConv(kernel, Shape(batch=1, tokens=3, heads=1, per_head=1)).dense().int()
+        tensor([[[1, 0, 0],
+                 [2, 1, 0],
+                 [3, 2, 1]]], dtype=torch.int32)
     """
 
     def __init__(self, kernel: Tensor, shape: Shape, component: str | None = "scan") -> None:
@@ -64,7 +79,11 @@ class LongConv(Operator):
         return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """One matrix product if either factor is the same at all tokens, else lag by lag."""
+        """Some rows; one matrix product if either factor is the same at all tokens, else by lags.
+
+        Args:
+            left, right, rows: as of any operator; see :meth:`.Operator.strip`.
+        """
         left, right = _once(left), _once(right)
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)

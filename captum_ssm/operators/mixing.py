@@ -28,6 +28,15 @@ class Mixing(Enum):
         FIXED: by one matrix per channel, the same for every input (S4, DSS).
         GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
         CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
+        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
+        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
+        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
+        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
+        ('fixed', 'gated')
     """
 
     NONE = "none"

@@ -21,8 +21,16 @@ class Permute(Operator):
     Args:
         order: which token each position reads, a permutation (L,).
         shape: the sizes acted on.
-        component: name of the part it stands for, or None. A reordering around a core that is
-            one term of a sum goes where the core goes, so it bears the core's name.
+        component: name of the part it stands for. A reordering around a core that is one term of a
+            sum goes where the core goes, so it bears the core's name. Default: None, a structural
+            part.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Permute, Shape
+        >>> flip = Permute(torch.tensor([2, 1, 0]), Shape(batch=1, tokens=3, heads=1, per_head=1))
+        >>> flip.apply(torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)).flatten().tolist()
+        [3.0, 2.0, 1.0]
     """
 
     def __init__(self, order: Tensor, shape: Shape, component: str | None = None) -> None:
@@ -49,24 +57,45 @@ class Permute(Operator):
         return Permute(self.order, shape, self.component)
 
     def rows_of(self, matrix: Tensor) -> Tensor:
-        """Permute . matrix."""
+        """Permute . matrix.
+
+        Args:
+            matrix: (..., L, L).
+        """
         return matrix.index_select(-2, self.order)
 
     def columns_of(self, matrix: Tensor) -> Tensor:
-        """matrix . Permute."""
+        """matrix . Permute.
+
+        Args:
+            matrix: (..., L, L).
+        """
         return matrix.index_select(-1, self.inverse)
 
     def read_by(self, rows: range) -> range | None:
-        """The tokens that some positions read, if they stand next to each other."""
+        """The tokens that some positions read, if they stand next to each other; else None.
+
+        Args:
+            rows: the positions.
+        """
         return _neighbours(self.order[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
-        """Some rows of Permute . matrix, from the rows of the matrix that they read."""
+        """Some rows of Permute . matrix, from the rows of the matrix that they read.
+
+        Args:
+            strip: the rows of the matrix; see :meth:`read_by`.
+            rows: the rows wanted.
+        """
         read = self.order[rows.start : rows.stop] - strip.rows.start
         return Strip(strip.entries.index_select(1, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
-        """Some rows of matrix . Permute."""
+        """Some rows of matrix . Permute.
+
+        Args:
+            strip: the same rows of the matrix.
+        """
         columns = _neighbours(self.order[strip.columns.start : strip.columns.stop])
         if columns is None:
             tokens = self.shape.tokens

@@ -35,11 +35,21 @@ _TOKENS = 512
 
 
 class ElementwiseRecurrence(FadingRecurrence):
-    """y[t] = decay[t] y[t-1] + x[t], per channel.
+    """A recurrence with one number of state per channel, y[t] = decay[t] y[t-1] + x[t].
+
+    alpha[i, j] = product of decay[j+1..i] for j <= i (unified paper, eq. 16).  A decay of exactly
+    zero forgets all that came before.
 
     Args:
         decay: factors (B, L, H) between 0 and 1; every channel is a head of its own (P = 1).
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ElementwiseRecurrence
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 1), 0.5))
+        >>> scan.apply(torch.ones(1, 3, 1, 1)).flatten().tolist()
+        [1.0, 1.5, 1.75]
     """
 
     def __init__(self, decay: Tensor, component: str | None = "scan") -> None:
@@ -81,28 +91,59 @@ class ElementwiseRecurrence(FadingRecurrence):
         return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
 
     def cut(self, tokens: slice) -> ElementwiseRecurrence:
-        """The recurrence of neighbouring tokens alone."""
+        """The recurrence of neighbouring tokens alone.
+
+        Args:
+            tokens: which ones.
+        """
         return ElementwiseRecurrence(self.decay[:, tokens], self.component)
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`."""
+        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`.
+
+        Args:
+            token: the one token.
+            tokens: how many others, from the first one on.
+            heads: which heads.
+
+        Returns:
+            A function from a slice of the tokens to (B, T, N, H).
+        """
         products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
         return lambda part: products[:, part, None].clone()
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Heads (H,), in an order in which neighbours forget alike."""
+        """Heads (H,), in an order in which neighbours forget alike.
+
+        Args:
+            tokens: those over which they forget.
+        """
         return self.decay[:, tokens].sum((0, 1)).argsort()
 
     def queries(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens read of the state, all of it: (1, 1, 1, 1)."""
+        """What tokens read of the state, all of it: (1, 1, 1, 1).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
         return self._ones(1, 1, 1, 1)
 
     def keys(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to, all of the state: (1, 1, 1, 1)."""
+        """What tokens write to, all of the state: (1, 1, 1, 1).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
         return self._ones(1, 1, 1, 1)
 
     def written(self, right: Tensor) -> Tensor:
-        """How much is written of values (B, L, H)."""
+        """How much is written of values, (B, L, H).
+
+        Args:
+            right: the values (B, L, H).
+        """
         return right
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
@@ -143,6 +184,19 @@ def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
         key: k (B, L, H).
         log_decay: w, negative (H,).
         bonus: u (H,).
+
+    Returns:
+        An operator on (B, L, H, 1): the sum of a diagonal, the token itself, and of a recurrence
+        over the tokens before.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import wkv
+        >>> key, bonus = torch.arange(10.0).view(1, 5, 2), torch.zeros(2)
+        >>> log_decay = torch.tensor([-1.0, -0.1])
+        >>> rows = wkv(key, log_decay, bonus).dense().sum(-1)
+        >>> torch.allclose(rows, torch.ones(1, 5))
+        True
     """
     key, log_decay, bonus = (x.detach() for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)

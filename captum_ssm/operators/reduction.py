@@ -46,14 +46,20 @@ def reduce_channels(values: Tensor, reduce: Reduce) -> Tensor:
 def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
     """A reduction: the mean over channels after dropping the smallest fraction ``ratio``.
 
+    To be passed as ``reduce`` (hidden-attention paper, table 5).
+
     Args:
         ratio: fraction of the channels dropped at each entry, 0 <= ratio < 1.
 
     Returns:
-        A function to pass as ``reduce``; at least one channel is always kept.
+        A function over the last dimension of a tensor; at least one channel is always kept.
+
+    Raises:
+        OptionError: for a ratio out of this range.
 
     Example:
         >>> import torch
+        >>> from captum_ssm import discard_smallest
         >>> discard_smallest(0.5)(torch.tensor([1.0, 2.0, 3.0, 5.0]))
         tensor(4.)
     """

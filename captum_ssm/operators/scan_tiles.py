@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .fitting import fitting
 from .selective_scan import SelectiveScan
 
 #: Sources whose states are held at a time, and elements of a tile (8 MiB in float32).
@@ -78,9 +79,14 @@ class ScanRows:
             if near > first:
                 entries = outputs[:, asked[first:near] - start, : sources.stop - start]
                 yield ScanTile(slice(first, near), sources, entries)
-            for at in range(near, len(asked), count):
-                rows = slice(at, min(at + count, len(asked)))
-                yield ScanTile(rows, sources, self._read(states, end - 1, asked[rows]))
+
+            def later(
+                some: range, sources: slice = sources, states: Tensor = states, pivot: int = end - 1
+            ) -> ScanTile:
+                rows = slice(some.start, some.stop)
+                return ScanTile(rows, sources, self._read(states, pivot, asked[rows]))
+
+            yield from fitting(range(near, len(asked)), count, later)
 
     def _made(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
         """The states (B, H, N, S) left before ``end``; what is read until then to ``outputs``."""

@@ -43,7 +43,11 @@ _TREE_MOST = 4096
 
 
 class SelectiveScan(FadingRecurrence):
-    """A diagonal state-space recurrence with input-dependent steps.
+    """The selective scan of Mamba-1, a diagonal state-space recurrence with steps from the input.
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t] and y[t] = C[t] . h[t], so that alpha[i, j] is the
+    sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n] for j <= i (hidden-attention
+    paper, eqs. 14 and 17).
 
     Args:
         dt: step sizes (B, L, H), not negative.
@@ -51,7 +55,17 @@ class SelectiveScan(FadingRecurrence):
         b: input vectors, common to all heads (B, L, N), or (B, L, G, N); G divides H, and each
             group serves H / G heads in a row.
         c: output vectors, of the same shape.
-        component: name of the part it stands for.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import SelectiveScan
+        >>> dt, b, c = torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
+        >>> a = -torch.tensor([[2.0]]).log()  # a step halves the state
+        >>> scan = SelectiveScan(dt, a, b, c)
+        >>> expected = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]])
+        >>> torch.allclose(scan.dense(), expected[None])
+        True
     """
 
     def __init__(
@@ -86,31 +100,62 @@ class SelectiveScan(FadingRecurrence):
         return strip.whole(tokens).view(batch, heads, tokens, tokens)
 
     def cut(self, tokens: slice) -> SelectiveScan:
-        """The scan of neighbouring tokens alone."""
+        """The scan of neighbouring tokens alone.
+
+        Args:
+            tokens: which ones.
+        """
         dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
         return SelectiveScan(dt, self.a, b, c, self.component)
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`."""
+        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot`.
+
+        Args:
+            token: the one token.
+            tokens: how many others, from the first one on.
+            heads: which heads.
+
+        Returns:
+            A function from a slice of the tokens to (B, T, N, H).
+        """
         elapsed = from_pivot(self.dt[:, :tokens, heads], token, product=False).to(self.dtype)
         rate = self.a[heads].T.contiguous()  # (N, H)
         least = 1 + math.log(torch.finfo(self.dtype).tiny)  # below, processors take far longer
         return lambda part: (elapsed[:, part, None] * rate).clamp_min_(least).exp_()
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Heads (H,), in an order in which neighbours forget alike."""
+        """Heads (H,), in an order in which neighbours forget alike.
+
+        Args:
+            tokens: those over which they forget.
+        """
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
     def queries(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens read, C (B, T, N, 1 or H)."""
+        """What tokens read, C (B, T, N, 1 or H).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
         return per_head(self.c[:, tokens], self.shape.heads, heads).mT
 
     def keys(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to, B (B, T, N, 1 or H)."""
+        """What tokens write to, B (B, T, N, 1 or H).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
         return per_head(self.b[:, tokens], self.shape.heads, heads).mT
 
     def written(self, right: Tensor) -> Tensor:
-        """How much is written of values (B, L, H)."""
+        """How much is written of values, (B, L, H).
+
+        Args:
+            right: the values (B, L, H).
+        """
         return self.dt * right
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
@@ -182,7 +227,12 @@ class SelectiveScan(FadingRecurrence):
                 yield decay, u, v
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """The tokens ``part`` in chunks of so many, one matrix per channel."""
+        """The scan over some tokens in a row, in chunks, one matrix per channel.
+
+        Args:
+            part: the tokens: of whole chunks, or of one that is shorter.
+            length: tokens of a whole chunk.
+        """
         heads = self.shape.heads
         dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
         key, read = (in_chunks(per_head(x[:, part], heads), length) for x in (self.b, self.c))

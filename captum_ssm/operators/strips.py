@@ -6,7 +6,7 @@ and of these the columns that can differ from zero: those of a causal matrix end
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -77,12 +77,6 @@ def _add(out: Strip, strip: Strip) -> None:
     first = strip.columns.start - out.columns.start
     into = out.entries[:, rows, first : first + len(strip.columns)]
     into += strip.entries
-
-
-def row_ranges(tokens: int, height: int) -> Iterator[range]:
-    """The rows of a matrix cut into strips of at most ``height`` rows."""
-    for start in range(0, tokens, height):
-        yield range(start, min(start + height, tokens))
 
 
 def clipped(positions: range, by: int, tokens: int) -> range:

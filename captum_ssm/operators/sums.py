@@ -16,7 +16,22 @@ from .strips import Strip, total
 
 
 class Sum(Composite):
-    """A sum of operators on the same values."""
+    """A sum of operators on the same values, alpha = parts[0] + parts[1] + ...
+
+    Attributes:
+        parts: the summands.
+
+    Args:
+        *parts: at least one operator, all of the same shape.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Sum
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 1), 0.5))
+        >>> skip = Diagonal(torch.ones(1, 1, 1, 1), scan.shape, "skip")
+        >>> torch.allclose(Sum(scan, skip).dense(), scan.dense() + torch.eye(3))
+        True
+    """
 
     def __init__(self, *parts: Operator) -> None:
         self.parts = parts

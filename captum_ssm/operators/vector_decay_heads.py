@@ -30,7 +30,9 @@ _STATE_ELEMENTS = 2**16
 
 
 class VectorDecayHeads(ChunkedHeads):
-    """One decay per head, key channel and token.
+    """Linear attention with one decay per head, key channel and token: GLA, HGRN2, RWKV-6.
+
+    alpha_h[i, j] = sum over n of q[i, n] (product of decay[j+1..i, n]) k[j, n] for j <= i.
 
     Args:
         query: (B, L, H, N).
@@ -39,8 +41,17 @@ class VectorDecayHeads(ChunkedHeads):
         per_head: value channels of a head, P.
         bonus: if given (H, N), token i reads the state before its own step, whose decay then
             counts from the next token on, and takes its own value with q[i] . (bonus k[i])
-            (RWKV-6).
-        component: name of the part it stands for.
+            (RWKV-6). Default: None.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import VectorDecayHeads
+        >>> query = key = torch.ones(1, 3, 1, 2)
+        >>> log_decay = torch.tensor([0.5, 1.0]).log().expand(1, 3, 1, 2)
+        >>> scan = VectorDecayHeads(query, key, log_decay, per_head=4)
+        >>> torch.allclose(scan.dense()[0, -1], torch.tensor([0.25 + 1, 0.5 + 1, 1 + 1]))
+        True
     """
 
     def __init__(

@@ -49,6 +49,20 @@ def answer_accuracy(
             and ``attention_mask`` and answering with ``logits``.
         batch: the texts.
         internal_batch_size: how many rows go through the model at once. Default: 64.
+
+    Returns:
+        The shares of answered tokens, and of texts, for which the most likely words of the whole
+        vocabulary are the right ones.
+
+    Raises:
+        OptionError: when ``internal_batch_size`` is below 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tasks import NUMBER_WORDS, answer_accuracy
+        >>> model, _ = load_bundled("translation-mamba")
+        >>> answer_accuracy(model, NUMBER_WORDS.batch([42, 342]))
+        Accuracy(tokens=1.0, sequences=1.0)
     """
     rows, queries, tokens = batch.targets
     pad = batch.task.vocabulary.pad_id
@@ -71,6 +85,20 @@ def swap_check(
         batch: the texts.
         seed: of the words put in, each another than the one it replaces.
         internal_batch_size: as in :func:`answer_accuracy`. Default: 64.
+
+    Returns:
+        The share of exchanges that the prediction follows, and that of other predictions changed.
+
+    Raises:
+        InputError: when no source of the batch belongs to a family of its task.
+        OptionError: when ``internal_batch_size`` is below 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tasks import NUMBER_WORDS, swap_check
+        >>> model, _ = load_bundled("translation-mamba")
+        >>> swap_check(model, NUMBER_WORDS.batch([42, 342]), seed=0)
+        SwapCheck(moved=1.0, strayed=0.0)
     """
     changed, (rows, queries, tokens) = _exchanges(batch, random.Random(seed))
     each = torch.arange(len(rows), device=rows.device)

@@ -44,7 +44,35 @@ class ChoiceQuestion:
 
 
 def load_arc(path: str | Path) -> list[ChoiceQuestion]:
-    """The questions of a file such as ``ARC-Easy-Test.jsonl``, in its order."""
+    """The questions of a file such as ``ARC-Easy-Test.jsonl``, in its order.
+
+    Args:
+        path: the file, in either layout.
+
+    Returns:
+        The questions, all in memory.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        DataError: when a line cannot be read, which is named, or there is none.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_arc
+        >>> choices = {"text": ["ice", "air"], "label": ["A", "B"]}
+        >>> line = {"question": "Which is a gas?", "choices": choices, "answerKey": "B"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "questions.jsonl").write_text(json.dumps(line))
+        ...     (question,) = load_arc(Path(folder, "questions.jsonl"))
+        >>> question.choices[question.answer]
+        'air'
+        >>> print(question.prompt)
+        Question: Which is a gas?
+        A. ice
+        B. air
+        Answer:
+    """
     found = file(path, "a file of ARC's questions, one JSON a line")
     questions = [_question(record, (found, number)) for number, record in json_lines(found)]
     if not questions:

@@ -53,9 +53,21 @@ class CopyingTask:
     """Strings of independent, uniformly drawn symbols, to be copied.
 
     Attributes:
-        symbols: size of the alphabet, the first of a-z, A-Z, 0-9. Default: 16.
+        symbols: size of the alphabet, the first of a-z, A-Z, 0-9; from 2 to 62. Default: 16.
         shortest: least length of a string. Default: 8.
         longest: greatest length of a string. Default: 16.
+
+    Raises:
+        OptionError: when a number is out of its range.
+
+    Example:
+        >>> from captum_ssm.tasks import CopyingTask
+        >>> task = CopyingTask(symbols=4, shortest=2, longest=3)
+        >>> batch = task.batch(["ab", "cad"])
+        >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
+        ['<pad> <pad> a b | a b', 'c a d | c a d']
+        >>> batch.links.sources.tolist()
+        [2, 3, 0, 1, 2]
     """
 
     symbols: int = 16
@@ -88,6 +100,12 @@ class CopyingTask:
             count: how many.
             seed: a seed, or a generator to go on drawing from.
             length: of every string. Default: None, drawn anew for each.
+
+        Returns:
+            The strings, without separator and copy.
+
+        Raises:
+            OptionError: when ``length`` is below 1.
         """
         if length is not None and length < 1:
             raise OptionError(f"length={length}: a string has at least one symbol.")
@@ -100,7 +118,13 @@ class CopyingTask:
 
         Args:
             strings: of any length, over the task's symbols.
-            device: where the tensors go. Default: the CPU.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch; a row has two tokens for each symbol, and the separator.
+
+        Raises:
+            InputError: when there is no string, or one is empty or has another symbol.
         """
         if not strings:
             raise InputError("strings is empty: a batch needs at least one string.")
@@ -125,7 +149,18 @@ def _copied(text: str) -> LinkedText:
 
 @dataclass(frozen=True, eq=False)
 class CopyBatch(LinkedBatch):
-    """Strings with their copies, padded on the left; each copied token has one source."""
+    """Strings with their copies, padded on the left; each copied token has one source.
+
+    Made by :meth:`CopyingTask.batch`; attributes as of :class:`LinkedBatch`.
+
+    Example:
+        >>> from captum_ssm.tasks import SHORT_COPIES
+        >>> batch = SHORT_COPIES.batch(["ab"])  # a b | a b
+        >>> batch.gold()[0].nonzero().tolist()  # the logits at | come from the first a
+        [[2, 0], [3, 1]]
+        >>> batch.gold(diagonals=3)[0].nonzero().tolist()
+        [[2, 0], [2, 1], [3, 0], [3, 1]]
+    """
 
     @property
     def lengths(self) -> Tensor:
@@ -143,6 +178,12 @@ class CopyBatch(LinkedBatch):
 
         Args:
             diagonals: an odd number. Default: 1, the source alone.
+
+        Returns:
+            (B, L, L) of booleans.
+
+        Raises:
+            OptionError: when ``diagonals`` is even or below 1.
         """
         if diagonals < 1 or diagonals % 2 == 0:
             raise OptionError(f"diagonals={diagonals}: use an odd number, 1 or above.")
@@ -161,6 +202,7 @@ class CopyBatch(LinkedBatch):
 CopyAccuracy = Accuracy
 copy_accuracy = answer_accuracy
 
-#: What the bundled models copying-mamba and copying-mamba2 were trained on.
+#: What the bundled model copying-mamba was trained on: 8 to 16 tokens over 16 symbols.
 SHORT_COPIES = CopyingTask(symbols=16, shortest=8, longest=16)
+#: What the bundled model copying-mamba2 was trained on: 10 to 24 tokens over 32 symbols.
 LONG_COPIES = CopyingTask(symbols=32, shortest=10, longest=24)

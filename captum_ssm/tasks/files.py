@@ -17,9 +17,17 @@ Item = TypeVar("Item")
 class Lazy(Sequence[Item], Generic[Key, Item]):
     """Examples that are read when they are asked for, and not kept.
 
+    Indexing reads an example, slicing gives another sequence of this kind and reads nothing.
+
     Args:
         keys: one for each example, such as its path.
         read: makes the example of a key.
+
+    Example:
+        >>> from captum_ssm.tasks.files import Lazy
+        >>> examples = Lazy(["a", "b", "c"], str.upper)
+        >>> len(examples), examples[0], list(examples[1:])
+        (3, 'A', ['B', 'C'])
     """
 
     def __init__(self, keys: Sequence[Key], read: Callable[[Key], Item]) -> None:

@@ -38,6 +38,13 @@ class AlignedPair:
         target: the words of its translation.
         sure: links that every annotator would draw.
         possible: all links, the sure ones among them.
+
+    Example:
+        >>> from captum_ssm.tasks import AlignedPair
+        >>> sure, possible = frozenset({(1, 0)}), frozenset({(0, 0), (1, 0)})
+        >>> pair = AlignedPair(("to", "go"), ("gehen",), sure, possible)
+        >>> [links.int().tolist() for links in pair.matrices()]
+        [[[0, 1]], [[1, 1]]]
     """
 
     source: tuple[str, ...]
@@ -78,6 +85,27 @@ def load_gold_alignment(
             that counts from 1 stands for no word, and its links are left out.
         reverse: whether links name the target word first. Default: False.
         encoding: of the three files; Vilar's are in ``"latin-1"``. Default: ``"utf-8"``.
+
+    Returns:
+        The sentences in the order of their lines; their links count words from 0.
+
+    Raises:
+        DataNotFoundError: when one of the files does not exist.
+        DataError: when lines do not match, or a link cannot be read or names a word that is not
+            there; it names the line.
+        OptionError: when ``format`` or ``first`` is not known.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_gold_alignment
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     files = [Path(folder, name) for name in ("source", "target", "links")]
+        ...     for file, line in zip(files, ("a red lamp", "rote Lampe", "1p2 2-1 3-2")):
+        ...         _ = file.write_text(line)
+        ...     (pair,) = load_gold_alignment(*files)
+        >>> sorted(pair.sure), sorted(pair.possible - pair.sure)
+        ([(1, 0), (2, 1)], [(0, 1)])
     """
     if format not in FORMATS:
         raise OptionError(f"format={format!r}: use one of {FORMATS}.")

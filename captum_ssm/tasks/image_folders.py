@@ -26,6 +26,23 @@ def load_image_folders(
 
     Returns:
         Images by class, and by name within a class; read with Pillow when they are asked for.
+
+    Raises:
+        DataNotFoundError: when ``root`` is not a folder.
+        DataError: when it holds a folder that ``classes`` does not name, or no image; and, when it
+            is asked for, an image that cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from captum_ssm.tasks import load_image_folders
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     Path(root, "n01440764").mkdir()
+        ...     Image.new("RGB", (4, 2)).save(Path(root, "n01440764", "tench.png"))
+        ...     (example,) = load_image_folders(root)
+        >>> example.label, tuple(example.image.shape)
+        (0, (3, 2, 4))
     """
     top = folder(root, "one folder of images for each class")
     found = sorted(path.name for path in top.iterdir() if path.is_dir())

@@ -27,6 +27,25 @@ def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:
 
     Returns:
         The images in the file's order, read with h5py when they are asked for.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        DataError: when it is not ImageNet-Segmentation's; and, when it is asked for, an image or
+            mask that is not as it should be.
+        ImportError: when h5py is not installed.
+
+    Example:
+        >>> import tempfile, h5py, numpy
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_imagenet_segmentation
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with h5py.File(Path(folder, "gtsegs_ijcv.mat"), "w") as data:
+        ...         data["image"], data["mask"] = numpy.zeros((3, 4, 2)), numpy.eye(4, 2)
+        ...         for at, of in (("cell", "mask"), ("value/img", "image"), ("value/gt", "cell")):
+        ...             data[at] = numpy.array([[data[of].ref]], h5py.ref_dtype)
+        ...     (example,) = load_imagenet_segmentation(Path(folder, "gtsegs_ijcv.mat"))
+        >>> tuple(example.image.shape), example.labels.tolist()
+        ((3, 2, 4), [[1, 0, 0, 0], [0, 1, 0, 0]])
     """
     found = file(path, "ImageNet-Segmentation's gtsegs_ijcv.mat")
     with _opened(found) as data:

@@ -36,6 +36,9 @@ class SegmentedImage:
         name: which file, or entry of a file, it is from.
         image: (3, H, W), uint8.
         labels: (H, W), int64.
+
+    Raises:
+        DataError: when the two are not of one height and width.
     """
 
     name: str

@@ -43,6 +43,23 @@ def load_imdb(root: str | Path, split: str = "test") -> Lazy[tuple[Path, int, in
 
     Returns:
         The negative reviews, then the positive ones, by number; read when they are asked for.
+
+    Raises:
+        DataNotFoundError: when a folder is missing.
+        DataError: when there is no review, or a file is not named ``NUMBER_RATING.txt``.
+        OptionError: when there is no such split.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_imdb
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for name, text in (("neg/0_2.txt", "Dull."), ("pos/0_9.txt", "A joy.")):
+        ...         Path(root, "test", name).parent.mkdir(parents=True)
+        ...         _ = Path(root, "test", name).write_text(text)
+        ...     reviews = list(load_imdb(root))
+        >>> [(review.text, review.label, review.rating) for review in reviews]
+        [('Dull.', 0, 2), ('A joy.', 1, 9)]
     """
     if split not in SPLITS:
         raise OptionError(f"split={split!r}: use one of {SPLITS}.")

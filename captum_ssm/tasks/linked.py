@@ -28,7 +28,19 @@ Family = Sequence[tuple[str, str]]
 
 
 class LinkedTask(Protocol):
-    """What draws texts of one form and of many lengths."""
+    """What draws texts of one form and of many lengths.
+
+    All generated tasks on texts are used in this one way; a class of your own with these members
+    is one, too.
+
+    Example:
+        >>> from captum_ssm.tasks import NUMBER_WORDS, SHORT_COPIES
+        >>> for task in (NUMBER_WORDS, SHORT_COPIES):
+        ...     batch = task.batch(task.draw(2, seed=0, length=6))
+        ...     print(task.longest, len(batch.input_ids), len(task.vocabulary))
+        6 2 63
+        16 2 18
+    """
 
     @property
     def shortest(self) -> int:
@@ -53,6 +65,9 @@ class LinkedTask(Protocol):
             count: how many.
             seed: a seed, or a generator to go on drawing from.
             length: of every example. Default: None, drawn anew for each.
+
+        Returns:
+            The examples, in the task's own form, which :meth:`batch` takes.
         """
 
     def batch(self, examples: Sequence[Any], device: torch.device | str = "cpu") -> LinkedBatch:
@@ -60,7 +75,10 @@ class LinkedTask(Protocol):
 
         Args:
             examples: at least one.
-            device: where the tensors go. Default: the CPU.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The texts as ids, with the links of their answers.
         """
 
 
@@ -74,6 +92,13 @@ class LinkedText:
         context: the positions among which sources are looked for.
         sure: pairs of the position of an answered word and of a source it surely has.
         possible: further pairs, which it is no error to name. Default: none.
+
+    Example:
+        >>> from captum_ssm.tasks import LinkedText
+        >>> words = ("a", "b", "|", "b", "a")
+        >>> text = LinkedText(words, answer=3, context=range(2), sure=((3, 1), (4, 0)))
+        >>> text.prompt, text.completion
+        ('a b |', 'b a')
     """
 
     words: tuple[str, ...]
@@ -139,6 +164,16 @@ class LinkedBatch:
         targets: the answered tokens.
         links: the sure links.
         possible_links: those that are possible and not sure.
+
+    Example:
+        >>> from captum_ssm.tasks import NUMBER_WORDS
+        >>> batch = NUMBER_WORDS.batch([21])  # twenty one | ein und zwanzig
+        >>> batch.targets.queries.tolist(), batch.context.tolist()
+        ([2, 3, 4], [[True, True, False, False, False, False]])
+        >>> batch.gold()[0].nonzero().tolist()  # ein comes from one, zwanzig from twenty
+        [[2, 1], [4, 0]]
+        >>> batch.possible()[0, 3].nonzero().flatten().tolist()  # und from either
+        [0, 1]
     """
 
     task: LinkedTask
@@ -160,7 +195,13 @@ class LinkedBatch:
         Args:
             task: what they were drawn for.
             texts: at least one.
-            device: where the tensors go. Default: the CPU.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch, as wide as the longest text.
+
+        Raises:
+            InputError: when there is no text, or a word is not in the vocabulary.
         """
         if not texts:
             raise InputError("texts is empty: a batch needs at least one text.")

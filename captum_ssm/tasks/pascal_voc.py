@@ -53,6 +53,26 @@ def load_pascal_voc(
 
     Returns:
         The images in the list's order, read with Pillow when they are asked for.
+
+    Raises:
+        DataNotFoundError: when a folder or the list is missing; and, when it is asked for, an image
+            or mask that is.
+        DataError: when the list is empty; and, when it is asked for, a mask with other labels.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from captum_ssm.tasks import VOC_CLASSES, load_pascal_voc
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        ...         Path(root, name).mkdir(parents=True)
+        ...     Image.new("RGB", (4, 2)).save(Path(root, "JPEGImages", "a.jpg"))
+        ...     Image.new("L", (4, 2), color=12).save(Path(root, "SegmentationClass", "a.png"))
+        ...     _ = Path(root, "ImageSets", "Segmentation", "val.txt").write_text("a")
+        ...     (example,) = load_pascal_voc(root)
+        >>> tuple(example.labels.shape), [VOC_CLASSES[label] for label in example.labels.unique()]
+        ((2, 4), ['dog'])
     """
     top = folder(root, "JPEGImages and ImageSets of Pascal VOC")
     folder(top / "JPEGImages", "the images; root is the folder VOC2012")

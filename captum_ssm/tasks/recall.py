@@ -43,13 +43,30 @@ MIN_FACTS, MAX_FACTS, MAX_FILLERS = 2, 8, 2
 
 @lru_cache(maxsize=1)
 def recall_vocabulary() -> WordVocabulary:
-    """The vocabulary of the task."""
+    """The vocabulary of the task: marks, *owns* and *the*, names, objects, adjectives, fillers.
+
+    Returns:
+        The same one at every call, of 55 words.
+
+    Example:
+        >>> from captum_ssm.tasks import recall_vocabulary
+        >>> vocabulary = recall_vocabulary()
+        >>> len(vocabulary), vocabulary.encode("anna owns the lamp .")
+        (55, [5, 3, 4, 25, 1])
+    """
     return WordVocabulary([PAD, STOP, ASK, VERB, ARTICLE, *NAMES, *OBJECTS, *ADJECTIVES, *FILLERS])
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One stated fact and where its two words stand in the prompt."""
+    """One stated fact and where its two words stand in the prompt.
+
+    Attributes:
+        name: who owns something.
+        value: the object that is owned.
+        name_position: where the name stands, from 0.
+        value_position: where the object stands.
+    """
 
     name: str
     value: str
@@ -131,8 +148,20 @@ class Batch:
 def parse_prompt(text: str) -> Example:
     """Reads a prompt of the task and finds its gold answer and sources.
 
+    Args:
+        text: facts and a question, their words and marks apart by spaces.
+
+    Returns:
+        The prompt with its facts.
+
     Raises:
         ValueError: when a word is unknown, or the text does not have the form of the task.
+
+    Example:
+        >>> from captum_ssm.tasks import parse_prompt
+        >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> example.answer, example.source_positions  # kite stands at 8, the fact's bob at 5
+        ('kite', (8, 5))
     """
     words = tuple(text.split())
     tokens = tuple(recall_vocabulary().encode(text))
@@ -187,7 +216,22 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
     Args:
         count: how many examples.
         seed: a seed, or a generator to go on drawing from.
-        n_facts: the number of facts of every prompt; drawn from 2 to 8 when left out.
+        n_facts: the number of facts of every prompt, 1 to 20. Default: None, drawn anew for each,
+            from 2 to 8.
+
+    Returns:
+        The examples.
+
+    Raises:
+        ValueError: when there are not so many names.
+
+    Example:
+        >>> from captum_ssm.tasks import generate
+        >>> (example,) = generate(1, seed=0, n_facts=3)
+        >>> len(example.facts), example.words[-4], example.words[-2:]
+        (3, '?', ('owns', 'the'))
+        >>> generate(1, seed=0, n_facts=3) == [example]
+        True
     """
     if n_facts is not None and not 1 <= n_facts <= len(NAMES):
         raise ValueError(f"n_facts must be between 1 and {len(NAMES)}, got {n_facts}")
@@ -221,6 +265,18 @@ def with_value(example: Example, fact: int, value: str) -> Example:
         example: the prompt to change.
         fact: the index of the fact in ``example.facts``.
         value: the new object.
+
+    Returns:
+        A new example, as long as the old one.
+
+    Raises:
+        ValueError: when the word is not an object of the task.
+
+    Example:
+        >>> from captum_ssm.tasks import parse_prompt, with_value
+        >>> example = parse_prompt("anna owns the lamp . ? anna owns the")
+        >>> with_value(example, 0, "drum").answer
+        'drum'
     """
     if value not in OBJECTS:
         raise ValueError(f"{value!r} is not an object of the task")
@@ -230,7 +286,26 @@ def with_value(example: Example, fact: int, value: str) -> Example:
 
 
 def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Pads examples on the left into one batch."""
+    """Pads examples on the left into one batch.
+
+    Args:
+        examples: at least one.
+        device: where the tensors go. Default: ``"cpu"``.
+
+    Returns:
+        The batch, as wide as the longest prompt.
+
+    Raises:
+        ValueError: when there is no example.
+
+    Example:
+        >>> from captum_ssm.tasks import collate, parse_prompt
+        >>> short = parse_prompt("anna owns the lamp . ? anna owns the")
+        >>> long = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> batch = collate([short, long])
+        >>> tuple(batch.input_ids.shape), batch.offsets.tolist()
+        ((2, 14), [5, 0])
+    """
     if not examples:
         raise ValueError("a batch needs at least one example")
     lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
@@ -257,8 +332,19 @@ def predict(
     Args:
         model: a causal language model in the manner of transformers, called with ``input_ids``
             and ``attention_mask`` and answering with ``logits``.
-        examples: the prompts.
-        batch_size: how many prompts go through the model at once.
+        examples: the prompts, at least one.
+        batch_size: how many prompts go through the model at once. Default: 64.
+
+    Returns:
+        The ids, (count,), on the CPU.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tasks import parse_prompt, predict
+        >>> model, vocabulary = load_bundled("recall-mamba")
+        >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> vocabulary.decode(predict(model, [example]))
+        'kite'
     """
     device = next(model.parameters()).device
     found: list[torch.Tensor] = []
@@ -270,6 +356,22 @@ def predict(
 
 
 def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
-    """The share of prompts after which the right word is the most likely one."""
+    """The share of prompts after which the right word is the most likely one.
+
+    Args:
+        model: as in :func:`predict`.
+        examples: the prompts, at least one.
+        batch_size: how many prompts go through the model at once. Default: 64.
+
+    Returns:
+        The share, from 0 to 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tasks import accuracy, parse_prompt
+        >>> model, _ = load_bundled("recall-mamba")
+        >>> accuracy(model, [parse_prompt("anna owns the lamp . ? anna owns the")])
+        1.0
+    """
     gold = torch.tensor([example.answer_id for example in examples])
     return float((predict(model, examples, batch_size) == gold).double().mean())

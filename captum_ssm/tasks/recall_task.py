@@ -24,6 +24,14 @@ class RecallTask:
     """Prompts with their answers, in the form that all tasks share; a length counts facts.
 
     The object of the asked fact is the sure source of the answer, its name a possible one.
+
+    Example:
+        >>> from captum_ssm.tasks import RecallTask, parse_prompt
+        >>> batch = RecallTask().batch([parse_prompt("anna owns the lamp . ? anna owns the")])
+        >>> batch.task.vocabulary.decode(batch.targets.tokens)
+        'lamp'
+        >>> batch.links.sources.tolist(), batch.possible_links.sources.tolist()
+        ([3], [0])
     """
 
     shortest, longest = MIN_FACTS, MAX_FACTS
@@ -41,11 +49,28 @@ class RecallTask:
     def draw(
         self, count: int, seed: int | random.Random, length: int | None = None
     ) -> list[Example]:
-        """Prompts, as of :func:`generate`; ``length`` is the number of facts."""
+        """Prompts, as of :func:`generate`.
+
+        Args:
+            count: how many.
+            seed: a seed, or a generator to go on drawing from.
+            length: the number of facts of every prompt. Default: None, drawn anew for each.
+
+        Returns:
+            The prompts.
+        """
         return generate(count, seed, length)
 
     def batch(self, examples: Sequence[Example], device: torch.device | str = "cpu") -> LinkedBatch:
-        """Each prompt with its answer, padded on the left."""
+        """Each prompt with its answer, padded on the left.
+
+        Args:
+            examples: as of :func:`generate` or :func:`parse_prompt`, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch; sources are looked for in what stands before the question.
+        """
         return LinkedBatch.of(self, [_answered(example) for example in examples], device)
 
 

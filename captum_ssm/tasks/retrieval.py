@@ -101,6 +101,12 @@ class RetrievalTask(ABC):
             count: how many.
             seed: a seed, or a generator to go on drawing from.
             length: the tokens of every text. Default: None, drawn anew for each.
+
+        Returns:
+            The texts.
+
+        Raises:
+            OptionError: when ``length`` is below :attr:`least`.
         """
         if length is not None and length < self.least:
             raise OptionError(
@@ -114,8 +120,11 @@ class RetrievalTask(ABC):
         """The texts, padded on the left.
 
         Args:
-            texts: as drawn.
-            device: where the tensors go. Default: the CPU.
+            texts: as drawn, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch.
         """
         return LinkedBatch.of(self, texts, device)
 
@@ -128,9 +137,21 @@ class PasskeyTask(RetrievalTask):
     other digits of the passkey and its owner's name are possible ones.
 
     Attributes:
-        keys: how many passkeys a text states, each of another person. Default: 1.
+        keys: how many passkeys a text states, each of another person; 1 to 8. Default: 1.
         digits: of a passkey. Default: 3.
-        shortest, longest: as in :class:`RetrievalTask`, with the same defaults.
+        shortest: least number of tokens of a text. Default: 64.
+        longest: greatest number of tokens of a text. Default: 128.
+
+    Raises:
+        OptionError: when a number is out of its range, or the texts are too short for the keys.
+
+    Example:
+        >>> from captum_ssm.tasks import PasskeyTask
+        >>> (text,) = PasskeyTask(keys=2, digits=2).draw(1, seed=0, length=32)
+        >>> len(text.words), len(text.words) - text.answer  # two digits are answered
+        (32, 2)
+        >>> tuple(text.words[source] for _, source in text.sure) == text.words[text.answer :]
+        True
     """
 
     keys: int = 1
@@ -197,7 +218,20 @@ class FrequentWordTask(RetrievalTask):
 
     Attributes:
         exponent: of Zipf's law. Default: 2.0, that of RULER.
-        shortest, longest: as in :class:`RetrievalTask`, with the same defaults.
+        shortest: least number of tokens of a text. Default: 64.
+        longest: greatest number of tokens of a text. Default: 128.
+
+    Raises:
+        OptionError: when a number is out of its range, or the texts are too short for one word to
+            be the most frequent.
+
+    Example:
+        >>> from captum_ssm.tasks import FrequentWordTask
+        >>> (text,) = FrequentWordTask().draw(1, seed=0, length=64)
+        >>> " ".join(text.words[-7:-1])
+        '? the most frequent word is'
+        >>> {text.words[source] for _, source in text.sure} == {text.completion}
+        True
     """
 
     exponent: float = 2.0
@@ -262,7 +296,9 @@ def _vocabulary(words: tuple[str, ...]) -> WordVocabulary:
     return WordVocabulary([PAD, *dict.fromkeys(words)])
 
 
-#: What the bundled models of these names were trained on.
+#: What the bundled models passkey-mamba and passkey-mamba2 were trained on.
 ONE_PASSKEY = PasskeyTask(keys=1, digits=3)
+#: What the bundled models two-passkeys-mamba and two-passkeys-mamba2 were trained on.
 TWO_PASSKEYS = PasskeyTask(keys=2, digits=2)
+#: What the bundled models frequent-word-mamba and frequent-word-mamba2 were trained on.
 FREQUENT_WORD = FrequentWordTask()

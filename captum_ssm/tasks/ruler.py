@@ -39,7 +39,30 @@ class LongPrompt:
 
 
 def load_ruler(path: str | Path) -> list[LongPrompt]:
-    """The examples of one task, such as ``niah_single_1/validation.jsonl``, in the file's order."""
+    """The examples of one task, such as ``niah_single_1/validation.jsonl``, in the file's order.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The examples, all in memory.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        DataError: when a line cannot be read, which is named, or there is none.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_ruler
+        >>> line = {"index": 0, "input": "The key is 42. What is it?", "outputs": ["42"],
+        ...         "length": 16, "answer_prefix": " The key is"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "validation.jsonl").write_text(json.dumps(line))
+        ...     (example,) = load_ruler(Path(folder, "validation.jsonl"))
+        >>> example.prompt, example.answers
+        ('The key is 42. What is it? The key is', ('42',))
+    """
     found = file(path, "a file of RULER's examples, one JSON a line")
     prompts = [_prompt(record, (found, number)) for number, record in json_lines(found)]
     if not prompts:

@@ -49,7 +49,8 @@ class SceneBatch:
         labels: the class of the object with most pixels, (B,), int64.
         masks: whose each pixel is: 0 for the background, c + 1 for an object of class c,
             (B, S, S), int64.
-        backgrounds: the images without their objects, which differ from them in no other pixel.
+        backgrounds: the images without their objects, which differ from them in no other pixel,
+            (B, 3, S, S).
     """
 
     images: Tensor
@@ -70,6 +71,18 @@ class SceneTask:
             ``"bright"``, they are brighter than all else. Default: ``"random"``.
         lines: how many lines lie around and beneath the objects. Default: 4.
         spots: how many spots of light and shadow fade into the background. Default: 0.
+
+    Raises:
+        OptionError: when a number is out of its range, or the polarity is not known.
+
+    Example:
+        >>> from captum_ssm.tasks import SceneTask
+        >>> task = SceneTask(objects=2)
+        >>> task.classes
+        ('disc', 'ring', 'bar', 'cross', 'triangle', 'star')
+        >>> scenes = task.draw(3, seed=0)
+        >>> tuple(scenes.images.shape), [len(mask.unique()) for mask in scenes.masks]
+        ((3, 3, 32, 32), [3, 3, 3])
     """
 
     size: int = 32
@@ -106,6 +119,13 @@ class SceneTask:
             seed: of all that is random.
             held_out: whether backgrounds come from the halves of the photographs that are kept
                 from training. Default: True.
+
+        Returns:
+            The scenes, on the CPU.
+
+        Raises:
+            InputError: when ``count`` is below 1.
+            ImportError: when scikit-image, whose photographs are the textures, is not installed.
         """
         if count < 1:
             raise InputError(f"count={count}: draw at least one scene.")

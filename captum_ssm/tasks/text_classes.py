@@ -32,6 +32,15 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
     Args:
         texts: the words of each.
         least: how often a word must occur; rarer ones are unknown. Default: 1.
+
+    Returns:
+        The vocabulary; the words of the texts are in alphabetical order.
+
+    Example:
+        >>> from captum_ssm.tasks import class_vocabulary
+        >>> texts = [("a", "good", "film"), ("a", "dull", "film")]
+        >>> class_vocabulary(texts, least=2).vocab
+        ['<pad>', '<unk>', '<cls>', '<negative>', '<positive>', 'a', 'film']
     """
     counts = Counter(word for words in texts for word in words)
     kept = sorted(word for word, count in counts.items() if count >= least)
@@ -47,6 +56,16 @@ class TextReader:
         encoder: whether the model reads the mark first and has a head for the classes, or is a
             language model.
         longest: words that are read of a text; the rest is left out. Default: 190.
+
+    Example:
+        >>> from captum_ssm.tasks import TextReader, class_vocabulary
+        >>> vocabulary = class_vocabulary([("a", "good", "film"), ("a", "dull", "film")])
+        >>> reader = TextReader(vocabulary, encoder=False)
+        >>> ids = reader.ids([("a", "good", "film"), ("dull", "plot")])
+        >>> [vocabulary.decode(row) for row in ids]
+        ['a good film <cls>', 'dull <unk> <cls> <pad>']
+        >>> reader.mark(ids).tolist()
+        [3, 2]
     """
 
     vocabulary: WordVocabulary
@@ -66,7 +85,13 @@ class TextReader:
 
         Args:
             texts: the words of each, at least one text.
-            device: where the tensor goes. Default: the CPU.
+            device: where the tensor goes. Default: ``"cpu"``.
+
+        Returns:
+            (B, L), int64; L counts the mark.
+
+        Raises:
+            InputError: when there is no text.
         """
         if not texts:
             raise InputError("texts is empty: pass the words of one text or more.")
@@ -85,11 +110,25 @@ class TextReader:
         return self.vocabulary.id_of(CLS)
 
     def mark(self, ids: Tensor) -> Tensor:
-        """Where the mark stands in each text, (B,)."""
+        """Where the mark stands in each text, (B,).
+
+        Args:
+            ids: as of :meth:`ids`, (B, L).
+
+        Returns:
+            Positions from 0, (B,).
+        """
         return (ids == self.mark_id).long().argmax(-1)
 
     def words(self, ids: Tensor) -> Tensor:
-        """Which tokens are words of the text, (B, L) of booleans."""
+        """Which tokens are words of the text: neither padding nor the mark.
+
+        Args:
+            ids: as of :meth:`ids`, (B, L).
+
+        Returns:
+            (B, L) of booleans.
+        """
         return (ids != self.vocabulary.pad_id) & (ids != self.mark_id)
 
     def logits(self, model: Any, ids: Tensor, embedded: Tensor | None = None) -> Tensor:
@@ -100,6 +139,9 @@ class TextReader:
             ids: as of :meth:`ids`.  What stands right of a language model's mark it has not read
                 when it tells the class, so padding there needs no mask.
             embedded: read in place of the ids' own embeddings, (B, L, E). Default: None.
+
+        Returns:
+            (B, 2), negative first.
         """
         given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
         if self.encoder:

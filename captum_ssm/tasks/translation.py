@@ -63,6 +63,18 @@ class TranslationTask:
     Attributes:
         shortest: least number of digits. Default: 1.
         longest: greatest number of digits, at most 6. Default: 6.
+
+    Raises:
+        OptionError: when a number is out of its range.
+
+    Example:
+        >>> from captum_ssm.tasks import TranslationTask
+        >>> task = TranslationTask(longest=2)
+        >>> all(1 <= number < 100 for number in task.draw(50, seed=0))
+        True
+        >>> batch = task.batch([8, 21])
+        >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
+        ['<pad> <pad> <pad> eight | acht', 'twenty one | ein und zwanzig']
     """
 
     shortest: int = 1
@@ -92,6 +104,12 @@ class TranslationTask:
             count: how many.
             seed: a seed, or a generator to go on drawing from.
             length: the digits of every number, 1 to 6. Default: None, drawn anew for each.
+
+        Returns:
+            The numbers.
+
+        Raises:
+            OptionError: when there are no numbers of this length.
         """
         if length is not None and not 1 <= length <= MOST_DIGITS:
             raise OptionError(f"length={length}: numbers have 1 to {MOST_DIGITS} digits.")
@@ -103,8 +121,14 @@ class TranslationTask:
         """Each number in English, a separator, and in German, padded on the left.
 
         Args:
-            numbers: from 1 to 999,999.
-            device: where the tensors go. Default: the CPU.
+            numbers: from 1 to 999,999, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: when there is no number, or one is out of the range.
         """
         if not numbers:
             raise InputError("numbers is empty: a batch needs at least one number.")
@@ -119,6 +143,20 @@ def translated(number: int) -> LinkedText:
 
     Args:
         number: from 1 to 999,999.
+
+    Returns:
+        The English words, a separator and the German words, with their links.
+
+    Raises:
+        InputError: when the number is out of the range.
+
+    Example:
+        >>> from captum_ssm.tasks import translated
+        >>> text = translated(21)
+        >>> text.prompt, text.completion
+        ('twenty one |', 'ein und zwanzig')
+        >>> text.sure, text.possible  # ein from one, zwanzig from twenty; und from either
+        (((3, 1), (5, 0)), ((4, 0), (4, 1)))
     """
     if not 1 <= number < 10**MOST_DIGITS:
         raise InputError(f"number={number}: use 1 to {10**MOST_DIGITS - 1:,}.")

@@ -79,6 +79,12 @@ class RatedText:
 def text_words(text: str) -> tuple[str, ...]:
     """The words, numbers and runs of marks of a text, in small letters.
 
+    Args:
+        text: as it is written.
+
+    Returns:
+        The words in their order.
+
     Example:
         >>> from captum_ssm.tasks import text_words
         >>> text_words("It's good :-)")
@@ -93,14 +99,14 @@ def load_valence(
     sources: Sequence[str] = ("movies",),
     least: float = 1.0,
 ) -> list[RatedText]:
-    """The sentences of a split that people found negative or positive.
+    r"""The sentences of a split that people found negative or positive.
 
     Which split a sentence is in follows from its words alone: 80 % are for training, 5 % for
     validation, 15 % for tests, and the same sentence never is in two of them.
 
     Args:
         path: the source distribution, the archive or the folder. Default: None, as the
-            environment variable says.
+            environment variable ``CAPTUM_SSM_VALENCE`` says.
         split: ``"train"``, ``"validation"`` or ``"test"``. Default: ``"test"``.
         sources: some of ``"movies"``, ``"tweets"``, ``"products"`` and ``"editorials"``. Default:
             the movie reviews.
@@ -108,6 +114,22 @@ def load_valence(
 
     Returns:
         The sentences in the order of their files.
+
+    Raises:
+        DataNotFoundError: when no path is passed or set, or it does not exist.
+        DataError: when the file or folder does not hold the sentences; it names the line.
+        OptionError: when a split or source is not known, or ``least`` is not above 0.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_valence
+        >>> lines = "1\t3.2\tA joy.\n2\t-2.5\tDull.\n3\t0.2\tIt is a film.\n"
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "movieReviewSnippets_GroundTruth.txt").write_text(lines)
+        ...     texts = load_valence(folder, split="train")
+        >>> [(text.name, text.words, text.label) for text in texts]  # the third is neutral
+        [('movies/1', ('a', 'joy', '.'), 1), ('movies/2', ('dull', '.'), 0)]
     """
     for name, asked, known in (("split", [split], SPLITS), ("sources", sources, SOURCES)):
         for each in asked:
@@ -125,10 +147,28 @@ def load_valence(
 
 
 def load_lexicon(path: str | Path | None = None) -> dict[str, float]:
-    """The valence of words and emoticons, from -4 to 4.
+    r"""The valence of words and emoticons, from -4 to 4.
 
     Args:
-        path: as in :func:`load_valence`.
+        path: as in :func:`load_valence`. Default: None, as the environment variable says.
+
+    Returns:
+        The valence by word.
+
+    Raises:
+        DataNotFoundError: when no path is passed or set, or it does not exist.
+        DataError: when the file or folder does not hold the lexicon; it names the line.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.tasks import load_lexicon
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "vader_sentiment_lexicon.txt")
+        ...     _ = file.write_text("good\t1.9\n:(\t-1.9\n")
+        ...     lexicon = load_lexicon(folder)
+        >>> lexicon
+        {'good': 1.9, ':(': -1.9}
     """
     return dict(_lexicon(_place(path)))
 

@@ -20,6 +20,15 @@ class WordVocabulary:
 
     Args:
         words: all words, each once; the position of a word is its id. Id 0 is the padding word.
+
+    Raises:
+        InputError: when a word occurs twice, is empty or has a space in it.
+
+    Example:
+        >>> from captum_ssm.tasks import WordVocabulary
+        >>> vocabulary = WordVocabulary(["<pad>", "a", "lamp"])
+        >>> vocabulary.encode("a lamp"), vocabulary.decode([1, 2]), len(vocabulary)
+        ([1, 2], 'a lamp', 3)
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -33,14 +42,28 @@ class WordVocabulary:
 
     @classmethod
     def from_json(cls, path: str | Path) -> WordVocabulary:
-        """Reads a vocabulary from a JSON list of words."""
+        """Reads a vocabulary from a JSON list of words.
+
+        Args:
+            path: the file, such as :meth:`to_json` writes.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            InputError: when the file holds something else.
+        """
         words = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise InputError(f"{path} does not hold a JSON list of words")
         return cls(words)
 
     def to_json(self, path: str | Path) -> None:
-        """Writes the vocabulary as a JSON list of words."""
+        """Writes the vocabulary as a JSON list of words.
+
+        Args:
+            path: the file; what it held is replaced.
+        """
         Path(path).write_text(json.dumps(self.vocab, indent=0) + "\n", encoding="utf-8")
 
     @property
@@ -57,6 +80,12 @@ class WordVocabulary:
     def id_of(self, word: str) -> int:
         """The id of one word, or that of ``<unk>``.
 
+        Args:
+            word: without whitespace.
+
+        Returns:
+            The id.
+
         Raises:
             InputError: when neither is in the vocabulary.
         """
@@ -66,15 +95,45 @@ class WordVocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the whitespace-separated words of ``text``."""
+        """The ids of the whitespace-separated words of ``text``.
+
+        Args:
+            text: known words, with whitespace between.
+
+        Returns:
+            One id for each word.
+
+        Raises:
+            InputError: when a word is unknown and the vocabulary has no ``<unk>``.
+        """
         return [self.id_of(word) for word in text.split()]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """The word of each id, for labelling a heat map."""
+        """The word of each id, for labelling a heat map.
+
+        Args:
+            ids: numbers, or a tensor (L,).
+
+        Returns:
+            The words.
+
+        Raises:
+            InputError: when an id is outside the vocabulary.
+        """
         return [self._word_of(int(i)) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; the inverse of :meth:`encode` up to whitespace and unknown words."""
+        """The text of ids; the inverse of :meth:`encode` up to whitespace and unknown words.
+
+        Args:
+            ids: numbers, or a tensor (L,).
+
+        Returns:
+            The words, with spaces between.
+
+        Raises:
+            InputError: when an id is outside the vocabulary.
+        """
         return " ".join(self.tokens(ids))
 
     def _word_of(self, i: int) -> str:

@@ -35,6 +35,14 @@ class Mixer:
         blocks: the modules that hold it, whose inputs are the residual stream; empty if the model
             is the mixer itself.
         around: all modules that hold it, however deep inside.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tracing import find_mixers
+        >>> model, _ = load_bundled()
+        >>> mixer = find_mixers(model)[0]
+        >>> mixer.name, mixer.architecture.family
+        ('backbone.layers.0.mixer', 'Mamba')
     """
 
     name: str
@@ -51,6 +59,19 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Hooks set after compilation never fire, and a replica's hooks fire in another process or
     thread; the wrapped module computes the same function.
+
+    Args:
+        module: any module, wrapped or not.
+
+    Returns:
+        The innermost module that is no such wrapper.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.tracing import unwrap
+        >>> inner = nn.Linear(2, 2)
+        >>> unwrap(nn.DataParallel(inner)) is inner
+        True
     """
     while True:
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
@@ -67,6 +88,19 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     Args:
         forward_func: a module, a bound method of one, or a partial of either.
         model: the module, for functions that do not reveal it. Default: None.
+
+    Returns:
+        The module, without wrappers (see :func:`unwrap`).
+
+    Raises:
+        ModelNotFoundError: when ``forward_func`` leads to no module and ``model`` is not given.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.tracing import find_model
+        >>> module = nn.Linear(2, 2)
+        >>> find_model(module.forward) is find_model(lambda x: module(x), module) is module
+        True
     """
     if model is not None:
         if not isinstance(model, nn.Module):
@@ -89,13 +123,27 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
 def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
     """The supported mixers of a model in module order.
 
-    Raises if there is none, or if the model also mixes tokens in a module without an adapter: an
-    explanation that ignores it would be silently wrong.
+    A model that also mixes tokens in a module without an adapter is refused: an explanation that
+    ignores it would be silently wrong.
 
     Args:
         model: where to look.
         layers: names or modules of the mixers to use; the user vouches for the rest. Default:
             None, all of them.
+
+    Returns:
+        One :class:`Mixer` for each module; with ``layers``, in their order.
+
+    Raises:
+        NoMixerError: when there is none, or ``layers`` names what is none.
+        UnsupportedMixerError: when a module that looks like a mixer has no adapter.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tracing import find_mixers
+        >>> model, _ = load_bundled()
+        >>> [mixer.name for mixer in find_mixers(model)]
+        ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
     found = registered_mixers(model)
     if layers is not None:

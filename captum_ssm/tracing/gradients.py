@@ -29,6 +29,21 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
 
     RecurrentGemma keeps its last state: with it the graph of the whole run, and a model that can
     neither be copied nor pickled.
+
+    Args:
+        model: the module that runs inside the ``with``.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing import graphs_dropped
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with graphs_dropped(model):
+        ...     model.state = model(torch.ones(1, 2))
+        >>> model.state.requires_grad
+        False
     """
     before = {module: _graph_attributes(module) for module in model.modules()}
     try:

@@ -30,9 +30,14 @@ class Layer:
     """One recorded mixer call.
 
     The trace keeps the call's input and output; the operator is made when it is asked for, and
-    only the layer asked last keeps its own.
+    only the layer asked last keeps its own.  Layers are made by :func:`~captum_ssm.trace`.
+
+    Args:
+        linearized: returns a layer's linear mixer.
+        mixer, call, block, stream: as below.
 
     Attributes:
+        mixer: the :class:`~captum_ssm.tracing.Mixer` that was called.
         name: the mixer's qualified name in the model.
         architecture: the family of the mixer.
         joins: how its output joins the residual stream; see
@@ -41,6 +46,19 @@ class Layer:
         call: the recorded call.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import trace
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> with trace(model) as record:
+        ...     _ = model(torch.tensor([tokenizer.encode("anna owns the lamp")]))
+        >>> layer = record.layers[0]
+        >>> layer.architecture, tuple(layer.operator.dense().shape)
+        ('Mamba', (1, 4, 4))
+        >>> layer.reconstruction_error() < 1e-5
+        True
     """
 
     def __init__(
@@ -66,7 +84,11 @@ class Layer:
         return [t._version for t in tensors if not t.is_inference()]
 
     def check_unchanged(self) -> None:
-        """Raise if the model overwrote a recorded tensor after the mixer ran."""
+        """Raise if the model overwrote a recorded tensor after the mixer ran.
+
+        Raises:
+            InputError: when it did; the record of the call is void.
+        """
         if self._versions != self._current_versions():
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
@@ -89,12 +111,20 @@ class Layer:
         return self.output.shape[1] if self.map is None else math.prod(self.map.size)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """``x``, laid out like :attr:`output`, by the operator's tokens: (B, L, E)."""
+        """``x``, laid out like :attr:`output`, by the operator's tokens: (B, L, E).
+
+        Args:
+            x: (B, L, E), or in windows (B W, T, E).
+        """
         return x if self.map is None else self.map.in_order(x)
 
     @property
     def linear(self) -> LinearMixer:
-        """The linearised mixer; raises if a coefficient is not finite."""
+        """The linearised mixer.
+
+        Raises:
+            NonFiniteError: when a coefficient is NaN or infinite.
+        """
         return self._linearized(self)
 
     @property
@@ -113,7 +143,10 @@ class Layer:
         return self.linear.bias
 
     def reconstruction_error(self) -> float:
-        """max|a - b| / max|b| of the operator's output a against the real module's output b."""
+        """max|a - b| / max|b| of the operator's output a against the real module's output b.
+
+        Some 1e-7 for a model in float32.
+        """
         with torch.no_grad(), full_precision(self.output.device):
             real = self.in_order(self.output.detach())
             rebuilt = self.linear.output()
@@ -124,7 +157,11 @@ class Layer:
         """Raise unless the operator reproduces the module's output.
 
         Args:
-            tolerance: largest accepted error. Default: None, by the dtype of the output.
+            tolerance: largest accepted error. Default: None, by the dtype of the output: 1e-5 in
+                float32, 1e-6 in float64, 0.1 in bfloat16, 0.05 in float16.
+
+        Raises:
+            ReconstructionError: naming the layer and the error.
         """
         limit = TOLERANCES.get(self.output.dtype, 1e-5) if tolerance is None else tolerance
         error = self.reconstruction_error()

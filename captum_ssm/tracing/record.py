@@ -20,19 +20,42 @@ from .layer import Layer
 from .offload import linearize
 from .repair import repaired_scans
 
-#: Which part of a run keeps its autograd graph.
+#: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on, or
+#: ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "all"]
 
 
 class Trace:
-    """The recorded layers of one forward run, in the order in which they ran."""
+    """The recorded layers of one forward run, as :func:`trace` yields them.
+
+    Attributes:
+        layers: one :class:`Layer` for each mixer call, in the order in which they ran.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import trace
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> with trace(model) as record:
+        ...     _ = model(torch.tensor([tokenizer.encode("anna owns the lamp")]))
+        >>> [tuple(layer.output.shape[:2]) for layer in record.layers], record.mask
+        ([(1, 4), (1, 4)], None)
+    """
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
         self._last: tuple[Layer, LinearMixer] | None = None
 
     def linearize(self, layer: Layer) -> LinearMixer:
-        """The layer's linear mixer; the latest one asked for is kept."""
+        """The layer's linear mixer; the latest one asked for is kept.
+
+        Args:
+            layer: one of :attr:`layers`.
+
+        Raises:
+            NonFiniteError: for the first layer that holds NaN or infinity.
+            InputError: when the model overwrote what was recorded.
+        """
         if self._last is None or self._last[0] is not layer:
             self._last = None
             layer.check_unchanged()
@@ -92,6 +115,10 @@ def trace(
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
 
+    Raises:
+        ModelNotFoundError: when ``model`` leads to no module.
+        NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
+
     Example:
         >>> import torch
         >>> from captum_ssm import trace
@@ -127,7 +154,29 @@ def trace(
 
 
 def require_layers(record: Trace, model: nn.Module) -> None:
-    """Raise if mixers were found but none of them ran."""
+    """Raise if mixers were found but none of them ran.
+
+    Args:
+        record: the trace of a forward run that has ended.
+        model: the module that should have run.
+
+    Raises:
+        NoMixerError: naming the mixers. Was another model run, or a compiled copy of this one?
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tracing import require_layers, trace
+        >>> model, tokenizer = load_bundled()
+        >>> with trace(model) as record:
+        ...     _ = model(torch.tensor([tokenizer.encode("anna owns the lamp")]))
+        >>> require_layers(record, model)  # two mixers ran
+        >>> record.layers.clear()
+        >>> require_layers(record, model)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        captum_ssm.errors.NoMixerError: The model has mixers (backbone.layers.0.mixer, ...
+    """
     if not record.layers:
         raise none_ran(find_mixers(model))
 

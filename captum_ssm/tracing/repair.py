@@ -30,7 +30,25 @@ _originals: list[tuple[Any, str, Function]] = []
 
 @contextmanager
 def repaired_scans() -> Iterator[None]:
-    """Replace the reference loops of packages that are imported, until the last user leaves."""
+    """Replace the reference loops of packages that are imported, until the last user leaves.
+
+    Only what runs on a CPU is replaced; the numbers are the same but for rounding.  Contexts may be
+    nested, and entered by several threads.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tracing import repaired_scans
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with repaired_scans():
+        ...     logits = model(ids).logits
+        >>> torch.allclose(logits, model(ids).logits, atol=1e-4)
+        True
+    """
     global _users
     with _lock:
         if _users == 0:

@@ -44,6 +44,16 @@ def image_arrays(relevance: Tensor, image: Tensor) -> tuple[Any, Any]:
     Returns:
         Relevance (H, W, 1), and the image (H, W, 3) in 0 to 255, which all of Captum's methods
         take.
+
+    Raises:
+        InputError: when the shapes are not those of one image, or something is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import image_arrays
+        >>> relevance, image = image_arrays(torch.rand(4, 4), torch.rand(3, 8, 8))
+        >>> relevance.shape, image.shape
+        ((8, 8, 1), (8, 8, 3))
     """
     picture = picture_of(image)
     pixels = pixels_of(relevance, (picture.shape[0], picture.shape[1]))
@@ -76,6 +86,17 @@ def captum_image(
     Returns:
         The matplotlib figure and its axes. Where the map holds nothing of the sign, they show the
         image alone, and the title says so.
+
+    Raises:
+        InputError: as :func:`image_arrays`.
+        OptionError: when sign is not known, or method cannot show it.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import captum_image
+        >>> figure, axis = captum_image(torch.rand(3, 8, 8), torch.eye(4), title="rollout")
+        >>> axis.get_title()
+        'rollout'
     """
     from captum.attr import visualization
 
@@ -120,13 +141,16 @@ def captum_text(
         tokens: the tokens of a text, escaped here.
         relevance: one number per token (L,), scaled here so that the largest is 1 or -1.
         predicted: what the model predicts. Default: ``""``.
-        probability: of the prediction. Default: not a number.
+        probability: of the prediction. Default: nan, not known.
         true: what is right. Default: ``""``.
         explained: what the relevance is for. Default: ``""``.
-        convergence: what the relevance misses. Default: not a number.
+        convergence: what the relevance misses. Default: nan, not known.
 
     Returns:
         A ``VisualizationDataRecord``.
+
+    Raises:
+        InputError: when tokens and relevance are not equally many, or relevance is not finite.
 
     Example:
         >>> import torch

@@ -29,8 +29,9 @@ def plot_contributions(
 ) -> tuple[Figure, Any]:
     """Draw what each target takes from each source: one row per target, one column per source.
 
-    Targets may be the tokens of a generated text (:class:`SSMLLMAttribution`), the positions of a
-    map (:class:`LatimNorm`), or the layers of a profile (:attr:`Decomposition.streams`, stacked).
+    Targets may be the tokens of a generated text (:class:`~captum_ssm.SSMLLMAttribution`), the
+    positions of a map (:class:`~captum_ssm.LatimNorm`), or the layers of a profile (the streams of
+    :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`, stacked).
 
     Args:
         contributions: (targets, sources).
@@ -42,10 +43,16 @@ def plot_contributions(
     Returns:
         The matplotlib figure and its axes.
 
+    Raises:
+        InputError: when contributions is not (targets, sources) of finite numbers, or labels are
+            too few or too many.
+
     Example:
         >>> import torch
         >>> from captum_ssm.viz import plot_contributions
         >>> figure, axis = plot_contributions(torch.eye(2), ["le", "chat"], ["the", "cat"])
+        >>> [label.get_text() for label in axis.get_yticklabels()]
+        ['the', 'cat']
     """
     found = numbers(contributions, "contributions")
     if found.dim() != 2:

@@ -59,12 +59,17 @@ def plot_curves(
     Returns:
         The matplotlib figure and its axes.
 
+    Raises:
+        InputError: when there is no curve, or a value is NaN or infinite.
+
     Example:
         >>> import torch
         >>> from captum_ssm.metrics import Curve
         >>> from captum_ssm.viz import plot_curves
-        >>> curve = Curve(torch.tensor([0.1, 0.5, 0.9]), torch.rand(8, 3))
+        >>> curve = Curve(torch.tensor([0.0, 1.0]), torch.tensor([[1.0, 0.5], [1.0, 0.0]]))
         >>> figure, axis = plot_curves({"rollout": curve}, quantity="accuracy")
+        >>> axis.get_legend_handles_labels()[1]
+        ['rollout  area 0.625']
     """
     figure, axis = new_figure(6.6, 3.6)
     named = by_name(curves, "curves")
@@ -88,6 +93,18 @@ def plot_perturbed(
 
     Returns:
         The matplotlib figure and its three axes.
+
+    Raises:
+        InputError: as :func:`plot_curves`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import Curve, Perturbed
+        >>> from captum_ssm.viz import plot_perturbed
+        >>> curve = Curve(torch.tensor([0.1, 0.5, 0.9]), torch.rand(8, 3))
+        >>> figure, axes = plot_perturbed({"rollout": Perturbed(curve, curve, curve)})
+        >>> [axis.get_ylabel() for axis in axes]
+        ['accuracy', 'probability', 'logit']
     """
     named = by_name(perturbed, "perturbed")
     figure, axes = new_figure(11.5, 3.6, ncols=3)

@@ -48,6 +48,10 @@ def plot_image(
     Returns:
         The matplotlib figure and its axes, one row for each of ``how``; the image comes first.
 
+    Raises:
+        InputError: when image or relevance is not that of one image, or not finite.
+        OptionError: when ``how`` is empty or not known.
+
     Example:
         >>> import torch
         >>> from captum_ssm.viz import plot_image

@@ -31,18 +31,23 @@ def plot_intervals(
     """Draw a table: a line for each row, under the heading of its group, a panel for each column.
 
     Args:
-        groups: by heading, by the label of a row, one interval per column.
+        groups: by heading, by the label of a row, one interval per column: its lower bound, the
+            value and its upper bound, NaN where there is no number.
         columns: the names of the columns.
         title: a heading. Default: None.
 
     Returns:
         The matplotlib figure and its axes, one per column.
 
+    Raises:
+        InputError: when there is nothing to draw, or a row has too few or too many intervals.
+
     Example:
         >>> from captum_ssm.viz import plot_intervals
         >>> table = {"a model": {"a method": [(0.1, 0.2, 0.4)], "another": [(0.5, 0.6, 0.7)]}}
         >>> figure, axes = plot_intervals(table, ["AUC"])
-        >>> figure.savefig("table.png")  # doctest: +SKIP
+        >>> [label.get_text() for label in axes[0].get_yticklabels()]
+        ['', 'a model', 'a method', 'another', '']
     """
     _check(groups, columns)
     labels = [""]  # from the top: a heading, its rows, an empty line, and so on

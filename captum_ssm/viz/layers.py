@@ -40,9 +40,14 @@ def plot_layers(
     Returns:
         The matplotlib figure and its axes.
 
+    Raises:
+        InputError: when there is no profile, or one is not (layers,) of finite numbers.
+
     Example:
         >>> from captum_ssm.viz import plot_layers
-        >>> figure, axis = plot_layers({"the evidence": [0.1, 0.7], "the rest": [0.3, 0.2]})
+        >>> figure, axis = plot_layers({"the evidence": [0.25, 0.75], "the rest": [0.5, 0.0]})
+        >>> axis.lines[0].get_ydata().tolist()
+        [0.25, 0.75]
     """
     named = by_name(profiles, "profiles")
     figure, axis = new_figure(6.4, 3.6)
@@ -69,13 +74,24 @@ def plot_decomposition_errors(
     """Draw what the contribution vectors of each layer miss (LATIM, figure 4).
 
     Args:
-        errors: what :meth:`LatimNorm.decomposition_error` returns, or several such by name, for
+        errors: what :meth:`LatimNorm.decomposition_error
+            <captum_ssm.LatimNorm.decomposition_error>` returns, or several such by name, for
             example by the ``activation`` they were made with.
         title: a heading. Default: None.
 
     Returns:
         The matplotlib figure and its axes, logarithmic and ending at 1e-8, below which an error is
         rounding.
+
+    Raises:
+        InputError: as :func:`plot_layers`.
+
+    Example:
+        >>> from captum_ssm.viz import plot_decomposition_errors
+        >>> errors = {"linearized": [0.0, 0.0], "silu": [0.25, 0.5]}
+        >>> figure, axis = plot_decomposition_errors(errors)
+        >>> axis.get_yscale(), axis.lines[0].get_ydata().tolist()
+        ('log', [1e-08, 1e-08])
     """
     named = by_name(errors, "errors")
     visible = {n: numbers(e, "errors").clamp_min(_ROUNDING) for n, e in named.items()}

@@ -30,7 +30,8 @@ def plot_matrices(
     """Draw implicit attention matrices side by side; row i is what token i takes from the others.
 
     Args:
-        matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices` returns them.
+        matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices
+            <captum_ssm.ImplicitAttention.matrices>` returns them.
         tokens: labels of the tokens. Default: None, positions.
         titles: a heading for each. Default: None, ``layer 0``, ``layer 1``, ...
         absolute: show min-max normalised absolute values, as the papers do, instead of signed
@@ -40,10 +41,17 @@ def plot_matrices(
     Returns:
         The matplotlib figure and its axes, one per matrix.
 
+    Raises:
+        InputError: when there is no matrix, one is not (L, L) of finite numbers, or labels are too
+            few or too many.
+        OptionError: when columns is below 1.
+
     Example:
         >>> import torch
         >>> from captum_ssm.viz import plot_matrices
-        >>> figure, axes = plot_matrices([torch.eye(3)], ["a", "b", "c"])
+        >>> figure, axes = plot_matrices([torch.eye(3), torch.ones(3, 3)], ["a", "b", "c"])
+        >>> [axis.get_title() for axis in axes]
+        ['layer 0', 'layer 1']
     """
     squares = [_square(m) for m in matrices]
     if not squares:
@@ -85,6 +93,17 @@ def plot_depths(
 
     Returns:
         The matplotlib figure and its axes, one per depth.
+
+    Raises:
+        InputError: as :func:`plot_matrices`.
+        OptionError: when depths is empty, or one is not from 0 to 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import plot_depths
+        >>> figure, axes = plot_depths([torch.eye(3)] * 9)
+        >>> [axis.get_title() for axis in axes]
+        ['layer 2  (25%)', 'layer 4  (50%)', 'layer 6  (75%)']
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong or not len(depths):
@@ -106,8 +125,8 @@ def plot_channels(
     """Draw the matrices of single channels, or heads, of one layer.
 
     Args:
-        matrix: (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices` returns it with
-            ``reduce=None`` or ``"heads"``.
+        matrix: (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices
+            <captum_ssm.ImplicitAttention.matrices>` returns it with ``reduce=None`` or ``"heads"``.
         tokens: labels of the tokens. Default: None, positions.
         channels: which ones; negative ones count from the end. Default: None, the first 16.
         absolute: see :func:`plot_matrices`. Default: True, as the papers.
@@ -115,6 +134,17 @@ def plot_channels(
 
     Returns:
         The matplotlib figure and its axes, one per channel.
+
+    Raises:
+        InputError: as :func:`plot_matrices`, and when matrix has no channels.
+        OptionError: when a channel does not exist, or columns is below 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import plot_channels
+        >>> figure, axes = plot_channels(torch.rand(6, 4, 4), channels=[0, -1])
+        >>> [axis.get_title() for axis in axes]
+        ['channel 0', 'channel 5']
     """
     parts = matrix[0] if matrix.dim() == 4 and len(matrix) == 1 else matrix
     if parts.dim() != 3:

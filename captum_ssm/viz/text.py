@@ -39,11 +39,16 @@ def plot_text(
     Returns:
         The matplotlib figure and its axes, one per relevance.
 
+    Raises:
+        InputError: when there is no relevance, it is not finite, or tokens and numbers are not
+            equally many.
+
     Example:
         >>> import torch
         >>> from captum_ssm.viz import plot_text
         >>> figure, axes = plot_text(["a", "b"], {"rollout": torch.tensor([0.2, 0.9])})
-        >>> figure.savefig("text.png")  # doctest: +SKIP
+        >>> axes[0].get_title(loc="left")
+        'rollout   (largest: 0.9)'
     """
     rows = by_name(relevance, "relevance")
     names = [cut(token, _LINE // 2) for token in tokens]

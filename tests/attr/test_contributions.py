@@ -162,6 +162,23 @@ def test_tiles_hold_what_they_may() -> None:
     assert all(part.start == 0 for part in sizes)
 
 
+def test_tiles_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = oracles.transformers_model(hidden_size=8), torch.randint(19, (2, 13))
+    layer = record(model, ids)[0]
+    monkeypatch.setattr(contributions, "_MANY_QUERIES", 14)
+    wanted, before, sizes = all_vectors(layer), Contributions.before_projection, []
+
+    def scarce(self: Contributions, index: torch.Tensor) -> torch.Tensor:
+        if index.shape[1] > 4:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        sizes.append(index.shape[1])
+        return before(self, index)
+
+    monkeypatch.setattr(Contributions, "before_projection", scarce)
+    assert relative_error(all_vectors(layer), wanted) <= FLOAT32
+    assert sum(sizes) == 13 and max(sizes) == 3
+
+
 def test_some_queries() -> None:
     model = oracles.transformers_model()
     ids, mask = padded_batch([9, 5, 2])

@@ -201,6 +201,20 @@ def test_attribute_is_the_sum_of_the_decomposition() -> None:
     assert not each[1][:, 3:].any()
 
 
+def test_the_delta_by_itself() -> None:
+    model, ids = mamba_lm(), token_ids(2, 7)
+    method, target = LatimLogit(model), TARGET["target"]
+    embedded = model.get_input_embeddings()(ids).detach()
+    for inputs in (ids, embedded):
+        found = method.attribute(inputs, target)
+        assert method.compute_convergence_delta(found, inputs, target).abs().max() <= 1e-4
+    wrong = method.compute_convergence_delta(method.attribute(ids, target) + 1, ids, target)
+    assert (wrong + ids.shape[1]).abs().max() <= 1e-3
+    maps = LatimLogit(vision()).attribute(images(1), 1)
+    with pytest.raises(InputError, match="return_convergence_delta"):
+        LatimLogit(vision()).compute_convergence_delta(maps, images(1), 1)
+
+
 @pytest.mark.parametrize("contrast", ["mean", "others", "all", (-1, 5), [(-1, 5), (0, 1)]])
 def test_contrasts_add_up(contrast: Any) -> None:
     found = LatimLogit(mamba_lm()).decompose(token_ids(2, 7), contrast=contrast, **TARGET)

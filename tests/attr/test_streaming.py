@@ -195,3 +195,21 @@ def test_too_little_for_a_row_is_an_error():
             method(least - 1)
         with pytest.raises(OptionError, match="memory_budget='lots' is not a size"):
             method("lots")
+
+
+def test_strips_that_do_not_fit_are_halved(monkeypatch):
+    model, ids = mamba_lm(), token_ids(2, 21)
+    asked = {"target": (-1, 3), "query": "mean"}
+    wanted = MambaAttribution(model).attribute(ids, **asked)
+    made, refused = Operator.reduced_strip, []
+
+    def scarce(self, rows, reduce="mean"):
+        if len(rows) > 3:
+            refused.append(len(rows))
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return made(self, rows, reduce)
+
+    monkeypatch.setattr(Operator, "reduced_strip", scarce)
+    found = MambaAttribution(model).attribute(ids, **asked)
+    assert set(refused) == {21, 10, 5}
+    assert relative_error(found, wanted) <= 1e-6

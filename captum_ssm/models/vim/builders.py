@@ -17,6 +17,15 @@ def vim_tiny(**options: Any) -> VisionMamba:
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
+
+    Returns:
+        The model in training mode on the CPU; :func:`load_vim` loads one that was trained.
+
+    Example:
+        >>> from captum_ssm.models import vim_tiny
+        >>> model = vim_tiny(num_classes=10)
+        >>> tuple(model.head.weight.shape), len(model.layers), sum(model.grid)  # 14 + 14 patches
+        ((10, 192), 24, 28)
     """
     return VisionMamba(**({"embed_dim": 192} | options))
 
@@ -26,6 +35,17 @@ def vim_small(**options: Any) -> VisionMamba:
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
+
+    Returns:
+        The model in training mode on the CPU; :func:`load_vim` loads one that was trained.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import vim_small
+        >>> with torch.device("meta"):  # shapes alone, no memory
+        ...     model = vim_small()
+        >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
+        26
     """
     return VisionMamba(**({"embed_dim": 384} | options))
 
@@ -33,14 +53,52 @@ def vim_small(**options: Any) -> VisionMamba:
 def vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
     pretrained: bool = False, **options: Any
 ) -> VisionMamba:
-    """Vim-Ti by its published name and keywords."""
+    """Vim-Ti by its published name and keywords.
+
+    Args:
+        pretrained: must be False, since nothing is downloaded. Default: False.
+        **options: keywords of the published model, such as ``if_cls_token`` and
+            ``use_middle_cls_token``, or of :class:`~captum_ssm.models.vim.VisionMamba`.
+
+    Returns:
+        The model, with random weights.
+
+    Raises:
+        OptionError: when ``pretrained`` is true.
+
+    Example:
+        >>> from captum_ssm.models.vim import (
+        ...     vim_tiny_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2
+        ...     as published)
+        >>> published(depth=1, use_middle_cls_token=False).cls_positions(patches=196)
+        [0]
+    """
     return vim_tiny(**_from_published(pretrained, options))
 
 
 def vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2(
     pretrained: bool = False, **options: Any
 ) -> VisionMamba:
-    """Vim-S by its published name and keywords."""
+    """Vim-S by its published name and keywords.
+
+    Args:
+        pretrained: must be False, since nothing is downloaded. Default: False.
+        **options: keywords of the published model, such as ``if_cls_token`` and
+            ``use_middle_cls_token``, or of :class:`~captum_ssm.models.vim.VisionMamba`.
+
+    Returns:
+        The model, with random weights.
+
+    Raises:
+        OptionError: when ``pretrained`` is true.
+
+    Example:
+        >>> from captum_ssm.models.vim import (
+        ...     vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2
+        ...     as published)
+        >>> published(depth=1, use_double_cls_token=True).cls_positions(patches=196)
+        [0, 197]
+    """
     return vim_small(**_from_published(pretrained, options))
 
 
@@ -49,6 +107,15 @@ def register_with_timm() -> list[str]:
 
     Returns:
         The names.
+
+    Raises:
+        ImportError: when timm is not installed.
+
+    Example:
+        >>> import timm  # doctest: +SKIP
+        >>> from captum_ssm.models.vim import register_with_timm
+        >>> tiny, small = register_with_timm()  # doctest: +SKIP
+        >>> model = timm.create_model(tiny, num_classes=10)  # doctest: +SKIP
     """
     from timm.models import is_model, model_entrypoint, register_model
 

@@ -46,6 +46,18 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
 
     Raises:
         CheckpointError: when the weights are not those of a Vision Mamba; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import VisionMamba, load_vim
+        >>> trained = VisionMamba(32, patch_size=8, depth=2, embed_dim=16, num_classes=5).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"model": trained.state_dict()}, Path(folder, "vim.pth"))
+        ...     model = load_vim(Path(folder, "vim.pth"))
+        >>> images = torch.rand(1, 3, 32, 32)
+        >>> torch.equal(model(images), trained(images))
+        True
     """
     weights = _read(Path(path))
     try:

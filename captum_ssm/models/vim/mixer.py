@@ -34,8 +34,8 @@ class VimMixer(nn.Module):
 
     Args:
         d_model: E.
-        d_state: N.
-        d_conv: taps of the convolutions.
+        d_state: N. Default: 16.
+        d_conv: taps of the convolutions. Default: 4.
         d_inner: D, channels. Default: None, 2 E.
         dt_rank: rank of the projection to dt. Default: None, E / 16 rounded up.
         bias: whether the projections in and out have biases. Default: False.
@@ -43,6 +43,15 @@ class VimMixer(nn.Module):
         bimamba_type: ``"none"``, ``"v1"`` or ``"v2"``. Default: ``"v2"``.
         if_divide_out: whether v2 halves the sum. Default: True.
         init_layer_scale: initial factor gamma on the output. Default: None, no factor.
+
+    Raises:
+        OptionError: when ``bimamba_type`` is not known.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.vim import VimMixer
+        >>> VimMixer(d_model=16)(torch.zeros(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
     """
 
     A_log: nn.Parameter
@@ -87,7 +96,14 @@ class VimMixer(nn.Module):
         self.register_parameter("gamma", gamma)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(B, L, E) to (B, L, E)."""
+        """What the mixer adds to the residual stream.
+
+        Args:
+            hidden_states: (B, L, E).
+
+        Returns:
+            (B, L, E).
+        """
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # (B, D, L)
         parts = (*self._select(x, ""), z)
         y = self._scan(parts, "A_log", "")

@@ -38,7 +38,19 @@ class PatchEmbed(nn.Module):
 
 
 class VimBlock(nn.Module):
-    """x + mixer(norm(x)), where x keeps at least the precision of float32."""
+    """x + mixer(norm(x)), where x keeps at least the precision of float32.
+
+    Args:
+        norm: a norm of width E.
+        mixer: mixes the tokens.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.vim import VimBlock, VimMixer
+        >>> block = VimBlock(torch.nn.RMSNorm(16), VimMixer(d_model=16))
+        >>> block(torch.zeros(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
 
     def __init__(self, norm: nn.Module, mixer: VimMixer) -> None:
         super().__init__()
@@ -46,6 +58,7 @@ class VimBlock(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
+        """The stream behind the block, (B, L, E) to (B, L, E)."""
         out: Tensor = x + self.mixer(_normed(self.norm, x))
         return out
 
@@ -75,6 +88,9 @@ class VisionMamba(nn.Module):
         bimamba_type: see :class:`~captum_ssm.models.vim.VimMixer`. Default: ``"v2"``.
         if_divide_out: whether the sum of both directions is halved (v2 only). Default: True.
         **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
+
+    Raises:
+        OptionError: when ``cls_token``, ``final_pool_type`` or ``bimamba_type`` is not known.
 
     Example:
         >>> import torch
@@ -155,7 +171,14 @@ class VisionMamba(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:
-        """The places of the cls tokens in the sequence, given the number of patches."""
+        """The places of the cls tokens in the sequence.
+
+        Args:
+            patches: how many there are.
+
+        Returns:
+            Positions from 0: one, two or none.
+        """
         positions: dict[str, list[int]] = {
             "middle": [patches // 2],
             "head": [0],
@@ -166,13 +189,27 @@ class VisionMamba(nn.Module):
         return positions[self.cls]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, C, H, W) to logits (B, classes), or (B, L, classes) where all are read."""
+        """Images to logits.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, classes), or (B, L, classes) where all tokens are read.
+        """
         out: Tensor = self.head(self.forward_features(images))
         pooled_last = self.cls == "none" and self.final_pool_type == "max"
         return out.amax(1) if pooled_last else out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """What the head reads, (B, E) or (B, L, E)."""
+        """What the head reads of images.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, E), or (B, L, E) where all tokens are read.
+        """
         x: Tensor = self.patch_embed(images)
         grid = x.shape[2], x.shape[3]
         x = self._with_cls(x.flatten(2).transpose(1, 2))  # (B, L, E)

@@ -84,12 +84,23 @@ def report(
     Returns:
         The path of the file.
 
+    Raises:
+        InputError: when inputs are of no such form, or labels, names or tokens are not as many as
+            what they name.
+        OptionError: when an option has a value that is not accepted.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
     Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
         >>> from captum_ssm import report
         >>> from captum_ssm.models import load_bundled
         >>> model, vocabulary = load_bundled()
         >>> prompt = "anna owns the lamp . ? anna owns the"
-        >>> path = report(model, prompt, tokenizer=vocabulary)  # doctest: +SKIP
+        >>> with TemporaryDirectory() as folder:
+        ...     path = report(model, prompt, tokenizer=vocabulary, path=Path(folder) / "lamp.html")
+        ...     path.read_text(encoding="utf-8").startswith("<!doctype html>")
+        True
     """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it

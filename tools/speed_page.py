@@ -1,0 +1,141 @@
+"""Make docs/speed.md and its picture anew, from what the benchmarks have measured.
+
+Usage: python tools/speed_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
+``--out`` to ``python -m benchmarks`` and ``python -m benchmarks.long_context``, and DOCS the one to
+write to; by default that of this checkout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import draw
+from benchmarks.report import markdown
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, PICTURE = "speed.md", "images/speed.png"
+#: What a user calls, and the length at which the first table compares it.
+CALLS = ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow", "LatimLogit, projection")
+LENGTH = 1024
+
+Row = Mapping[str, Any]
+
+_TEXT = """\
+# Speed
+
+What explanations cost, beside one forward and backward pass of the same model (`f+b`, with respect
+to its embeddings or pixels) and beside the least arithmetic or traffic that the quantity can be
+(its bound), in units that are calibrated on the same machine in the same run. Sizes are those of a
+130M model (width 768, 1536 channels, 16 states) with {layers} layers, float32, one thread of a CPU,
+measured on {date} with {versions}.
+
+## Calls
+
+Time in passes `f+b`, at {length} tokens (Vim-S: 197), with the runs of the model that a call needs:
+
+{calls}
+
+Memory, in MiB above what the process held before:
+
+{memory}
+
+Rollout and LatimFlow are linear in the length. MambaAttribution forms every entry of every layer's
+matrix, a strip of rows at a time; so does LatimLogit with `mixing="alti"`, for every row of the
+layers but the last, which takes the time of some 25 passes through the layer at 1024 tokens:
+`mixing="projection"` is its cheap choice.
+
+## Long inputs
+
+A model of four such layers, on one thread:
+
+{long}
+
+The growth exponent is that of the time between the two lengths; errors are against float64, at some
+columns, relative to the greatest entry.
+
+## Parts
+
+Rows and matrices are those of the operators alone, given the model's run: a rollout row is that of
+all {layers} layers, a matrix one layer's; `scan` is the recurrence alone, `unified` with gate,
+convolution, activation and skip. `textbook` and `exponentials` are the obvious ways to the same
+matrix: a loop over triples of tokens and channels, and products of decays for all pairs at once.
+What takes microseconds is far from its bound, which counts arithmetic and not calls.
+
+{parts}
+
+![Time, memory and error of each quantity against length]({picture})
+
+RetNet, GLA, RWKV-6 and DeltaNet have operators with random coefficients here, since no package has
+a model of theirs that runs on a CPU. On a GPU nothing of this was measured.
+
+## Measuring anew
+
+```bash
+# needs half an hour of a quiet machine
+python -m benchmarks --out results
+# needs a quarter of an hour, and 20 GB of memory
+python -m benchmarks.long_context --out results
+# needs what these two have measured
+python tools/speed_page.py results
+```
+"""
+
+
+def main(results: Path, docs: Path = DOCS) -> None:
+    speed, long = (
+        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("speed", "long_context")
+    )
+    (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
+    draw(speed["rows"], docs / PICTURE)
+    (docs / PAGE).write_text(page(speed, long), encoding="utf-8")
+
+
+def page(speed: Mapping[str, Any], long: Mapping[str, Any]) -> str:
+    """The page, from the records of both benchmarks."""
+    facts, rows = speed["facts"], speed["rows"]
+    packages = ("torch", "transformers", "captum_ssm")
+    return _TEXT.format(
+        layers=facts["layers"],
+        date=facts["date"],
+        versions=", ".join(f"{name} {facts[name]}" for name in packages),
+        length=LENGTH,
+        calls=markdown(calls(rows, "of f+b")),
+        memory=markdown(calls(rows, "peak MiB")),
+        long=markdown(long["rows"]),
+        parts="\n\n".join(
+            f"### {family}\n\n{markdown(parts(rows, family))}"
+            for family in dict.fromkeys(row["family"] for row in rows)
+        ),
+        picture=PICTURE,
+    )
+
+
+def calls(rows: Sequence[Row], column: str) -> list[Row]:
+    """A column of the calls of every model: one row each, at the length compared."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: -row["L"]):
+        if row["quantity"] in CALLS and row["L"] <= LENGTH:
+            cells = found.setdefault(row["family"], dict.fromkeys(("model", *CALLS)))
+            cells["model"] = row["family"]
+            if cells[row["quantity"]] is None:
+                cells[row["quantity"]] = row[column]
+    order = dict.fromkeys(row["family"] for row in rows)
+    return [found[family] for family in order if family in found]
+
+
+def parts(rows: Sequence[Row], family: str) -> list[Row]:
+    """A family's rows without its name, and without columns that hold nothing."""
+    its = [row for row in rows if row["family"] == family]
+    kept = [
+        name for name in its[0] if name != "family" and any(row[name] is not None for row in its)
+    ]
+    return [{name: row[name] for name in kept} for row in its]
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
