@@ -10,7 +10,7 @@ from typing import Any
 PANELS = ("of f+b", "times its bound", "peak MiB", "error")
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], path: Path, dpi: int = 110) -> None:
     """One line of panels per family, one curve per quantity."""
     from matplotlib import pyplot as plt
 
@@ -34,5 +34,5 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     handles = [plt.Line2D([], [], color=colour[name], marker="o", label=name) for name in names]
     fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     fig.set_layout_engine("constrained")
-    fig.savefig(path, dpi=110)
+    fig.savefig(path, dpi=dpi)
     plt.close(fig)

@@ -89,6 +89,11 @@ class Budget:
         enough = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
         return max(1, min(height, enough, _ROWS))
 
+    def holds_matrix(self, operator: Operator) -> bool:
+        """Whether an operator's whole reduced matrix is within it."""
+        batch, tokens, *_ = operator.shape
+        return self.on(operator.device) >= _COPIES * batch * tokens**2 * operator.dtype.itemsize
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device; a fixed guess where the system does not tell."""

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from ..operators import Operator, Reduce
+from ..operators.by_channel import goes_by_channel
 from ..operators.fitting import fitting
 from ..operators.strips import Strip
 from .fold import Mixing
 from .memory import Budget
+
+#: Up to this part of the rows are made row by row where a whole matrix would go by channel.
+_FEW = 8
 
 #: The entries (B, R, W) of a strip to what takes their place; they may be overwritten.
 Change = Callable[[Strip], Tensor]
@@ -43,13 +47,18 @@ def streamed(
         whole: the reduced matrix (B, L, L) where it is there already. Default: None.
     """
     tokens = operator.shape.tokens
+    quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
+        matrix = whole
+        if matrix is None and quick and len(within) > tokens // _FEW:
+            matrix = operator.dense(reduce)
+
         def form(rows: range) -> tuple[Strip, Tensor]:
-            if whole is None:
+            if matrix is None:
                 strip = operator.reduced_strip(rows, reduce)
             else:
-                strip = Strip(whole[:, rows.start : rows.stop].clone(), rows, range(tokens))
+                strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
             return strip, change(strip)
 
         return fitting(within, budget.height(operator, reduce), form)

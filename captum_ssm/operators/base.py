@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .band import Band, add_shifted
+from .by_channel import by_channel, goes_by_channel
 from .maps import linear_map
 from .mixing import Mixing
 from .positions import Positions, in_stacks, per_example, unit_vectors
@@ -89,6 +90,8 @@ class Operator:
 
     component: str | None = None
     shape: Shape
+    #: Whether whole matrices of heads are quicker made than rows of all channels.
+    quick_heads = False
 
     # --- what a subclass defines -----------------------------------------------------------
 
@@ -399,6 +402,8 @@ class Operator:
             return self.contract(one / (self.shape.heads * self.shape.per_head), one)
         if reduce == "heads":
             return self.contract_heads(one / self.shape.per_head, one)
+        if goes_by_channel(self, reduce):
+            return by_channel(self, reduce)
         return self.rows(range(self.shape.tokens), reduce)
 
     # --- helpers ---------------------------------------------------------------------------

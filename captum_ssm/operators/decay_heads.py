@@ -49,6 +49,8 @@ class ScalarDecayHeads(ChunkedHeads):
         True
     """
 
+    quick_heads = True
+
     def __init__(
         self,
         query: Tensor,

@@ -68,6 +68,8 @@ class SelectiveScan(FadingRecurrence):
         True
     """
 
+    quick_heads = True
+
     def __init__(
         self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
     ) -> None:

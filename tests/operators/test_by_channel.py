@@ -1,0 +1,40 @@
+"""Matrices made channel by channel are those made row by row, of every kind of operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import relative_error
+
+from captum_ssm.operators import Operator, by_channel
+from captum_ssm.operators.by_channel import goes_by_channel
+
+REDUCTIONS = ["max", "min", "product", None]
+
+
+@pytest.mark.parametrize("elements", [1, 2 * 81 * 2, 2**24])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_channels_are_rows(
+    build: Any, reduce: str | None, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = build(9).operator
+    monkeypatch.setattr(by_channel, "_ELEMENTS", elements)
+    found = by_channel.by_channel(operator, reduce)
+    wanted = operator.rows(range(9), reduce)
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+def test_who_goes_by_channel(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = build(7).operator
+    quick = any(leaf.quick_heads for leaf in operator.leaves())
+    for reduce in REDUCTIONS:
+        assert goes_by_channel(operator, reduce) == quick
+    for reduce in ("mean", "heads", torch.amax):
+        assert not goes_by_channel(operator, reduce)
+    if quick:
+        wanted = operator.rows(range(7), "min")
+        monkeypatch.setattr(Operator, "rows", None)  # not called
+        assert relative_error(operator.dense("min"), wanted) <= 1e-12
