@@ -16,22 +16,30 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, dpi: int = 110) -> None:
 
     families = list(dict.fromkeys(row["family"] for row in rows))
     names = list(dict.fromkeys(row["quantity"] for row in rows))
-    colour = {name: f"C{i}" if i < 10 else "black" for i, name in enumerate(names)}
+    colours = plt.get_cmap("tab20").colors
+    style = {
+        name: {"color": colours[i % len(colours)], "marker": "osD^v"[i % 5], "markersize": 4}
+        for i, name in enumerate(names)
+    }
     size = (4 * len(PANELS), 2.8 * len(families))
     fig, axes = plt.subplots(len(families), len(PANELS), figsize=size, squeeze=False)
     for family, line in zip(families, axes, strict=True):
+        its = [row for row in rows if row["family"] == family]
         for column, ax in zip(PANELS, line, strict=True):
             for name in names:
                 points = sorted(
                     (row["L"], row[column])
-                    for row in rows
-                    if (row["family"], row["quantity"]) == (family, name) and row[column]
+                    for row in its
+                    if row["quantity"] == name and row[column]
                 )
                 if points:
-                    ax.plot(*zip(*points, strict=True), "o-", color=colour[name], markersize=3)
-            ax.set(xscale="log", yscale="log", title=f"{family}: {column}", xlabel="L")
+                    ax.plot(*zip(*points, strict=True), **style[name])
+            ax.set(xscale="log", yscale="log", title=f"{family}: {column}", xlabel="tokens")
+            ax.set_xticks(lengths := sorted({row["L"] for row in its}), lengths, minor=False)
+            ax.minorticks_off()
             ax.grid(alpha=0.3)
-    handles = [plt.Line2D([], [], color=colour[name], marker="o", label=name) for name in names]
+            ax.set_visible(ax.has_data())
+    handles = [plt.Line2D([], [], label=name, **style[name]) for name in names]
     fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     fig.set_layout_engine("constrained")
     fig.savefig(path, dpi=dpi)
