@@ -55,6 +55,16 @@ def tests_full(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Pages, notebooks and the examples in docstrings."""
+    install(session, "-e", ".[test,docs]", "pytest-xdist")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "docs/_build", *session.posargs)
+    session.run("pytest", *PARALLEL, "--nbmake", "tutorials", env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, "--doctest-modules", "captum_ssm", env=ONE_THREAD)
+    session.run("python", "tools/check_docstrings.py")
+
+
+@nox.session
 def timm(session: nox.Session) -> None:
     """The tests with timm and mambavision, which need torchvision's operators named first."""
     install(session, "-e", ".[test]")

@@ -1,28 +1,67 @@
-"""The code blocks of the README and the how-to pages run as written."""
+"""The pages: their code runs as written, their links lead somewhere, what they teach is true."""
 
-import re
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import papers_data
 import pytest
 import torch
+from documents import PAGES, ROOT, blocks, links, run
 from oracles import relative_error
 
 from captum_ssm import trace
 
-ROOT = Path(__file__).parent.parent
-HOW_TO = "docs/adding_an_architecture.md"
+ARCHITECTURE = "docs/howto/adding_an_architecture.md"
+METHOD = "docs/howto/adding_a_method.md"
+#: Pages that read data, and what makes a stand-in of it in a folder.
+PREPARED: dict[str, Callable[[Path], None]] = {"docs/howto/papers.md": papers_data.make}
+#: Those that take longer than a few seconds.
+SLOW = ("docs/howto/papers.md",)
 
 
-@pytest.mark.parametrize("page", ["README.md", HOW_TO])
+@pytest.fixture(autouse=True)
+def pictures_closed() -> Iterator[None]:
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
+
+
+# --- all pages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.heavy] if page in SLOW else [])
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(page)["relevance"].isfinite().all()
+    PREPARED.get(page, lambda folder: None)(tmp_path)
+    names = run(page)
+    if "relevance" in names:
+        assert names["relevance"].isfinite().all()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    place = (ROOT / page).parent
+    assert [link for link in links(page) if not (place / link).exists()] == []
+
+
+# --- adding an architecture ----------------------------------------------------------------------
 
 
 def test_how_to_adapters_are_the_modules() -> None:
     """Followed to the letter, the page gives adapters that reproduce its modules in float64."""
-    page = run(HOW_TO)
+    page = run(ARCHITECTURE)
     for name in ("S4D", "SmoothingMixer"):
         module = page[name](6).double()
         with torch.no_grad():
@@ -37,7 +76,7 @@ def test_how_to_adapters_are_the_modules() -> None:
 
 def test_how_to_s4d_is_the_recurrence() -> None:
     """The page's kernel is that of h[t] = exp(dt A) h[t-1] + B u[t], discretised by a hold."""
-    module = run(HOW_TO)["S4D"](3).double()
+    module = run(ARCHITECTURE)["S4D"](3).double()
     hidden = torch.randn(2, 21, 3, dtype=torch.float64)
     with torch.no_grad(), trace(module) as t:
         module(hidden)
@@ -54,21 +93,36 @@ def test_how_to_s4d_is_the_recurrence() -> None:
 
 
 def test_how_to_adapters_are_short() -> None:
-    adapters = [block for block in blocks(HOW_TO) if "register_mixer(" in block]
+    adapters = [block for block in blocks(ARCHITECTURE) if "register_mixer(" in block]
     assert len(adapters) == 2
     assert all(len(block.splitlines()) < 40 for block in adapters)
 
 
-def blocks(page: str) -> list[str]:
-    """The page's Python code."""
-    found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert found
-    return found
+# --- adding a method -----------------------------------------------------------------------------
 
 
-def run(page: str) -> dict[str, Any]:
-    """The names that the page's code defines."""
-    names: dict[str, Any] = {"__name__": "page"}
-    for block in blocks(page):
-        exec(compile(block, page, "exec"), names)
-    return names
+def test_how_to_method_is_short() -> None:
+    (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
+    assert len(block[block.index("class ") :].splitlines()) < 40
+
+
+@pytest.mark.heavy
+def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
+    """The page's class under the tests that it names, started as it says."""
+    (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
+    (tmp_path / "my_method.py").write_text(block)
+    environment = {
+        **os.environ,
+        "CAPTUM_SSM_METHOD": "my_method:GradientRollout",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "conformance", "tests/conformance"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and "GradientRollout" not in done.stderr

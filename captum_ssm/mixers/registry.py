@@ -13,7 +13,7 @@ from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
 from .table import BUILT_IN, VERSIONS, Joins
 
-HOW_TO = "docs/adding_an_architecture.md"
+HOW_TO = "docs/howto/adding_an_architecture.md"
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,15 @@ class Architecture:
         family: the common name of the architecture.
         package: distribution the class comes from.
         class_path: fully qualified name of the mixer class.
-        tested_version: version of the package the tests ran against; empty for a user's own.
-        joins: how its output joins the residual stream.
+        tested_version: version of the package the tests ran against. Default: ``""``, none, as of a
+            user's own.
+        joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
+            ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
+
+    Example:
+        >>> from captum_ssm.mixers import supported_architectures
+        >>> sorted({a.package for a in supported_architectures() if a.family == "Mamba"})
+        ['mamba-ssm', 'transformers']
     """
 
     family: str
@@ -64,13 +71,16 @@ def register_mixer(
         mixer: the module class, or its fully qualified name (``"package.module.Class"``), which
             keeps the package unimported. Subclasses are served too. Registering a class again
             replaces its adapter.
-        linearize: a function of the module and one recorded
-            :class:`~captum_ssm.mixers.base.Call` that returns a
-            :class:`~captum_ssm.mixers.base.LinearMixer`.
-        family: name shown by :func:`supported_architectures`. Default: the class name.
+        linearize: a function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
+            returns a :class:`~captum_ssm.mixers.LinearMixer`.
+        family: name shown by :func:`supported_architectures`. Default: None, the class name.
         joins: how the mixer's output joins the residual stream: ``"residual"``, added to it;
             ``"parallel"``, added together with the other mixers of its block; ``"feeds"``, added
             only to the input of the mixer that runs next. Default: ``"residual"``.
+
+    Raises:
+        OptionError: when ``mixer`` is neither a class nor a full name, or ``linearize`` cannot be
+            called.
 
     Example:
         >>> from captum_ssm import register_mixer, supported_architectures

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import matplotlib
@@ -34,12 +36,21 @@ METHODS = [
 ]
 
 
+def _chosen() -> list[Any]:
+    """All methods, or the one that CAPTUM_SSM_METHOD names as module:Class."""
+    module, _, name = os.environ.get("CAPTUM_SSM_METHOD", "").partition(":")
+    return [getattr(import_module(module), name)] if module else METHODS
+
+
+CHOSEN = _chosen()
+
+
 @pytest.fixture
 def methods() -> list[Any]:
-    return METHODS
+    return list(dict.fromkeys([*METHODS, *CHOSEN]))
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=CHOSEN)
 def method(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -1,0 +1,57 @@
+"""How the documentation is built: sphinx-build -W docs site."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+sys.path.append(str(Path(__file__).parent / "_extensions"))
+
+from captum_ssm import __version__
+
+project = "captum_ssm"
+author = copyright = "The captum_ssm developers"
+version = release = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "mathml",
+]
+exclude_patterns = ["_build", "_extensions"]
+html_theme = "furo"
+html_title = f"captum_ssm {version}"
+# formulas are part of the pages: nothing is fetched when they are read
+html_math_renderer = "mathml"
+html_copy_source = False
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+
+# Cells of pages run at every build; notebooks keep the output that they are stored with.
+nb_execution_mode = "force"
+nb_execution_excludepatterns = ["tutorials/*"]
+nb_execution_raise_on_error = True
+nb_execution_timeout = 180
+# packages warn of kernels that a CPU lacks, each time a kernel starts
+nb_output_stderr = "remove"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-skip-member", skip_aliases)
+
+
+def skip_aliases(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool:
+    """Leave out what Python writes of a NamedTuple's fields; its docstring says what they are."""
+    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
