@@ -58,7 +58,8 @@ def tests_full(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Pages, notebooks and the examples in docstrings."""
     install(session, "-e", ".[test,docs]", "pytest-xdist")
-    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "docs/_build", *session.posargs)
+    strict = ("-W", "--keep-going", "-q")
+    session.run("sphinx-build", *strict, "-c", "docs", ".", "docs/_build", *session.posargs)
     session.run("pytest", *PARALLEL, "--nbmake", "tutorials", env=ONE_THREAD)
     session.run("pytest", *PARALLEL, "--doctest-modules", "captum_ssm", env=ONE_THREAD)
     session.run("python", "tools/check_docstrings.py")

@@ -1,4 +1,8 @@
-"""How the documentation is built: sphinx-build -W docs site."""
+"""How the documentation is built: sphinx-build -W -c docs . site.
+
+The source is the whole checkout, so that pages and notebooks link to each other by paths that hold
+in the checkout, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,11 @@ extensions = [
     "sphinx.ext.viewcode",
     "mathml",
 ]
-exclude_patterns = ["_build", "_extensions"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "tutorials/**"]
+exclude_patterns = ["docs/_*/**"]
+templates_path = ["_templates"]
+html_additional_pages = {"index": "to_the_first_page.html"}
 html_theme = "furo"
 html_title = f"captum_ssm {version}"
 # formulas are part of the pages: nothing is fetched when they are read

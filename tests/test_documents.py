@@ -11,7 +11,7 @@ from pathlib import Path
 import papers_data
 import pytest
 import torch
-from documents import PAGES, ROOT, blocks, links, run
+from documents import NOTEBOOKS, PAGES, ROOT, blocks, links, run
 from oracles import relative_error
 
 from captum_ssm import trace
@@ -50,7 +50,7 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert names["relevance"].isfinite().all()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
 def test_links_lead_to_files(page: str) -> None:
     place = (ROOT / page).parent
     assert [link for link in links(page) if not (place / link).exists()] == []

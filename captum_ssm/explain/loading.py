@@ -8,28 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DataNotFoundError, InputError, OptionError
-from ..models import VisionMamba, load_bundled, load_vim
+from ..errors import DataNotFoundError, OptionError
+from ..models import load_bundled, load_vim
 from ..models.bundled import BUNDLED
+from ..models.checks import check_counts, naming
 from ..models.recipes import recipe_of
 from ..models.text_recipes import TextRecipe
 from ..tasks.files import optional
-from ..tasks.images import read_image
 from ..tasks.scenes import SceneTask
 from ..tasks.text_classes import CLASS_WORDS, TextReader
 from ..tasks.valence import text_words
 from ..tasks.vocabulary import WordVocabulary
+from .pictures import for_vim, processed, scene
 
 #: Makes images (B, C, H, W), as the model wants them, of files.
 Prepare = Callable[[Sequence[Path]], Tensor]
-
-#: Mean and standard deviation of the colours of ImageNet, which Vision Mamba was trained with.
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-#: Images are resized to this multiple of the model's side, and their middle is cut out.
-_MARGIN = 256 / 224
 
 #: What a folder's configuration ends in, and the class of transformers that loads it.
 _KINDS = {
@@ -144,6 +139,7 @@ def load(source: Source) -> Loaded:
     Raises:
         DataNotFoundError: when there is no such model, folder or file.
         OptionError: when the folder holds neither a language model nor a classifier.
+        CheckpointError: when its configuration and its weights make no model.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -156,7 +152,7 @@ def load(source: Source) -> Loaded:
     path = Path(source.name)
     if path.is_file():
         vim = load_vim(path)
-        return Loaded(vim, prepare=lambda files: torch.stack([_for_vim(vim, f) for f in files]))
+        return Loaded(vim, prepare=lambda files: torch.stack([for_vim(vim, f) for f in files]))
     if not path.is_dir() and not source.hub:
         raise DataNotFoundError(
             f"{source.name}: there is no such folder or file, and no bundled model of that name "
@@ -171,13 +167,35 @@ def _bundled(name: str) -> Loaded:
     if isinstance(recipe.task, SceneTask):
         side = recipe.task.size
         return Loaded(
-            model, prepare=lambda files: torch.stack([_scene(f, side) for f in files]), labels=key
+            model, prepare=lambda files: torch.stack([scene(f, side) for f in files]), labels=key
         )
     if isinstance(recipe, TextRecipe):
         reader = recipe.reader(key)
-        labels = CLASS_WORDS if reader.encoder else None
-        return Loaded(model, _Sentences(reader), is_language=not reader.encoder, labels=labels)
+        if not reader.encoder:
+            model = SentenceClassifier(model, reader)
+        return Loaded(model, _Sentences(reader), labels=CLASS_WORDS)
     return Loaded(model, key, is_language=True)
+
+
+class SentenceClassifier(nn.Module):
+    """A language model that learned two words alone, as a classifier of sentences.
+
+    Args:
+        model: tells the class as the next word after the mark.
+        reader: knows where.
+    """
+
+    def __init__(self, model: nn.Module, reader: TextReader) -> None:
+        super().__init__()
+        self.model, self._reader = model, reader
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """What the model says of the classes, (B, 2).
+
+        Args:
+            ids: words and mark (B, L).
+        """
+        return self._reader.logits(self.model, ids)
 
 
 class _Sentences:
@@ -199,13 +217,16 @@ class _Sentences:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words of ids; a class is a word of a language model."""
+        """The words of ids."""
         return self._reader.vocabulary.decode(ids)
 
 
 def _of_transformers(source: Source) -> Loaded:
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
-    config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
+    with naming(f"{source.name} has no usable configuration"):
+        plain, _ = transformers.PretrainedConfig.get_config_dict(source.name, **source.options)
+        check_counts(plain, f"The configuration of {source.name}")
+        config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
     kinds = list(getattr(config, "architectures", None) or [])
     found = next(
         ((kind, auto) for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
@@ -220,10 +241,11 @@ def _of_transformers(source: Source) -> Loaded:
     remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
     # asked for by name: other packages exchange what the Auto classes of transformers return
     model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
-    model = model_class.from_pretrained(source.name, **source.options).eval()
+    with naming(f"{source.name}: its configuration and its weights make no model"):
+        model = model_class.from_pretrained(source.name, **source.options).eval()
     if auto == "AutoModelForImageClassification":
         processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
-        return Loaded(model, prepare=lambda files: _processed(processor, files))
+        return Loaded(model, prepare=lambda files: processed(processor, files))
     is_language = auto == "AutoModelForCausalLM"
     return Loaded(model, _tokenizer(transformers, source), is_language=is_language)
 
@@ -237,40 +259,3 @@ def _tokenizer(transformers: Any, source: Source) -> Any:
     if words.exists() and not own and not (folder / "merges.txt").exists():
         return WordVocabulary.from_json(words)
     return transformers.AutoTokenizer.from_pretrained(where, **source.options)
-
-
-def _processed(processor: Any, files: Sequence[Path]) -> Tensor:
-    pictures = [read_image(file).numpy() for file in files]
-    found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
-    return found
-
-
-def _scene(file: Path, side: int) -> Tensor:
-    """An image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
-    image = read_image(file)[None].float() / 255
-    resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
-    return 2 * resized - 1
-
-
-def _for_vim(model: VisionMamba, file: Path) -> Tensor:
-    """An image (3, H, W) as Vision Mamba was trained to see it: resized, its middle, normalised."""
-    projection = model.patch_embed.proj
-    if projection.in_channels != 3:
-        raise InputError(
-            f"The model takes images of {projection.in_channels} colour channels; files are read "
-            "with three. Prepare the image in Python and use captum_ssm.report."
-        )
-    height, width = (
-        (cells - 1) * stride + patch
-        for cells, stride, patch in zip(
-            model.grid, projection.stride, projection.kernel_size, strict=True
-        )
-    )
-    image = read_image(file)[None].float() / 255  # (1, 3, h, w)
-    scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
-    size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]
-    resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    middle = resized[:, top : top + height, left : left + width]
-    mean, deviation = (torch.tensor(x)[:, None, None] for x in (_MEAN, _DEVIATION))
-    return (middle - mean) / deviation

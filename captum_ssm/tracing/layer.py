@@ -169,7 +169,8 @@ class Layer:
             raise ReconstructionError(
                 f"Layer {self.name!r} ({self.architecture}): the operator reproduces the module's "
                 f"output with an error of {error:.1e}, more than {limit:.0e}. The module is not "
-                "what its adapter expects; please report it with the model's configuration."
+                "what its adapter expects. If the adapter is yours, correct it; else please report "
+                "this with the model's configuration."
             )
 
     def __repr__(self) -> str:

@@ -162,6 +162,7 @@ def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
     assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
     (example,) = read(out)["examples"]
     assert "<positive>" in example["explained"]
+    assert {each["label"] for each in example["predictions"]} == {"<negative>", "<positive>"}
     first = example["tokens"].index("a")
     assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
     assert len(example["tokens"]) == 5  # and the mark

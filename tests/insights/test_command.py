@@ -263,3 +263,15 @@ def test_names_of_classes():
     assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
     language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
     assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
+
+
+def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "sentences.txt"
+    path.write_text("a truly wonderful film\na dull , stupid plot\n")
+    visualizer = made("valence-mamba", "valence-rwkv", "--texts", path)
+    visualizer.config = FilterConfig("LATIM Flow", num_examples=2)
+    shown = visualizer.visualize()
+    assert len(shown) == 2
+    for outputs, label in zip(shown, ("<positive>", "<negative>"), strict=True):
+        assert [output.predicted[0].label for output in outputs] == [label, label]
+        assert all(len(output.predicted) == 2 for output in outputs)
