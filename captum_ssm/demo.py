@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ._files import make_folder, replacing
 from .attr import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from .models.bundled import load_bundled
-from .tasks.recall import Example, accuracy, generate, parse_prompt
+from .tasks.recall import Example, generate, parse_prompt
+from .tasks.recall_batch import accuracy
 from .viz import plot_matrices, plot_text
 
 PROMPT = (
@@ -34,7 +35,7 @@ def run(prompt: str | None, out: Path) -> None:
         out: folder for the pictures; made if missing.
     """
     example = parse_prompt(PROMPT if prompt is None else prompt)
-    _check_writable(out)
+    make_folder(out)
     torch.set_num_threads(1)  # the model is small: threads would wait for each other
     model, vocabulary = load_bundled()
     fresh = generate(_SCORED, _SEED)
@@ -62,7 +63,8 @@ def run(prompt: str | None, out: Path) -> None:
     layers = ImplicitAttention(model).matrices(ids)
     grid, _ = plot_matrices(layers, example.words, absolute=True)
     for figure, name in ((text, "relevance.png"), (grid, "matrices.png")):
-        figure.savefig(out / name, dpi=150)
+        with replacing(out / name) as file:
+            figure.savefig(file, dpi=150)
         print(f"wrote {out / name}")
 
 
@@ -101,10 +103,3 @@ def _print_largest(example: Example, relevance: Tensor, count: int = 5) -> None:
         bar = "#" * max(0, round(24 * float(relevance[i]) / largest))
         mark = "  <- evidence" if i == example.value_position else ""
         print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):9.4f} {bar}{mark}")
-
-
-def _check_writable(folder: Path) -> None:
-    """Fail before the work, not after it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass

@@ -89,6 +89,13 @@ class DataError(CaptumSSMError, ValueError):
     """A file of a data set does not have its format."""
 
 
+class WriteError(CaptumSSMError, OSError):
+    """A file or folder cannot be written, such as on a full disk.
+
+    The message names it and says what the system said; what was there before is unchanged.
+    """
+
+
 class WeightsError(CaptumSSMError, RuntimeError):
     """A module's weights are not in memory when they are read."""
 
@@ -101,7 +108,10 @@ class CachedStateError(CaptumSSMError, ValueError):
 
 
 class NonFiniteError(CaptumSSMError, ArithmeticError, ValueError):
-    """An operator holds NaN or infinity; the message names the layer and the component."""
+    """An operator or the explained output holds NaN or infinity.
+
+    The message names the layer and the component, or the target.
+    """
 
 
 class NotLinearError(CaptumSSMError, NotImplementedError):

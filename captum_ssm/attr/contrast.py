@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, TargetError
+from ..errors import NonFiniteError, OptionError, TargetError
 from .targets import select, target_index
 
 CONTRASTS = ("mean", "others", "all")
@@ -24,7 +24,24 @@ def contrasted(output: Tensor, target: Any, contrast: Any = None) -> tuple[Tenso
             or a second target, whose output is taken off. Logarithms are linear in the output
             with the probabilities frozen; the entropy that this leaves is the constant.
             Default: None.
+
+    Raises:
+        TargetError, OptionError: when the target or the contrast does not fit the output.
+        NonFiniteError: when the number is NaN or infinite, as where the model overflows.
     """
+    number, constant = _contrasted(output, target, contrast)
+    if not bool(torch.isfinite(number).all()):
+        example = int((~torch.isfinite(number)).nonzero()[0])
+        found = float(number.detach()[example])
+        raise NonFiniteError(
+            f"The model's output for target={target!r} is {found} for example "
+            f"{example}, which cannot be divided into parts. Run the model in a wider dtype than "
+            f"{output.dtype}, or choose a target whose output is finite."
+        )
+    return number, constant
+
+
+def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
     index = target_index(target, output)
     chosen = select(output, index)
     if contrast is None:

@@ -9,7 +9,7 @@ import torch
 from captum.log import log_usage
 from torch import Tensor, nn
 
-from ..errors import OptionError
+from ..errors import NonFiniteError, OptionError
 from ..operators.positions import Positions
 from ..operators.underflow import underflow_flushed
 from ..tracing import Layer
@@ -116,7 +116,7 @@ class LatimNorm(LatimMethod):
         Raises:
             OptionError: for an option that is not known, or that another one excludes.
             InputError, TargetError, QueryError: for inputs, a target or a query that do not fit.
-            NonFiniteError: when an operator holds NaN or infinity.
+            NonFiniteError: when an operator holds NaN or infinity, or a norm overflows.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
 
@@ -171,7 +171,7 @@ class LatimNorm(LatimMethod):
         def make(layer: Layer) -> Tensor:
             verify_layer(layer, verify)
             index = query_index(positions, layer)
-            found = self._map(Contributions(layer, self.activation), index)
+            found = self._map(layer, Contributions(layer, self.activation), index)
             if run.mask is not None:
                 keep = run.mask.to(found)
                 found *= keep[:, None] * keep.gather(1, index)[..., None]
@@ -182,15 +182,20 @@ class LatimNorm(LatimMethod):
             return for_each(wanted(run.layers, layers), make, bar)
 
     @underflow_flushed()
-    def _map(self, parts: Contributions, index: Tensor) -> Tensor:
+    def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:
         """The norms (B, Q, L) of queries ``index`` (B, Q)."""
         out = parts.weight.new_zeros(*index.shape, parts.shape.tokens)
         for tile in tiles([parts], index):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)
             out[:, tile.queries, tile.sources] = norms
+        if not bool(torch.isfinite(out).all()):
+            raise NonFiniteError(
+                f"Layer {layer.name!r}: norms of its contributions overflow {out.dtype}, "
+                f"with p={self.p}. Use p=1, or the model in float64."
+            )
         return out
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """The rows of a layer's map, weighted by the query (B, L)."""
         parts = Contributions(layer, self.activation, layer.linear.branch_scale)
-        return weighted_rows(weights, lambda index: self._map(parts, index))
+        return weighted_rows(weights, lambda index: self._map(layer, parts, index))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing.find import registered_mixers
+from ..tracing.hooks import in_this_thread
 from .forward import call_model
 
 
@@ -48,8 +49,9 @@ class PatchGrid:
             reached = True
 
         convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
-        handles = [m.register_forward_hook(see_grid) for m in convolutions]
-        handles += [m.register_forward_pre_hook(see_block) for m in self.blocks]
+        seen, entered = in_this_thread(see_grid), in_this_thread(see_block)
+        handles = [m.register_forward_hook(seen) for m in convolutions]
+        handles += [m.register_forward_pre_hook(entered) for m in self.blocks]
         try:
             yield
         finally:
@@ -124,7 +126,8 @@ class ImageProbe(PatchGrid):
             values = (*args, *kwargs.values())
             raise _Reached(next(v for v in values if isinstance(v, Tensor)))
 
-        handles = [m.register_forward_pre_hook(stop, with_kwargs=True) for m in self.blocks]
+        before = in_this_thread(stop)
+        handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in self.blocks]
         try:
             with torch.no_grad():
                 call_model(forward_func, image, additional)

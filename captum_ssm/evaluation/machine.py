@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from .records import write_whole
+from .._files import write_whole
 
 #: Packages that results follow from.
 _PACKAGES = ("torch", "captum", "transformers", "numpy")

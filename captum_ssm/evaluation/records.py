@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from .._files import make_folder, writing
 from ..errors import InputError
 
 #: The numbers of one row of one example, by name; NaN for one that it does not have.
@@ -67,7 +68,7 @@ class Records:
 
     def __init__(self, folder: str | Path, process: int = 0) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._own = self.folder / f"records-{process}.jsonl"
 
     def __iter__(self) -> Iterator[tuple[Key, Rows]]:
@@ -84,26 +85,18 @@ class Records:
         Args:
             key: what it is about.
             rows: the numbers.
+
+        Raises:
+            WriteError: when it cannot be written; results written before are unharmed.
         """
-        _mend(self._own)
         written = {row: _writable(numbers) for row, numbers in rows.items()}
-        with self._own.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**key._asdict(), "rows": written}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it holds either all of the text or what it held before."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        line = json.dumps({**key._asdict(), "rows": written}) + "\n"
+        with writing(self._own):
+            _mend(self._own)
+            with self._own.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _writable(numbers: Numbers) -> dict[str, float | None]:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from .._files import write_whole
 from ..errors import InputError, OptionError
 from .experiment import Cell, Experiment, Subject
 from .placing import placed
-from .records import Key, Records, Rows, write_whole
+from .records import Key, Records, Rows
 
 #: Seconds between two looks at what other processes have done.
 _WAIT = 0.2

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._files import make_folder, replacing, write_whole
 from ..viz.intervals import Interval, plot_intervals
 from .experiment import Column, Experiment, name_of
-from .records import Key, Numbers, Rows, write_whole
+from .records import Key, Numbers, Rows
 from .spread import CONFIDENCE, interval
 
 if TYPE_CHECKING:
@@ -189,6 +190,9 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
     Returns:
         The files.
 
+    Raises:
+        WriteError: when a file cannot be written; it then holds what it held before.
+
     Example:
         >>> import tempfile
         >>> from captum_ssm.evaluation import EXPERIMENTS, Key, lines, write_tables
@@ -201,14 +205,15 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
         ['.md', '.csv', '.json']
     """
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     paths = []
     for ending, write in (("md", as_markdown), ("csv", as_csv), ("json", as_json)):
         paths.append(place / f"{experiment.name}.{ending}")
         write_whole(paths[-1], write(experiment, table))
     if table and find_spec("matplotlib") is not None:
         paths.append(place / f"{experiment.name}.png")
-        picture(experiment, table).savefig(paths[-1], dpi=_DOTS_PER_INCH)
+        with replacing(paths[-1]) as file:
+            picture(experiment, table).savefig(file, dpi=_DOTS_PER_INCH)
     return paths
 
 

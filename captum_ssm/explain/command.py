@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._files import make_folder
 from ..errors import OptionError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     from .writing import check_format, write_json, write_pictures
 
     check_format(options.out)
-    options.out.parent.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
+    make_folder(options.out.parent)
     methods = method_classes(options.method)
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
     loaded = load(source).on(options.device, options.dtype)

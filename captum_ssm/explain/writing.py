@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._files import replacing, write_whole
 from ..errors import OptionError
 from ..viz import plot_image, plot_text
 from ..viz.html.explanation import Explanation
@@ -68,7 +69,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
         for explanation in found
     ]
     text = json.dumps({"model": model, "examples": examples}, indent=1, allow_nan=False)
-    out.write_text(text + "\n", encoding="utf-8")
+    write_whole(out, text + "\n")
     return [out]
 
 
@@ -112,7 +113,8 @@ def write_pictures(
             maps = {name: values[cells].view(*grid) for name, values in scores.items()}
             figure, _ = plot_image(images[number], maps, title=heading)
         paths.append(out if number == 0 else out.with_stem(f"{out.stem}-{number + 1}"))
-        figure.savefig(paths[-1], dpi=150)
+        with replacing(paths[-1]) as file:
+            figure.savefig(file, dpi=150)
     return paths
 
 

@@ -7,9 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from captum_ssm._files import make_folder, write_whole, writing
 from captum_ssm.errors import CheckpointError
+from captum_ssm.models.checks import (
+    check_counts,
+    check_fit,
+    naming,
+    read_json,
+    read_safetensors,
+)
 from captum_ssm.models.small import model_of
 from captum_ssm.tasks.files import optional
 
@@ -18,10 +27,9 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
     """Writes the weights of a model of plain torch, and what it is made of."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    _safetensors("Saving a bundled model").save_file(weights, folder / WEIGHTS)
-    _readable(folder / WEIGHTS)
+    write_whole(folder / WEIGHTS, _safetensors("Saving a bundled model").save(weights))
     write_config(settings, folder)
 
 
@@ -34,15 +42,21 @@ def load_plain(
         model_class: makes it.
         settings: what it is made of.
         folder: what :func:`save_plain` has written to.
+
+    Raises:
+        CheckpointError: when the settings make no model, or the weights are not its.
     """
-    model = model_class(**settings)
-    model.load_state_dict(read_weights(folder), strict=True)
-    return model.eval()
+    return _filled(lambda: model_class(**settings), read_weights(folder), folder)
 
 
 def save_of_transformers(model: Any, folder: Path) -> None:
     """Writes the weights and configuration of a model of transformers."""
-    model.save_pretrained(folder)
+    safetensors = optional("safetensors", '"captum-ssm[hf]"', "Saving a bundled model")
+    with writing(folder):
+        try:
+            model.save_pretrained(folder)
+        except safetensors.SafetensorError as error:  # what it makes of an error of the disk
+            raise OSError(str(error)) from error
     _readable(folder / WEIGHTS)
     settings = read_config(folder)
     # The default, whose infinity is written in a way that not all versions read.
@@ -59,15 +73,16 @@ def load_of_transformers(folder: Path, tied: dict[str, str] | None = None) -> nn
         folder: what :func:`save_of_transformers` has written to.
         tied: names of weights that are stored once, each with the name it is stored under.
             Default: None, there are none.
+
+    Raises:
+        CheckpointError: when the configuration makes no model, or the weights are not its.
     """
-    optional("transformers", '"captum-ssm[hf]"', "A bundled model")
-    settings = read_config(folder)
-    model: nn.Module = model_of(settings["architectures"][0], settings)
+    model_class, settings = _class_of(folder)
     weights = read_weights(folder)
     for name, stored in (tied or {}).items():
-        weights.setdefault(name, weights[stored])
-    model.load_state_dict(weights, strict=True)
-    return model.eval()
+        if stored in weights:
+            weights.setdefault(name, weights[stored])
+    return _filled(lambda: model_of(model_class.__name__, settings), weights, folder)
 
 
 def load_renamed(folder: Path) -> nn.Module:
@@ -79,13 +94,14 @@ def load_renamed(folder: Path) -> nn.Module:
         folder: what :func:`save_of_transformers` has written to.
 
     Raises:
-        CheckpointError: when weights are missing, or there are others.
+        CheckpointError: when the configuration makes no model, weights are missing, or there are
+            others.
     """
-    transformers = optional("transformers", '"captum-ssm[hf]"', "A bundled model")
-    model_class = getattr(transformers, read_config(folder)["architectures"][0])
-    loaded, found = model_class.from_pretrained(
-        folder, output_loading_info=True, local_files_only=True
-    )
+    model_class, _ = _class_of(folder)
+    with naming(f"{folder} holds no {model_class.__name__}"):
+        loaded, found = model_class.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
     odd = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
     if odd:
         raise CheckpointError(f"{folder / WEIGHTS} does not fit {model_class.__name__}: {odd}.")
@@ -95,19 +111,45 @@ def load_renamed(folder: Path) -> nn.Module:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The settings of a saved model."""
-    settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return settings
+    return check_counts(read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def write_config(settings: dict[str, Any], folder: Path) -> None:
     """Writes the settings of a model."""
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a saved model, by name."""
-    weights: dict[str, Tensor] = _safetensors("A bundled model").load_file(folder / WEIGHTS)
-    return weights
+    return read_safetensors(folder / WEIGHTS, "A bundled model")
+
+
+def _filled(make: Callable[[], nn.Module], weights: dict[str, Tensor], folder: Path) -> nn.Module:
+    """The model with its weights, made once they are known to be its."""
+    with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
+        wanted = make().state_dict()
+    try:
+        check_fit(wanted, weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {error}") from None
+    model = make()
+    model.load_state_dict(weights, strict=True)
+    return model.eval()
+
+
+def _class_of(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The class of transformers that a configuration names, and its settings."""
+    transformers = optional("transformers", '"captum-ssm[hf]"', "A bundled model")
+    settings = read_config(folder)
+    named = settings.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{folder / CONFIG} has architectures = {named!r}, not the name of a model of "
+            "transformers."
+        )
+    return found, settings
 
 
 def _safetensors(need: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from captum_ssm._files import filling, make_folder
 from captum_ssm.errors import OptionError
 from captum_ssm.models.recipe import Recipe, Round
 from captum_ssm.models.recipes import recipe_of
@@ -39,11 +40,16 @@ def train(
 
     Returns:
         The model in evaluation mode.
+
+    Raises:
+        WriteError: when the folder cannot be written to; files in it are what they were.
     """
     recipe = _changed(name, recipe_of(name), steps, size)
+    make_folder(Path(out))
     with _one_thread():
         model = train_model(recipe, seed, log=log)
-        recipe.save(model, Path(out))
+        with filling(Path(out)) as folder:
+            recipe.save(model, folder)
         for what, scores in recipe.measure(model).items():
             found = ", ".join(f"{score} {value:.4f}" for score, value in scores.items())
             log(f"{what}: {found}")

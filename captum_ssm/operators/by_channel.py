@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .reduction import Reduce
+
 if TYPE_CHECKING:
     from .base import Operator
 
@@ -15,20 +17,20 @@ if TYPE_CHECKING:
 _ELEMENTS = 2**24
 
 #: Reductions that go pair by pair: over a dimension, and of two tensors.
-_PAIRWISE: dict[object, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+_PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (torch.amax, torch.maximum),
     "min": (torch.amin, torch.minimum),
     "product": (torch.prod, torch.mul),
 }
 
 
-def goes_by_channel(operator: Operator, reduce: object) -> bool:
+def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
     """Whether channel after channel is a way to the reduced matrix, and the quicker one."""
-    known = reduce is None or reduce in _PAIRWISE if isinstance(reduce, str | None) else False
+    known = reduce is None or reduce in _PAIRWISE
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 
 
-def by_channel(operator: Operator, reduce: str | None) -> Tensor:
+def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
     """The matrices of all channels (B, C, L, L), or what they reduce to (B, L, L)."""
     batch, tokens, heads, per_head = operator.shape
     if reduce is None:
@@ -50,8 +52,8 @@ def by_channel(operator: Operator, reduce: str | None) -> Tensor:
 def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
     """Neighbouring heads, a channel of each, and the matrices of these, (B, heads, L, L)."""
     batch, tokens, heads, per_head = operator.shape
-    like = {"dtype": operator.dtype, "device": operator.device}
-    one, units = torch.ones(1, 1, 1, 1, **like), torch.eye(per_head, **like)
+    units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
+    one = units.new_ones(1, 1, 1, 1)
     size = max(1, _ELEMENTS // (batch * tokens**2))
     for start in range(0, heads, size):
         some = range(start, min(start + size, heads))

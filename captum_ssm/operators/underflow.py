@@ -19,8 +19,8 @@ def underflow_flushed() -> Iterator[None]:
     if _is_flushed():
         yield
         return
-    torch.set_flush_denormal(True)
     try:
+        torch.set_flush_denormal(True)
         yield
     finally:
         torch.set_flush_denormal(False)

@@ -18,17 +18,14 @@ from captum_ssm.tasks.imdb import Review, load_imdb
 from captum_ssm.tasks.linked import LinkedBatch, LinkedTask, LinkedText, Links, Targets
 from captum_ssm.tasks.pascal_voc import VOC_CLASSES, VOC_IGNORED, load_pascal_voc
 from captum_ssm.tasks.recall import (
-    Batch,
     Example,
     Fact,
-    accuracy,
-    collate,
     generate,
     parse_prompt,
-    predict,
     recall_vocabulary,
     with_value,
 )
+from captum_ssm.tasks.recall_batch import Batch, accuracy, collate, predict
 from captum_ssm.tasks.recall_task import RecallTask
 from captum_ssm.tasks.retrieval import (
     FREQUENT_WORD,

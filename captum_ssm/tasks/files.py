@@ -97,7 +97,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             found = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise broken(path, number, f"is not JSON ({error})") from None
         if not isinstance(found, dict):
             raise broken(path, number, f"holds a {type(found).__name__}, not an object")

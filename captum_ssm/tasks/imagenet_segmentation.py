@@ -15,7 +15,7 @@ import torch
 
 from ..errors import DataError
 from .files import Lazy, file, optional
-from .images import SegmentedImage
+from .images import SegmentedImage, check_pixels
 
 
 def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:
@@ -59,9 +59,11 @@ def _read(path: Path, index: int) -> SegmentedImage:
     with _opened(path) as data:
         images, masks = _entry(path, data, "/value/img"), _entry(path, data, "/value/gt")
         try:
-            image = np.asarray(data[images[index, 0]])
-            mask = np.asarray(data[data[masks[index, 0]][0, 0]])
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+            image = _array(path, index, data[images[index, 0]])
+            mask = _array(path, index, data[data[masks[index, 0]][0, 0]])
+        except DataError:
+            raise
+        except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
             raise DataError(f"{path}, image {index} points at nothing: {error}.") from None
     if image.ndim == 2:
         image = np.stack([image] * 3)
@@ -78,6 +80,14 @@ def _read(path: Path, index: int) -> SegmentedImage:
         )
     pixels = torch.from_numpy(np.ascontiguousarray(image.astype(np.uint8).transpose(0, 2, 1)))
     return SegmentedImage(f"{path}, image {index}", pixels, labels)
+
+
+def _array(path: Path, index: int, found: Any) -> Any:
+    """A dataset's numbers, unless it declares more of them than an image has."""
+    check_pixels(f"{path}, image {index}", found.shape[-2:])
+    if found.ndim > 3 or (found.ndim == 3 and len(found) != 3):
+        raise DataError(f"{path}, image {index} has shape {found.shape}; (3, W, H) is needed.")
+    return np.asarray(found)
 
 
 def _opened(path: Path) -> Any:

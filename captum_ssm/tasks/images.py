@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from ..errors import DataError
 from .files import optional
+
+#: The most pixels of an image: more than any camera's, and 0.8 GB in RGB.
+_MOST_PIXELS = 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,23 @@ class SegmentedImage:
             )
 
 
+def check_pixels(name: str, size: Sequence[int]) -> None:
+    """Raise if an image is too large to be one, before memory is taken for it.
+
+    Args:
+        name: of the image, for the error.
+        size: width and height, in any order, as its file declares them.
+
+    Raises:
+        DataError: when it has more pixels than are read.
+    """
+    if math.prod(size) > _MOST_PIXELS:
+        raise DataError(
+            f"{name} declares {' x '.join(map(str, size))} pixels; at most {_MOST_PIXELS} are "
+            "read. Is the file damaged? If not, scale the image down."
+        )
+
+
 def read_image(path: Path) -> Tensor:
     """An image file in RGB, (3, H, W), uint8."""
     return torch.from_numpy(_pixels(path, "RGB")).permute(2, 0, 1).contiguous()
@@ -74,6 +96,9 @@ def _pixels(path: Path, mode: str | None) -> np.ndarray[tuple[int, ...], np.dtyp
     pillow = optional("PIL.Image", "pillow", f"Reading {path}")
     try:
         with pillow.open(path) as opened:
+            check_pixels(str(path), opened.size)
             return np.array(opened if mode is None else opened.convert(mode))
-    except OSError as error:
+    except DataError:
+        raise
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as an image: {error}.") from None

@@ -57,7 +57,8 @@ def load_pascal_voc(
     Raises:
         DataNotFoundError: when a folder or the list is missing; and, when it is asked for, an image
             or mask that is.
-        DataError: when the list is empty; and, when it is asked for, a mask with other labels.
+        DataError: when the list is empty, or names an image in another folder; and, when it is
+            asked for, a mask with other labels.
 
     Example:
         >>> import tempfile
@@ -83,6 +84,9 @@ def load_pascal_voc(
     names = [line.strip() for line in lines(listed) if line.strip()]
     if not names:
         raise DataError(f"{listed} names no image.")
+    for name in names:
+        if Path(name).name != name:
+            raise DataError(f"{listed} names {name!r}, which would lie outside of JPEGImages.")
     return Lazy(names, partial(_read, top, masks))
 
 

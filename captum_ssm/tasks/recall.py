@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
+from captum_ssm.errors import InputError, OptionError
 from captum_ssm.tasks.vocabulary import WordVocabulary
 
 
@@ -123,28 +122,6 @@ class Example:
         return (self.value_position, self.name_position)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples padded on the left to one length.
-
-    Padding on the left keeps the open question at the last position of every row.
-
-    Attributes:
-        input_ids: ids, ``(batch, length)``.
-        attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
-        answer_ids: the right next word of each row, ``(batch,)``.
-        offsets: the number of padding positions of each row, ``(batch,)``; a position of an
-            example plus its offset is its column in ``input_ids``.
-        examples: what the rows were made of.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    answer_ids: torch.Tensor
-    offsets: torch.Tensor
-    examples: tuple[Example, ...]
-
-
 def parse_prompt(text: str) -> Example:
     """Reads a prompt of the task and finds its gold answer and sources.
 
@@ -155,7 +132,7 @@ def parse_prompt(text: str) -> Example:
         The prompt with its facts.
 
     Raises:
-        ValueError: when a word is unknown, or the text does not have the form of the task.
+        InputError: when a word is unknown, or the text does not have the form of the task.
 
     Example:
         >>> from captum_ssm.tasks import parse_prompt
@@ -165,25 +142,26 @@ def parse_prompt(text: str) -> Example:
     """
     words = tuple(text.split())
     tokens = tuple(recall_vocabulary().encode(text))
-    if words.count(ASK) != 1 or len(words[words.index(ASK) :]) != 4:
-        raise ValueError(f"a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'")
-    question = words.index(ASK)
-    asked_name, *ending = words[question + 1 :]
-    if asked_name not in NAMES or ending != [VERB, ARTICLE]:
-        raise ValueError(f"a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'")
+    stated, question = words[:-4], words[-4:]
+    asked_name = question[1] if len(question) == 4 else ""
+    asks = asked_name in NAMES and question == (ASK, asked_name, VERB, ARTICLE)
+    if not asks or ASK in stated:
+        raise InputError(
+            f"text={text!r}: a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'."
+        )
 
     facts: list[Fact] = []
     start = 0
-    while start < question:
-        if STOP not in words[start:question]:
-            raise ValueError(f"every fact must end in '{STOP}', got {text!r}")
+    while start < len(stated):
+        if STOP not in stated[start:]:
+            raise InputError(f"text={text!r}: every fact must end in '{STOP}'.")
         stop = words.index(STOP, start)
         facts.append(_parse_fact(words, start, stop))
         start = stop + 1
     named = [fact.name for fact in facts]
     if named.count(asked_name) != 1:
-        raise ValueError(f"exactly one fact must be about {asked_name!r}, got {text!r}")
-    return Example(words, tokens, tuple(facts), named.index(asked_name), question + 1)
+        raise InputError(f"text={text!r}: exactly one fact must be about {asked_name!r}.")
+    return Example(words, tokens, tuple(facts), named.index(asked_name), len(stated) + 1)
 
 
 def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
@@ -200,9 +178,9 @@ def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
         and plain[3] in OBJECTS
     )
     if not well_formed:
-        raise ValueError(
-            f"a fact must read '[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}', "
-            f"got {' '.join(words[start : stop + 1])!r}"
+        raise InputError(
+            f"text has the fact {' '.join(words[start : stop + 1])!r}: a fact must read "
+            f"'[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}'."
         )
     return Fact(plain[0], plain[3], first, stop - 1)
 
@@ -223,7 +201,7 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
         The examples.
 
     Raises:
-        ValueError: when there are not so many names.
+        OptionError: when there are not so many names, or ``count`` is below 0.
 
     Example:
         >>> from captum_ssm.tasks import generate
@@ -234,7 +212,9 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
         True
     """
     if n_facts is not None and not 1 <= n_facts <= len(NAMES):
-        raise ValueError(f"n_facts must be between 1 and {len(NAMES)}, got {n_facts}")
+        raise OptionError(f"n_facts={n_facts}: use 1 to {len(NAMES)}, as there are so many names.")
+    if count < 0:
+        raise OptionError(f"count={count}: use 0 or more.")
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
     return [_draw(rng, n_facts) for _ in range(count)]
 
@@ -270,7 +250,7 @@ def with_value(example: Example, fact: int, value: str) -> Example:
         A new example, as long as the old one.
 
     Raises:
-        ValueError: when the word is not an object of the task.
+        OptionError: when the word is not an object of the task, or there is no such fact.
 
     Example:
         >>> from captum_ssm.tasks import parse_prompt, with_value
@@ -279,99 +259,9 @@ def with_value(example: Example, fact: int, value: str) -> Example:
         'drum'
     """
     if value not in OBJECTS:
-        raise ValueError(f"{value!r} is not an object of the task")
+        raise OptionError(f"value={value!r} is no object of the task. Use one of {OBJECTS}.")
+    if not 0 <= fact < len(example.facts):
+        raise OptionError(f"fact={fact}: the prompt has {len(example.facts)}, counted from 0.")
     words = list(example.words)
     words[example.facts[fact].value_position] = value
     return parse_prompt(" ".join(words))
-
-
-def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Pads examples on the left into one batch.
-
-    Args:
-        examples: at least one.
-        device: where the tensors go. Default: ``"cpu"``.
-
-    Returns:
-        The batch, as wide as the longest prompt.
-
-    Raises:
-        ValueError: when there is no example.
-
-    Example:
-        >>> from captum_ssm.tasks import collate, parse_prompt
-        >>> short = parse_prompt("anna owns the lamp . ? anna owns the")
-        >>> long = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
-        >>> batch = collate([short, long])
-        >>> tuple(batch.input_ids.shape), batch.offsets.tolist()
-        ((2, 14), [5, 0])
-    """
-    if not examples:
-        raise ValueError("a batch needs at least one example")
-    lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
-    width = int(lengths.max())
-    offsets = width - lengths
-    pad = recall_vocabulary().pad_id
-    rows = [[pad] * (width - len(e.tokens)) + list(e.tokens) for e in examples]
-    mask = (torch.arange(width, device=device)[None, :] >= offsets[:, None]).long()
-    return Batch(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=mask,
-        answer_ids=torch.tensor([e.answer_id for e in examples], device=device),
-        offsets=offsets,
-        examples=tuple(examples),
-    )
-
-
-@torch.no_grad()
-def predict(
-    model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64
-) -> torch.Tensor:
-    """The most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
-
-    Args:
-        model: a causal language model in the manner of transformers, called with ``input_ids``
-            and ``attention_mask`` and answering with ``logits``.
-        examples: the prompts, at least one.
-        batch_size: how many prompts go through the model at once. Default: 64.
-
-    Returns:
-        The ids, (count,), on the CPU.
-
-    Example:
-        >>> from captum_ssm.models import load_bundled
-        >>> from captum_ssm.tasks import parse_prompt, predict
-        >>> model, vocabulary = load_bundled("recall-mamba")
-        >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
-        >>> vocabulary.decode(predict(model, [example]))
-        'kite'
-    """
-    device = next(model.parameters()).device
-    found: list[torch.Tensor] = []
-    for start in range(0, len(examples), batch_size):
-        batch = collate(examples[start : start + batch_size], device)
-        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-        found.append(output.logits[:, -1].argmax(-1).cpu())
-    return torch.cat(found)
-
-
-def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
-    """The share of prompts after which the right word is the most likely one.
-
-    Args:
-        model: as in :func:`predict`.
-        examples: the prompts, at least one.
-        batch_size: how many prompts go through the model at once. Default: 64.
-
-    Returns:
-        The share, from 0 to 1.
-
-    Example:
-        >>> from captum_ssm.models import load_bundled
-        >>> from captum_ssm.tasks import accuracy, parse_prompt
-        >>> model, _ = load_bundled("recall-mamba")
-        >>> accuracy(model, [parse_prompt("anna owns the lamp . ? anna owns the")])
-        1.0
-    """
-    gold = torch.tensor([example.answer_id for example in examples])
-    return float((predict(model, examples, batch_size) == gold).double().mean())

@@ -19,7 +19,8 @@ import os
 import re
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,8 @@ VARIABLE = "CAPTUM_SSM_VALENCE"
 _INSIDE = "additional_resources/hutto_ICWSM_2014.tar.gz"
 _DOWNLOAD = "pip download vaderSentiment==0.5 --no-deps --no-binary :all:"
 _GREATEST = 4
+#: Of an archive and of each file in it; the real ones take a few million.
+_MOST_BYTES = 2**28
 
 #: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
@@ -250,26 +253,48 @@ def _bytes(place: Path, name: str) -> bytes:
         return path.read_bytes()
     try:
         with tarfile.open(fileobj=io.BytesIO(_archive(place))) as archive:
-            member = next((m for m in archive if Path(m.name).name == name), None)
+            member = next((m for m in _checked(place, archive) if Path(m.name).name == name), None)
             file = None if member is None else archive.extractfile(member)
             if file is None:
                 raise DataError(f"{place} holds no {name}. {_DOWNLOAD!r} brings one that does.")
             return file.read()
-    except tarfile.TarError as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(
             f"{place} is neither the source distribution nor its archive: {error}"
         ) from None
 
 
+def _checked(place: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive, each of a size that is worth unpacking."""
+    for member in archive:
+        _check_size(place, member.name, member.size)
+        yield member
+
+
 def _archive(place: Path) -> bytes:
     """The archive of the texts, out of the source distribution or as it is."""
+    _check_size(place, place.name, place.stat().st_size)
     if not zipfile.is_zipfile(place):
         return place.read_bytes()
-    with zipfile.ZipFile(place) as whole:
-        inside = next((name for name in whole.namelist() if name.endswith(_INSIDE)), None)
-        if inside is None:
-            raise DataError(
-                f"{place} holds no {_INSIDE}: wheels and later versions of vaderSentiment leave "
-                f"the texts out. {_DOWNLOAD!r} brings the one that carries them."
-            )
-        return whole.read(inside)
+    try:
+        with zipfile.ZipFile(place) as whole:
+            names = (info for info in whole.infolist() if info.filename.endswith(_INSIDE))
+            inside = next(names, None)
+            if inside is None:
+                raise DataError(
+                    f"{place} holds no {_INSIDE}: wheels and later versions of vaderSentiment "
+                    f"leave the texts out. {_DOWNLOAD!r} brings the one that carries them."
+                )
+            _check_size(place, inside.filename, inside.file_size)
+            return whole.read(inside)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise DataError(f"{place} is a broken archive: {error}") from None
+
+
+def _check_size(place: Path, name: str, size: int) -> None:
+    """Raise before something is unpacked that is far larger than the texts are."""
+    if size > _MOST_BYTES:
+        raise DataError(
+            f"{place}: {name} would take {size} bytes; at most {_MOST_BYTES} are unpacked. "
+            f"{_DOWNLOAD!r} brings the archive with the texts."
+        )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from captum_ssm._files import write_whole
 from captum_ssm.errors import InputError
 
 UNKNOWN = "<unk>"
@@ -53,7 +54,10 @@ class WordVocabulary:
         Raises:
             InputError: when the file holds something else.
         """
-        words = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            words = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} does not hold a JSON list of words: {error}.") from None
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise InputError(f"{path} does not hold a JSON list of words")
         return cls(words)
@@ -64,7 +68,7 @@ class WordVocabulary:
         Args:
             path: the file; what it held is replaced.
         """
-        Path(path).write_text(json.dumps(self.vocab, indent=0) + "\n", encoding="utf-8")
+        write_whole(Path(path), json.dumps(self.vocab, indent=0) + "\n")
 
     @property
     def pad_id(self) -> int:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+Function = Callable[..., Any]
+#: Parameters or buffers of a module, as it holds them.
+Named = dict[str, Any]
+
+#: Where modules of transformers keep what they checkpoint with.
+_CHECKPOINTING = "_gradient_checkpointing_func"
+#: Held while what threads have in common changes.
+_lock = threading.RLock()
 
 
 @contextmanager
@@ -65,10 +76,10 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
     """Gradient checkpointing of transformers in the form that has a graph inside its layers."""
     with ExitStack() as stack:
         for module in model.modules():
-            mine = vars(module).get("_gradient_checkpointing_func")
+            mine = _checkpointing(module)
             if isinstance(mine, functools.partial) and mine.keywords.get("use_reentrant"):
                 other = functools.partial(mine, use_reentrant=False)
-                _swap(stack, vars(module), "_gradient_checkpointing_func", other)
+                stack.enter_context(_checkpointed_by(module, other))
         yield
 
 
@@ -77,37 +88,113 @@ def checkpoints_off(model: nn.Module) -> Iterator[None]:
     """Run what gradient checkpointing of transformers would run twice once, and keep its graph."""
     with ExitStack() as stack:
         for module in model.modules():
-            if "_gradient_checkpointing_func" in vars(module):
-                _swap(stack, vars(module), "_gradient_checkpointing_func", _at_once)
+            if _CHECKPOINTING in vars(module):
+                stack.enter_context(_checkpointed_by(module, _at_once))
         yield
 
 
-def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _at_once(function: Function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+class _Checkpointing:
+    """A module's checkpointing function, another one in threads that explain the module.
+
+    Attributes:
+        original: the module's own.
+        others: by thread, those in its place, the latest last.
+    """
+
+    def __init__(self, original: Function) -> None:
+        self.original = original
+        self.others: dict[int, list[Function]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)
+
+    def current(self) -> Function:
+        """The function of the calling thread."""
+        return self.others.get(threading.get_ident(), [self.original])[-1]
+
+
+def _checkpointing(module: nn.Module) -> Any:
+    """The function that the module checkpoints with in this thread; None if it never does."""
+    held = vars(module).get(_CHECKPOINTING)
+    return held.current() if isinstance(held, _Checkpointing) else held
+
+
+@contextmanager
+def _checkpointed_by(module: nn.Module, function: Function) -> Iterator[None]:
+    """Let the calling thread checkpoint the module with ``function``."""
+    thread, attributes = threading.get_ident(), vars(module)
+    with _lock:
+        if not isinstance(attributes[_CHECKPOINTING], _Checkpointing):
+            attributes[_CHECKPOINTING] = _Checkpointing(attributes[_CHECKPOINTING])
+        held = attributes[_CHECKPOINTING]
+        held.others.setdefault(thread, []).append(function)
+    try:
+        yield
+    finally:
+        with _lock:
+            held.others[thread].pop()
+            if not held.others[thread]:
+                del held.others[thread]
+            if not held.others:
+                attributes[_CHECKPOINTING] = held.original
+
+
+@dataclass
+class _Lent:
+    """An inference tensor in whose place is a copy, and how many threads it is lent to."""
+
+    original: Tensor
+    users: int
+
+
+_lent: dict[tuple[int, str], _Lent] = {}
 
 
 @contextmanager
 def _ordinary_tensors(model: nn.Module) -> Iterator[None]:
-    """Copies in place of parameters and buffers that are inference tensors, shared ones once."""
+    """Copies in place of parameters and buffers that are inference tensors, shared ones once.
+
+    They stay until the last thread leaves.
+    """
     copies: dict[int, Tensor] = {}
     with ExitStack() as stack:
-        for module in model.modules():
-            for named in (module._parameters, module._buffers):
-                for name, tensor in named.items():
-                    if tensor is None or not tensor.is_inference():
-                        continue
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = _ordinary(tensor)
-                    _swap(stack, named, name, copies[id(tensor)])
+        with _lock:
+            for module in model.modules():
+                for named in (module._parameters, module._buffers):
+                    for name, tensor in named.items():
+                        if tensor is not None and _lend(named, name, tensor, copies):
+                            stack.callback(_take_back, named, name)
         yield
+
+
+def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
+    """Whether the entry now holds a copy, made here or by another thread."""
+    key = (id(named), name)
+    if key in _lent:
+        _lent[key].users += 1
+        return True
+    if not tensor.is_inference():
+        return False
+    if id(tensor) not in copies:
+        copies[id(tensor)] = _ordinary(tensor)
+    _lent[key] = _Lent(tensor, users=1)
+    named[name] = copies[id(tensor)]
+    return True
+
+
+def _take_back(named: Named, name: str) -> None:
+    """Put the inference tensor back, unless another thread still has its copy."""
+    key = (id(named), name)
+    with _lock:
+        _lent[key].users -= 1
+        if not _lent[key].users:
+            named[name] = _lent.pop(key).original
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-
-
-def _swap(stack: ExitStack, holder: dict[str, Any], name: str, value: Any) -> None:
-    """Put ``value`` in place of an entry until the stack is left."""
-    stack.callback(holder.__setitem__, name, holder[name])
-    holder[name] = value

@@ -10,7 +10,6 @@ import pytest
 
 from captum_ssm.errors import InputError
 from captum_ssm.evaluation import Key, Records
-from captum_ssm.evaluation.records import write_whole
 
 
 def key(example: int, method: str = "m") -> Key:
@@ -64,11 +63,3 @@ def test_a_line_that_is_no_result(tmp_path: Path, line: str) -> None:
         file.write(line + "\n")
     with pytest.raises(InputError, match=r"records-0\.jsonl, line 2 is not a result"):
         list(Records(tmp_path))
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "table.md"
-    write_whole(path, "first")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "second \ud800")
-    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]

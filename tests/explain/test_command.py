@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -300,12 +301,17 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
 
     local: list[bool] = []
     real = transformers.AutoConfig.from_pretrained
+    settings = transformers.PretrainedConfig.get_config_dict(language_model)
 
     def seen(name: str, **options: object) -> object:
         local.append(bool(options["local_files_only"]))
         return real(language_model, local_files_only=True)
 
+    def read(name: str, **options: object) -> object:
+        return copy.deepcopy(settings)
+
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", seen)
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", read)
     monkeypatch.setattr(
         transformers.MambaForCausalLM, "from_pretrained", lambda *a, **k: mamba_lm()
     )

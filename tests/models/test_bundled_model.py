@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from captum_ssm.errors import CheckpointError
 from captum_ssm.models import load_bundled
 
 pytest.importorskip("transformers")
@@ -115,5 +116,5 @@ def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
     weights = load_file(FOLDER / "model.safetensors")
     del weights["backbone.layers.0.mixer.D"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"layers\.0\.mixer\.D"):
+    with pytest.raises(CheckpointError, match=r"lacks 'backbone\.layers\.0\.mixer\.D'"):
         load_bundled("recall-mamba", tmp_path)

@@ -117,7 +117,7 @@ def test_with_value_changes_one_word() -> None:
     assert changed.text == "bob owns the old boat . also anna owns the drum . ? bob owns the"
     assert changed.answer == "boat"
     assert with_value(example, 1, "boat").answer == "kite"
-    with pytest.raises(ValueError, match="not an object"):
+    with pytest.raises(ValueError, match="no object of the task"):
         with_value(example, 0, "red")
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from captum_ssm.errors import CheckpointError
 
+from ..checks import check_fit, read_safetensors
 from .model import VisionMamba
 
-#: Keys that an error names at most.
-_SHOWN = 8
 #: Image side of the released models.
 _RELEASED = 224
 
@@ -63,7 +62,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
     try:
         with torch.device("meta"):  # the weights come from the file
             model = VisionMamba(**_sizes(weights, options))
-        _check(model.state_dict(), weights)
+        check_fit(model.state_dict(), weights)
     except CheckpointError as error:
         raise CheckpointError(f"{path} does not fit a Vision Mamba: {error}") from None
     model.load_state_dict(weights, strict=True, assign=True)
@@ -73,11 +72,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
 def _read(path: Path) -> Weights:
     content: Any
     if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError as error:
-            raise ImportError(f"{path} needs safetensors: pip install safetensors") from error
-        content = load_file(path)
+        content = read_safetensors(path, str(path))
     else:
         # checkpoints of the published training script hold its command line beside the weights
         allow = getattr(torch.serialization, "safe_globals", None)
@@ -89,12 +84,23 @@ def _read(path: Path) -> Weights:
                     f"{path} cannot be read without running code in it, which is refused. If you "
                     'trust it, save its weights alone: torch.save({"model": weights}, path).'
                 ) from error
+            except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
+                    "or save it again."
+                ) from error
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise CheckpointError(
             f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
         )
+    for key, weight in content.items():
+        if weight.nbytes > weight.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {key!r} has shape {tuple(weight.shape)}, more numbers than the file "
+                "holds. Save the weights as they are, not expanded."
+            )
     return content
 
 
@@ -166,28 +172,3 @@ def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
     if len(shape) != dims:
         raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
     return shape
-
-
-def _check(wanted: Weights, found: Weights) -> None:
-    """Raise, naming the keys, unless both hold the same names and shapes."""
-    complaints = [
-        _listed("it lacks", [repr(k) for k in wanted if k not in found]),
-        _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
-        _listed(
-            "shapes differ in",
-            [
-                f"{k!r} ({tuple(found[k].shape)} instead of {tuple(w.shape)})"
-                for k, w in wanted.items()
-                if k in found and found[k].shape != w.shape
-            ],
-        ),
-    ]
-    if any(complaints):
-        raise CheckpointError("; ".join(c for c in complaints if c) + ".")
-
-
-def _listed(what: str, items: list[str]) -> str:
-    if not items:
-        return ""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{what} {', '.join(items[:_SHOWN])}{more}"

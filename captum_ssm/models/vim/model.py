@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -90,7 +91,8 @@ class VisionMamba(nn.Module):
         **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
 
     Raises:
-        OptionError: when ``cls_token``, ``final_pool_type`` or ``bimamba_type`` is not known.
+        OptionError: when ``cls_token``, ``final_pool_type`` or ``bimamba_type`` is not known, a
+            size is below 1, or patches are larger than the images.
 
     Example:
         >>> import torch
@@ -132,6 +134,11 @@ class VisionMamba(nn.Module):
         self.final_pool_type = final_pool_type
         stride = patch_size if stride is None else stride
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        _check_sizes(
+            {"stride": stride, "depth": depth, "embed_dim": embed_dim, "channels": channels},
+            patch_size,
+            min(height, width),
+        )
         self.grid = (height - patch_size) // stride + 1, (width - patch_size) // stride + 1
         self.patch_embed = PatchEmbed(channels, embed_dim, patch_size, stride)
 
@@ -259,3 +266,15 @@ class VisionMamba(nn.Module):
 def _normed(norm: Any, x: Tensor) -> Tensor:
     out: Tensor = norm(x.to(norm.weight.dtype))
     return out
+
+
+def _check_sizes(sizes: Mapping[str, int], patch: int, side: int) -> None:
+    """Raise unless there is a positive number of each, and a patch fits into the images."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise OptionError(f"{name}={size}: use 1 or more.")
+    if not 1 <= patch <= side:
+        raise OptionError(
+            f"patch_size={patch} does not fit images whose shorter side, by img_size, is {side}. "
+            f"Use patches of 1 to {side} pixels."
+        )

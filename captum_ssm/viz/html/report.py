@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._files import make_folder, write_whole
 from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from ...attr.fold import shown
 from ...attr.latim import wanted as layers_wanted
@@ -89,6 +90,7 @@ def report(
             what they name.
         OptionError: when an option has a value that is not accepted.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        WriteError: when the file cannot be written; it then is what it was.
 
     Example:
         >>> from pathlib import Path
@@ -103,7 +105,7 @@ def report(
         True
     """
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
+    make_folder(file.parent)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
     examples = read_examples(subject, inputs, target, additional_forward_args, tokens)
     check_labels(names, len(examples), "names")
@@ -174,7 +176,7 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
         "examples": [explanation.facts for explanation in found],
     }
     blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
-    path.write_text(page(title, facts, blocks), encoding="utf-8")
+    write_whole(path, page(title, facts, blocks))
     return path
 
 

@@ -1,0 +1,85 @@
+"""A call that fails or is interrupted, wherever it is, leaves everything as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from every_method import NAMES, OF_TEXTS, call
+from snapshots import Snapshot, process_state
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+#: A Mamba, a hybrid with attention and experts, and a Vision Mamba.
+MODELS: list[Callable[..., zoo.Case]] = [zoo.mamba, zoo.jamba, zoo.vim]
+CASES = [
+    pytest.param(make, name, id=f"{make.__name__}-{name}")
+    for make in MODELS
+    for name in NAMES
+    if make is not zoo.vim or name not in OF_TEXTS
+]
+
+
+class Planned(Exception):
+    """No error that any code expects."""
+
+
+class Fault(TorchDispatchMode):
+    """Counts the operations of torch, forward and backward, and raises at one of them.
+
+    Args:
+        at: how many operations run before. Default: None, all.
+        error: what is raised then. Default: :class:`Planned`.
+    """
+
+    def __init__(self, at: int | None = None, error: type[BaseException] = Planned) -> None:
+        super().__init__()
+        self.count, self._at, self._error = 0, at, error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.count == self._at:
+            raise self._error
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def check(make: Any, name: str, monkeypatch: pytest.MonkeyPatch, draws: int) -> None:
+    case = make(monkeypatch)
+    given = (name, case.model, case.inputs, case.target["target"])
+    call(*given)  # what is imported and cached on first use comes now
+    with Fault() as counted:
+        wanted = call(*given)
+    places = [0, counted.count - 1, *(random.randrange(counted.count) for _ in range(draws))]
+    errors = [random.choice([Planned, KeyboardInterrupt]) for _ in places]
+    before, process = Snapshot(case.model), process_state(case.model)
+    for at, error in zip(places, errors, strict=True):
+        with pytest.raises(error), Fault(at, error):
+            call(*given)
+        before.check()
+        assert process_state(case.model) == process, (at, counted.count)
+    assert same(call(*given), wanted)
+    before.check()
+    assert process_state(case.model) == process
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_after_a_failure_anywhere(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(make, name, monkeypatch, draws=3)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_after_many_failures(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(make, name, monkeypatch, draws=40)

@@ -1,0 +1,92 @@
+"""Explaining in other processes: workers of a DataLoader, forks of a used process, new ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from every_method import NAMES, OF_TEXTS, call
+from oracles import relative_error
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+pytest.importorskip("transformers")
+
+#: What takes images as well as texts.
+COMMON = [name for name in NAMES if name not in OF_TEXTS]
+#: Of how processes are started, new ones import everything again, which takes long.
+STARTS = pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.heavy)])
+pytestmark = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
+)
+
+
+class Explained(Dataset[Tensor]):
+    """Relevances, computed where they are asked for."""
+
+    def __init__(self, name: str, case: zoo.Case) -> None:
+        self.name, self.case = name, case
+
+    def __len__(self) -> int:
+        return len(self.case.inputs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        target = self.case.target["target"]
+        return call(self.name, self.case.model, self.case.inputs[index : index + 1], target)[0]
+
+
+def explain(queue: Any, names: list[str], cases: list[tuple[nn.Module, Tensor, Any]]) -> None:
+    """In another process: what every method says of every model, or the error."""
+    torch.set_num_threads(1)
+    try:
+        queue.put([[x.numpy() for x in call(name, *case)] for case in cases for name in names])
+    except BaseException as error:
+        queue.put(repr(error))
+
+
+def in_a_process(start: str, names: list[str], cases: list[Any]) -> list[list[Tensor]]:
+    context = multiprocessing.get_context(start)
+    queue = context.Queue()
+    process = context.Process(target=explain, args=(queue, names, cases))
+    process.start()
+    found = queue.get(timeout=100)
+    process.join(20)
+    assert process.exitcode == 0
+    assert not isinstance(found, str), found
+    return [[torch.from_numpy(x) for x in each] for each in found]
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(relative_error(a, b) <= 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
+@STARTS
+def test_every_method(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent has used every method before, so that a fork takes along what it has set up."""
+    cases = [make(monkeypatch) for make in (zoo.mamba, zoo.jamba, zoo.vim)]
+    given = [(case.model, case.inputs, case.target["target"]) for case in cases]
+    wanted = [call(name, *each) for each in given for name in COMMON]
+    found = in_a_process(start, COMMON, given)
+    for one, other in zip(found, wanted, strict=True):
+        assert close(one, other)
+    again = [call(name, *each) for each in given for name in COMMON]
+    assert all(map(close, again, wanted))
+
+
+@STARTS
+@pytest.mark.parametrize("name", ["LatimFlow", "MambaAttribution"])
+def test_workers_of_a_loader(start: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = zoo.mamba(monkeypatch)
+    explained = Explained(name, case)
+    wanted = [explained[i] for i in range(len(explained))]
+    loader = DataLoader(
+        explained,
+        num_workers=2,
+        multiprocessing_context=start,
+        collate_fn=torch.cat,
+    )
+    found = list(loader)
+    assert len(found) == len(wanted) and close(found, wanted)

@@ -1,0 +1,146 @@
+"""Several threads that explain one model at once find what each would find alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from every_method import NAMES, OF_TEXTS, call
+from oracles import relative_error
+from snapshots import Snapshot, process_state
+from torch import Tensor
+
+from captum_ssm import LatimFlow, MambaAttribution
+
+pytest.importorskip("transformers")
+
+CASES = [
+    pytest.param(make, name, id=f"{make.__name__}-{name}")
+    for make in (zoo.mamba, zoo.jamba, zoo.vim)
+    for name in NAMES
+    if make is not zoo.vim or name not in OF_TEXTS
+]
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What the calls return, each in a thread of its own and none before all are there."""
+    ready, found = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def work(index: int) -> None:
+        ready.wait(60)
+        try:
+            found[index] = calls[index]()
+        except BaseException as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    errors = [each for each in found if isinstance(each, BaseException)]
+    if errors:
+        raise errors[0]
+    return found
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(
+        torch.equal(a, b) or relative_error(a, b) <= 1e-5
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def other(inputs: Tensor) -> Tensor:
+    """Another input, of more tokens unless it is an image."""
+    if inputs.dim() == 4:
+        return torch.randn_like(inputs)
+    return torch.cat([inputs.flip(1), inputs], 1)
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_one_model(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(monkeypatch)
+    target = case.target["target"]
+    inputs = [case.inputs, other(case.inputs)]
+    wanted = [call(name, case.model, x, target) for x in inputs]
+    before, process = Snapshot(case.model), process_state(case.model)
+
+    def several(x: Tensor) -> list[list[Tensor]]:
+        return [call(name, case.model, x, target) for _ in range(3)]
+
+    found = at_once([lambda x=x: several(x) for x in inputs])  # type: ignore[misc]
+    for runs, expected in zip(found, wanted, strict=True):
+        assert all(close(run, expected) for run in runs)
+    before.check()
+    assert process_state(case.model) == process
+
+
+@pytest.mark.parametrize("method", [LatimFlow, MambaAttribution])
+def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = zoo.mamba(monkeypatch)
+    explain, inputs = method(case.model), [case.inputs, other(case.inputs)]
+    wanted = [explain.attribute(x, **case.target) for x in inputs]
+
+    def several(x: Tensor) -> list[Tensor]:
+        return [explain.attribute(x, **case.target) for _ in range(4)]
+
+    found = at_once([lambda x=x: several(x) for x in inputs])  # type: ignore[misc]
+    for runs, expected in zip(found, wanted, strict=True):
+        assert close(runs, [expected] * 4)
+
+
+def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One asks for no checkpoints, the other for those that have a graph inside."""
+    case = zoo.jamba(monkeypatch)
+    case.model.train()
+    case.model.gradient_checkpointing_enable({"use_reentrant": True})
+    given = case.inputs, case.target["target"]
+    names = ["LatimFlow", "MambaAttribution"] * 2
+    wanted = [call(name, case.model, *given) for name in names]
+    before = Snapshot(case.model)
+    held = [vars(m).get("_gradient_checkpointing_func") for m in case.model.modules()]
+
+    def several(name: str) -> list[list[Tensor]]:
+        return [call(name, case.model, *given) for _ in range(4)]
+
+    found = at_once([lambda n=name: several(n) for name in names])  # type: ignore[misc]
+    for runs, expected in zip(found, wanted, strict=True):
+        assert all(close(run, expected) for run in runs)
+    before.check()
+    assert held == [vars(m).get("_gradient_checkpointing_func") for m in case.model.modules()]
+
+
+def test_parameters_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        case = zoo.mamba(monkeypatch)
+    inputs, target = case.inputs.clone(), case.target["target"]
+    wanted = call("LatimFlow", case.model, inputs, target)
+    held = list(case.model.parameters())
+
+    def several() -> list[list[Tensor]]:
+        return [call("LatimFlow", case.model, inputs, target) for _ in range(4)]
+
+    for runs in at_once([several] * 3):
+        assert all(close(run, wanted) for run in runs)
+    assert all(a is b for a, b in zip(case.model.parameters(), held, strict=True))
+
+
+def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread's stand in for what the model's embedding layer returns."""
+    case = zoo.mamba_ssm(monkeypatch)
+    (layer,) = (m for m in case.model.modules() if isinstance(m, torch.nn.Embedding))
+    inputs = [layer(x).detach() for x in (case.inputs, other(case.inputs))]
+    target = case.target["target"]
+    wanted = [call("MambaAttribution", case.model, x, target) for x in inputs]
+
+    def several(x: Tensor) -> list[list[Tensor]]:
+        return [call("MambaAttribution", case.model, x, target) for _ in range(4)]
+
+    found = at_once([lambda x=x: several(x) for x in inputs])  # type: ignore[misc]
+    for runs, expected in zip(found, wanted, strict=True):
+        assert all(close(run, expected) for run in runs)

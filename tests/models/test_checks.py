@@ -1,0 +1,219 @@
+"""Broken and hostile files of models are refused, in words, before memory is taken for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from hostile_weights import BROKEN
+from little_memory import at_most
+
+from captum_ssm.cli import main
+from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
+from captum_ssm.evaluation.subjects import retrained
+from captum_ssm.models import VisionMamba, bundled, load_bundled, load_vim
+from captum_ssm.models.checks import check_counts, check_fit, naming
+
+SHIPPED = Path(bundled.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """Sizes are to be checked before memory is taken for them."""
+    with at_most():
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled recall model's folder."""
+    return Path(shutil.copytree(SHIPPED / "recall-mamba", tmp_path / "recall"))
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_safetensors(what: str, tmp_path: Path, folder: Path) -> None:
+    alone = tmp_path / "vim.safetensors"
+    for path in (alone, folder / "model.safetensors"):
+        path.write_bytes(BROKEN[what])
+    with pytest.raises(CheckpointError, match=r"vim\.safetensors is not a whole file.*again"):
+        load_vim(alone)
+    with pytest.raises(CheckpointError, match=r"recall/model\.safetensors is not a whole file"):
+        load_bundled("recall-mamba", folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\3\4" + bytes(40), bytes(100)])
+def test_broken_torch_files(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "vim.pth"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"vim\.pth (is not a whole|cannot be read)"):
+        load_vim(path)
+
+
+def test_a_weight_of_more_numbers_than_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "vim.pth"
+    torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, path)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(CheckpointError, match=r"'a' has shape \(1000000, 1000000\), more numbers"):
+        load_vim(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 10**9}, r"does not fit config\.json: shapes differ in .*1000000000"),
+        ({"vocab_size": 10**13}, r"does not fit config\.json: shapes differ"),
+        ({"vocab_size": 10**30}, r"config\.json makes no model"),
+        ({"state_size": -1}, r"config\.json makes no model.*negative"),
+        ({"hidden_size": "wide"}, r"config\.json makes no model.*hidden_size"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000; at most 4096"),
+        ({"num_hidden_layers": 1e999}, r"num_hidden_layers = inf; at most 4096"),
+        ({"num_hidden_layers": 3}, r"does not fit config\.json: it lacks 'backbone\.layers\.2"),
+        ({"num_labels": 10**9}, r"num_labels = 1000000000"),
+        ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\], not the name of a model"),
+        ({"architectures": ["pipeline"]}, "not the name of a model"),
+        ({"architectures": []}, "not the name of a model"),
+        ({"architectures": 5}, "not the name of a model"),
+    ],
+)
+def test_hostile_settings(settings: dict[str, Any], message: str, folder: Path) -> None:
+    change(folder, **settings)
+    with pytest.raises(CheckpointError, match=message):
+        load_bundled("recall-mamba", folder)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[" * 10**5])
+def test_settings_and_words_that_are_not_json(text: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        load_bundled("recall-mamba", folder)
+    shutil.copy(SHIPPED / "recall-mamba" / "config.json", folder)
+    (folder / "vocab.json").write_text(text)
+    with pytest.raises(InputError, match=r"vocab\.json does not hold a JSON list"):
+        load_bundled("recall-mamba", folder)
+
+
+def test_what_is_missing_or_no_dict(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json holds a list, not settings"):
+        load_bundled("recall-mamba", folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(DataNotFoundError, match=r"config\.json does not exist"):
+        load_bundled("recall-mamba", folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embed_dim": 10**5}, "does not fit config"),
+        ({"embed_dim": 10**9}, "makes no model"),
+        ({"depth": 10**9}, "depth = 1000000000; at most 4096"),
+        ({"patch_size": 10**4}, "patch_size=10000 does not fit images"),
+        ({"colour": 1}, "makes no model.*colour"),
+    ],
+)
+def test_hostile_vision_mamba(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(SHIPPED / "scenes-vim", tmp_path / "vim"))
+    change(copied, **settings)
+    with pytest.raises((CheckpointError, OptionError), match=message):
+        load_bundled("scenes-vim", copied)
+
+
+@pytest.mark.parametrize("name", ["../recall-mamba", "recall-mamba/../recall-mamba", "/", ""])
+def test_names_lead_to_no_other_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OptionError, match="no such bundled model"):
+        load_bundled(name)
+    with pytest.raises(OptionError, match="no such bundled model"):
+        bundled.weights_of(name)
+    with pytest.raises(SystemExit):
+        main(["train", name, "--out", str(tmp_path / "out")])
+    assert "invalid choice" in capsys.readouterr().err
+    assert main(["evaluate", name, "--out", str(tmp_path / "out")]) == 1
+    assert main(["evaluate", "copying", "--models", f"{name}={tmp_path}"]) == 1
+    assert capsys.readouterr().err.count("is not known") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match=re.escape(f"recall-mamba={tmp_path}: there is no")):
+        retrained("recall-mamba", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": 32, "patch_size": 64}, "patch_size=64 does not fit images.*side.*32"),
+        ({"img_size": (64, 8), "patch_size": 16}, "patch_size=16 does not fit images.*is 8"),
+        ({"patch_size": 0, "stride": 1}, "patch_size=0 does not fit"),
+        ({"img_size": 0}, "patch_size=16 does not fit images"),
+        ({"stride": 0}, "stride=0: use 1 or more"),
+        ({"depth": 0}, "depth=0: use 1 or more"),
+        ({"embed_dim": -4}, "embed_dim=-4: use 1 or more"),
+        ({"channels": 0}, "channels=0: use 1 or more"),
+    ],
+)
+def test_sizes_of_vision_mamba(options: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        VisionMamba(**({"depth": 1, "embed_dim": 8} | options))
+
+
+def test_a_patch_may_fill_the_image() -> None:
+    model = VisionMamba(img_size=(8, 9), patch_size=8, depth=1, embed_dim=8, num_classes=3)
+    assert model.grid == (1, 1)
+    assert torch.isfinite(model(torch.randn(1, 3, 8, 9))).all()
+
+
+def test_counts_within_settings() -> None:
+    within = {"text_config": {"num_hidden_layers": 5000}}
+    with pytest.raises(CheckpointError, match="x has num_hidden_layers = 5000; at most 4096"):
+        check_counts(within, "x")
+    nan = {"n_layer": float("nan")}
+    with pytest.raises(CheckpointError, match="n_layer = nan"):
+        check_counts(nan, "x")
+    fine = {"num_hidden_layers": 4096, "vocab_size": 10**6, "depth": "deep"}
+    assert check_counts(fine, "x") is fine
+
+
+def test_fit_names_every_difference() -> None:
+    def weights(**shapes: int) -> dict[str, Tensor]:
+        return {name: torch.empty(size, device="meta") for name, size in shapes.items()}
+
+    check_fit(weights(a=2, b=3), weights(b=3, a=2))
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(weights(a=2, b=3, c=4), weights(b=3, c=5, d=1))
+    assert str(caught.value) == (
+        "it lacks 'a'; it has the unknown 'd'; shapes differ in 'c' ((5,) instead of (4,))."
+    )
+
+
+@pytest.mark.parametrize("error", [OptionError("x"), ImportError("x"), OSError("x"), MemoryError()])
+def test_errors_that_speak_for_themselves_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, naming("the model"):
+        raise error
+    assert caught.value is error
+
+
+def test_other_errors_are_named() -> None:
+    with (
+        pytest.raises(CheckpointError, match="the model: ZeroDivisionError: ") as caught,
+        naming("the model"),
+    ):
+        nn.Linear(1 // 0, 1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -1,0 +1,83 @@
+"""Half-precision models of large activations: right numbers, or an error that says why."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+import torch
+from extreme_models import FAMILIES, METHODS, TARGET, in_double, language_model, token_ids
+from extreme_models import with_large_activations as enlarged
+from oracles import relative_error
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, trace
+from captum_ssm.errors import NonFiniteError
+from captum_ssm.tracing.layer import TOLERANCES
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", HALF)
+def test_operators_are_their_modules(dtype: torch.dtype, family: str) -> None:
+    factor = 5 if dtype is torch.float16 else 30
+    model = enlarged(language_model(family), factor).to(dtype)
+    with trace(model) as record:
+        logits = model(token_ids()).logits
+    assert torch.isfinite(logits).all()
+    assert record.layers[0].values.abs().max() > factor / 2
+    found = median(layer.reconstruction_error() for layer in record.layers)
+    assert found <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("method", ["rollout", "norm", "alti", "flow"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_large_embeddings(dtype: torch.dtype, method: str) -> None:
+    """Norms take the size away again, so that what is explained is that of the small model."""
+    model, ids = language_model("mamba2"), token_ids()
+    with torch.no_grad():
+        model.backbone.embeddings.weight.mul_(2.0**12)
+    half = model.to(dtype)
+    found, wanted = METHODS[method](half, ids), METHODS[method](in_double(half), ids)
+    assert torch.isfinite(found).all()
+    assert relative_error(found, wanted) <= 2 * TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_outside_the_range(method: str, family: str) -> None:
+    model = enlarged(language_model(family), 1e5).half()  # beyond 65504
+    with pytest.raises(NonFiniteError, match=r"Layer 'backbone\.layers\.0\.mixer': the values"):
+        METHODS[method](model, token_ids())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_at_the_edge(method: str, family: str) -> None:
+    """Finite, or an error that names the layer; nothing in between."""
+    for factor in (1e3, 1e6, 1e9, 1e15, 1e30):
+        model = enlarged(language_model(family), factor).bfloat16()
+        try:
+            found = METHODS[method](model, token_ids())
+        except NonFiniteError as error:
+            assert "backbone.layers." in str(error) or "The model's output" in str(error)
+        else:
+            assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])
+@pytest.mark.parametrize("contrast", [None, (-1, 4)])
+def test_an_output_that_overflows(method: type, contrast: object) -> None:
+    """The sum of five products of 6e4 is no number of half precision, though each part is one."""
+    model, ids = language_model("mamba").half(), token_ids()
+    normed = model.backbone(ids).last_hidden_state[0, -1]
+    head = torch.nn.Linear(len(normed), 19, bias=False, dtype=torch.float16)
+    with torch.no_grad():
+        head.weight[3] = 6e4 * normed.sign()
+        head.weight[4] = 0
+        model.backbone.norm_f.weight *= 4
+    model.lm_head = head
+    assert torch.isinf(model(ids).logits[0, -1, 3])
+    with pytest.raises(NonFiniteError, match=r"output for target=\(-1, 3\) is -?inf for example"):
+        method(model).attribute(ids, TARGET, contrast=contrast)
+    assert torch.isfinite(ImplicitAttentionRollout(model).attribute(ids)).all()
