@@ -103,7 +103,7 @@ def test_how_to_adapters_are_short() -> None:
 
 def test_how_to_method_is_short() -> None:
     (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
-    assert len(block[block.index("class ") :].splitlines()) < 40
+    assert len(block[block.index("class ") :].splitlines()) < 50
 
 
 @pytest.mark.heavy
