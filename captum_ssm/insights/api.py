@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import traceback
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Api:
         visualizer = self._visualizer
         return {
             **visualizer.get_insights_config(),
-            "models": _told_apart([type(model).__name__ for model in visualizer.models]),
+            "models": [type(model).__name__ for model in visualizer.models],
             "obstacles": visualizer.obstacles(),
             "filter": visualizer.config,
         }
@@ -108,13 +108,3 @@ def _filter(request: Mapping[str, Any]) -> FilterConfig:
     if unknown := set(given) - set(FilterConfig._fields):
         raise OptionError(f"filter has no field {sorted(unknown)[0]!r}.")
     return FilterConfig(**given)
-
-
-def _told_apart(names: list[str]) -> list[str]:
-    """Names, numbered where they are alike."""
-    seen: Counter[str] = Counter()
-    told = []
-    for name in names:
-        seen[name] += 1
-        told.append(f"{name} {seen[name]}" if names.count(name) > 1 else name)
-    return told

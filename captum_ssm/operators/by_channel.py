@@ -26,7 +26,7 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
     """Whether channel after channel is a way to the reduced matrix, and the quicker one."""
-    known = reduce is None or reduce in _PAIRWISE
+    known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     return known and any(leaf.quick_heads for leaf in operator.leaves())
 
 

@@ -13,7 +13,7 @@ from insights_examples import CLASSES, Always, cnn, numbers, photos, table, tabl
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch, FilterConfig
-from captum_ssm.insights.api import Api, _told_apart
+from captum_ssm.insights.api import Api
 from captum_ssm.insights.payload import encoded, plain
 
 
@@ -181,8 +181,3 @@ def test_images_of_one_channel_are_shown():
     visualizer = photos(cnn(channels=1), [Batch(torch.rand(1, 1, 6, 6), None)])
     (example,) = Api(visualizer).answer("examples", {})["examples"]
     assert "error" not in example["models"][0]
-
-
-def test_models_of_one_class_are_told_apart():
-    assert _told_apart(["A", "B", "A"]) == ["A 1", "B", "A 2"]
-    assert _told_apart(["A", "B"]) == ["A", "B"]
