@@ -139,7 +139,7 @@ def tar(*members: tuple[str, int, bytes]) -> bytes:
         info.size = size
         out.write(info.tobuf(tarfile.GNU_FORMAT))
         out.write(content + bytes(-len(content) % 512))
-    return gzip.compress(out.getvalue() + bytes(1024))
+    return gzip.compress(out.getvalue() + bytes(1024), mtime=0)
 
 
 TEXT = b"1\t3.2\tA joy.\n2\t-2.5\tDull.\n"
@@ -154,6 +154,7 @@ TEXT = b"1\t3.2\tA joy.\n2\t-2.5\tDull.\n"
         (tar((_MOVIES, len(TEXT), TEXT))[:60], "neither the source distribution nor"),
         (tar((_MOVIES, len(TEXT), TEXT))[:30] + bytes(60), "neither the source distribution nor"),
     ],
+    ids=["huge", "huge beside it", "shorter than declared", "cut off", "damaged"],
 )
 def test_tar(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "hutto_ICWSM_2014.tar.gz"
