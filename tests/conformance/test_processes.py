@@ -10,8 +10,9 @@ import torch
 import zoo
 from every_method import NAMES, OF_TEXTS, call
 from oracles import relative_error
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from other_processes import Explained, explain
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
 
@@ -22,29 +23,6 @@ STARTS = pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=p
 pytestmark = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
 )
-
-
-class Explained(Dataset[Tensor]):
-    """Relevances, computed where they are asked for."""
-
-    def __init__(self, name: str, case: zoo.Case) -> None:
-        self.name, self.case = name, case
-
-    def __len__(self) -> int:
-        return len(self.case.inputs)
-
-    def __getitem__(self, index: int) -> Tensor:
-        target = self.case.target["target"]
-        return call(self.name, self.case.model, self.case.inputs[index : index + 1], target)[0]
-
-
-def explain(queue: Any, names: list[str], cases: list[tuple[nn.Module, Tensor, Any]]) -> None:
-    """In another process: what every method says of every model, or the error."""
-    torch.set_num_threads(1)
-    try:
-        queue.put([[x.numpy() for x in call(name, *case)] for case in cases for name in names])
-    except BaseException as error:
-        queue.put(repr(error))
 
 
 def in_a_process(start: str, names: list[str], cases: list[Any]) -> list[list[Tensor]]:
