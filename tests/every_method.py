@@ -11,35 +11,21 @@ import torch
 from language import word_tokenizer
 from torch import Tensor, nn
 
+import captum_ssm
 from captum_ssm import (
     ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
     LatimLogit,
     LatimNorm,
-    MambaAttribution,
-    MambaLRP,
     SSMLLMAttribution,
-    TransformerAttribution,
     compare,
     report,
 )
+from captum_ssm.explain import methods
 
 #: The model, its input and the target in; what is found out.
 Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
 
-METHODS: list[Any] = [
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
-    LatimLogit,
-    LatimNorm,
-    MambaAttribution,
-    MambaLRP,
-    TransformerAttribution,
-]
+METHODS: list[Any] = [getattr(captum_ssm, line.name) for line in methods.METHODS]
 
 
 def explained(method: Any, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:

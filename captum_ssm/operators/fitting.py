@@ -21,17 +21,13 @@ def fitting(whole: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
     start = whole.start
     while start < whole.stop:
         part = range(start, min(start + size, whole.stop))
-        made: list[T] = []
         try:
-            made.append(form(part))
+            yield form(part)
+            start = part.stop
         except RuntimeError as error:
             if len(part) == 1 or not ran_out_of_memory(error):
                 raise
-        # what the failed attempt held is free only out here, where its traceback is gone
-        if made:
-            yield made[0]
-            start = part.stop
-        else:
+            # with the error goes its traceback, and what the failed attempt held
             size = len(part) // 2
 
 
