@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ._files import make_folder, replacing
-from .attr import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from .attr import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from .models.bundled import load_bundled
+from .tasks.files import optional
 from .tasks.recall import Example, generate, parse_prompt
 from .tasks.recall_batch import accuracy
 from .viz import plot_matrices, plot_text
@@ -19,12 +22,29 @@ PROMPT = (
     "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
     "perhaps dora owns the clock . ? bob owns the"
 )
+_TEXT_TITLE = "Who owns what? Purple is positive, brown is negative; the evidence is framed."
+_GRID_TITLE = (
+    "Implicit attention: what each word takes from those before it "
+    "(absolute values, the largest of each layer is 1)"
+)
 #: Fresh prompts on which the methods are scored.
 _SCORED = 100
 _SEED = 2024
 
-#: token ids (1, L) and the answer's id in, relevance (1, L) out
-Method = Callable[[Tensor, int], Tensor]
+
+@dataclass(frozen=True)
+class _Method:
+    """A method as the demo uses it.
+
+    Attributes:
+        name: what it is called.
+        says: what its numbers are.
+        relevance: token ids (1, L) and the answer's id to relevance (L,).
+    """
+
+    name: str
+    says: str
+    relevance: Callable[[Tensor, int], Tensor]
 
 
 def run(prompt: str | None, out: Path) -> None:
@@ -37,6 +57,11 @@ def run(prompt: str | None, out: Path) -> None:
     example = parse_prompt(PROMPT if prompt is None else prompt)
     make_folder(out)
     torch.set_num_threads(1)  # the model is small: threads would wait for each other
+    with _without_hints_at_kernels():
+        _explain(example, out)
+
+
+def _explain(example: Example, out: Path) -> None:
     model, vocabulary = load_bundled()
     fresh = generate(_SCORED, _SEED)
     ids = torch.tensor([example.tokens])
@@ -51,55 +76,91 @@ def run(prompt: str | None, out: Path) -> None:
     print(f"Evidence  the word {example.words[evidence]!r} at position {evidence}\n")
 
     methods = _methods(model)
-    found = {name: method(ids, answer)[0] for name, method in methods.items()}
-    for name, relevance in found.items():
-        print(f"{name}: where the answer comes from")
-        _print_largest(example, relevance)
-        share = _share_found(method=methods[name], examples=fresh)
-        print(f"  names the evidence first in {share:.0%} of the fresh prompts\n")
+    found = {method.name: method.relevance(ids, answer) for method in methods}
+    for method in methods:
+        print(f"{method.name}: {method.says}")
+        _print_strongest(example, found[method.name])
+        share = _share_found(method, fresh)
+        print(f"  the evidence is its strongest word in {share:.0%} of the fresh prompts\n")
 
-    captions = {f"{name}: evidence framed": _without_query(r) for name, r in found.items()}
-    text, _ = plot_text(example.words, captions, marked=[evidence], title="Who owns what?")
     layers = ImplicitAttention(model).matrices(ids)
-    grid, _ = plot_matrices(layers, example.words, absolute=True)
+    _print_scales(layers)
+    text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
+    grid, _ = plot_matrices(layers, example.words, title=_GRID_TITLE, absolute=True)
     for figure, name in ((text, "relevance.png"), (grid, "matrices.png")):
         with replacing(out / name) as file:
             figure.savefig(file, dpi=150)
         print(f"wrote {out / name}")
 
 
-def _methods(model: nn.Module) -> dict[str, Method]:
-    attention, rollout = ImplicitAttention(model), ImplicitAttentionRollout(model)
+def _methods(model: nn.Module) -> list[_Method]:
+    flow, rollout = LatimFlow(model), ImplicitAttentionRollout(model)
     attribution = MambaAttribution(model)
-    return {
-        "Implicit attention": lambda ids, answer: attention.attribute(ids),
-        "Rollout": lambda ids, answer: rollout.attribute(ids),
-        # As the published scripts have it, from the second layer on, which does the recalling.
-        "Mamba-Attribution": lambda ids, answer: attribution.attribute(
-            ids, target=(-1, answer), recipe="published_code", start_layer=1
+    return [
+        _Method(
+            "LatimFlow",
+            "what each word adds to the answer's logit; with the biases, all of it",
+            lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
         ),
-    }
+        # As the published scripts have it, from the second layer on, which does the recalling.
+        _Method(
+            "Mamba-Attribution",
+            "the second layer's matrix, weighted by the answer's gradient",
+            lambda ids, answer: _without_query(
+                attribution.attribute(
+                    ids, target=(-1, answer), recipe="published_code", start_layer=1
+                )[0]
+            ),
+        ),
+        _Method(
+            "Rollout",
+            "the product of the layers' matrices, whatever the answer",
+            lambda ids, answer: _without_query(rollout.attribute(ids)[0]),
+        ),
+    ]
 
 
 def _without_query(relevance: Tensor) -> Tensor:
-    """The asking token's own entry says nothing about where the answer comes from."""
+    """The asking token's own entry, which holds the identity, says nothing of the others."""
     out = relevance.clone()
     out[-1] = 0
     return out
 
 
-def _share_found(method: Method, examples: list[Example]) -> float:
+def _share_found(method: _Method, examples: Sequence[Example]) -> float:
     hits = 0
     for example in examples:
-        relevance = _without_query(method(torch.tensor([example.tokens]), example.answer_id)[0])
-        hits += int(relevance.argmax()) == example.value_position
+        relevance = method.relevance(torch.tensor([example.tokens]), example.answer_id)
+        hits += int(relevance.abs().argmax()) == example.value_position
     return hits / len(examples)
 
 
-def _print_largest(example: Example, relevance: Tensor, count: int = 5) -> None:
-    relevance = _without_query(relevance)
-    largest = float(relevance.max().clamp_min(1e-30))
-    for i in relevance.topk(min(count, len(relevance))).indices.tolist():
-        bar = "#" * max(0, round(24 * float(relevance[i]) / largest))
+def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:
+    """The words of the largest absolute relevance; bars of negative ones are of minus signs."""
+    strength = relevance.abs()
+    longest = float(strength.max().clamp_min(1e-30))
+    for i in strength.topk(min(count, len(strength))).indices.tolist():
+        bar = ("#" if relevance[i] > 0 else "-") * round(24 * float(strength[i]) / longest)
         mark = "  <- evidence" if i == example.value_position else ""
-        print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):9.4f} {bar}{mark}")
+        print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):+9.4f} {bar}{mark}")
+
+
+def _print_scales(layers: Sequence[Tensor]) -> None:
+    """Why the rollout of this model looks like one layer."""
+    largest = " and ".join(f"{float(matrix.abs().max()):.2g}" for matrix in layers)
+    print(
+        f"The largest entries of the two layers' matrices are {largest}. Rollout adds 1 to the\n"
+        "diagonal of each, and so shows little of the first, in which names meet their objects.\n"
+    )
+
+
+@contextmanager
+def _without_hints_at_kernels() -> Iterator[None]:
+    """Transformers recommends packages for speed, which a model this small does not need."""
+    logging = optional("transformers.utils.logging", "transformers", "The demo")
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

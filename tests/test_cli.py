@@ -5,13 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.image import imread
 
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.cli import architectures_table, main
 from captum_ssm.mixers.table import BUILT_IN
-from captum_ssm.tasks.recall import generate
+from captum_ssm.models import load_bundled
+from captum_ssm.tasks.recall import Example, generate
 
 ROOT = Path(__file__).parent.parent
+
+
+def expected(example: Example) -> dict[str, torch.Tensor]:
+    """What the demo prints by two of its methods; a rollout without the asking token's own."""
+    model, _ = load_bundled()
+    ids = torch.tensor([example.tokens])
+    flow = LatimFlow(model).attribute(ids, target=(-1, example.answer_id))[0]
+    rollout = ImplicitAttentionRollout(model).attribute(ids)[0]
+    rollout[-1] = 0
+    return {"LatimFlow": flow, "Rollout": rollout}
 
 
 def test_demo(
@@ -26,6 +39,16 @@ def test_demo(
     assert example.text in printed
     assert f"Answer    {example.answer}" in printed
     assert f"position {example.value_position}" in printed
+    assert printed.index("LatimFlow:") < printed.index("Mamba-Attribution:")
+    for title, relevance in expected(example).items():
+        part = printed[printed.index(f"{title}:") :].splitlines()[1:6]
+        best = relevance.abs().topk(5).indices.tolist()
+        assert [int(line.split()[0]) for line in part] == best
+        for line, place in zip(part, best, strict=True):
+            _, word, value, *bar = line.removesuffix("  <- evidence").split()
+            assert word == example.words[place]
+            assert float(value) == pytest.approx(float(relevance[place]), abs=1e-4)
+            assert set("".join(bar)) <= {"#" if relevance[place] > 0 else "-"}
     for name in ("relevance.png", "matrices.png"):
         picture = imread(tmp_path / "new" / "folder" / name)
         assert picture.shape[0] > 200

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-
-#: What tokenizers decode the parts of a broken character to.
-_NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+from .spans import NO_TEXT, Span, find_spans
 
 
 class Codec:
@@ -57,16 +55,27 @@ class Codec:
         text = apply(list(messages), tokenize=False, add_generation_prompt=True)
         return self.encode(text, special=False)  # the template writes them itself
 
-    def encode_with_spans(self, text: str) -> tuple[Tensor, list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
         """The token ids of a text (L,), and the first and last character of each, half open."""
-        if not getattr(self._tokenizer, "is_fast", False):
+        if getattr(self._tokenizer, "is_fast", False):
+            found = self._tokenizer(text, return_offsets_mapping=True)
+            return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
+        found = self._tokenizer.encode(text)
+        ids = list(getattr(found, "ids", found))
+        spans = getattr(found, "offsets", None)  # the tokenizers library tells them
+        return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
+
+    def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
+        marks.discard(getattr(self._tokenizer, "unk_token_id", None))  # stands for a word
+        try:
+            return find_spans(text, ids, self._tokenizer.decode, marks)
+        except InputError as error:
             raise InputError(
                 f"A template's values are found by the characters of each token, which "
-                f"{self._name} does not tell. Use a fast tokenizer of transformers, or pass the "
-                "prompt as a str or TextTokenInput."
-            )
-        found = self._tokenizer(text, return_offsets_mapping=True)
-        return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
+                f"{self._name} does not tell, and its tokens do not read as the text. {error} Use "
+                "a fast tokenizer of transformers, or pass the prompt as a str or TextTokenInput."
+            ) from None
 
     def names(self, ids: Tensor) -> list[str]:
         """What each token of (L,) reads; its own name where it is no text by itself."""
@@ -81,7 +90,7 @@ class Codec:
     def _read(self, token: int) -> str:
         text = str(self._tokenizer.decode([token]))
         own = getattr(self._tokenizer, "convert_ids_to_tokens", None)
-        if own is None or (text and _NO_TEXT not in text):
+        if own is None or (text and NO_TEXT not in text):
             return text
         return str(own([token])[0] or f"[{token}]")  # models embed more ids than there are tokens
 

@@ -66,7 +66,6 @@ def add_to(commands: Any) -> None:
         "--maps",
         nargs="*",
         choices=("attention", "contributions"),
-        default=["attention"],
         help="token-to-token maps of the report; none if nothing follows; attention if left",
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
@@ -121,25 +120,27 @@ def run(options: argparse.Namespace) -> None:
     from .writing import check_format, write_json, write_pictures
 
     check_format(options.out)
+    is_page = options.out.suffix.lower() == ".html"
+    _check_maps(options, is_page)
     make_folder(options.out.parent)
     methods = method_classes(options.method)
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
     loaded = load(source).on(options.device, options.dtype)
     labels = loaded.labels
     if options.labels is not None:
-        labels = options.labels.read_text("utf-8").splitlines()
+        labels = _read("--labels", options.labels).splitlines()
     inputs = _inputs(loaded, options)
     subject = find_subject(loaded.model, None, None, loaded.tokenizer, labels)
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
-    is_page = options.out.suffix.lower() == ".html"
+    maps = ["attention"] if options.maps is None else options.maps
     found = explain_all(
         subject,
         read_examples(subject, inputs, target, None, None),
         methods,
-        matrices=options.maps if is_page else False,
-        shown_layers=options.layers if is_page else None,
+        matrices=maps if is_page else False,
+        shown_layers=options.layers,
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     _tell(found)
@@ -175,4 +176,26 @@ def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
         return loaded.prepared(options.image)
     if loaded.tokenizer is None:
         raise OptionError(f"--text and --file: {options.model} reads images. Use --image.")
-    return options.text or [file.read_text("utf-8") for file in options.file]
+    return options.text or [_read("--file", file) for file in options.file]
+
+
+def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
+    """Raise for options that only a report follows."""
+    for name in ("maps", "layers"):
+        if not is_page and getattr(options, name) is not None:
+            raise OptionError(
+                f"--{name} says what maps a report shows, and {options.out} holds none. Leave it "
+                "out, or let --out end in .html."
+            )
+
+
+def _read(option: str, file: Path) -> str:
+    """The text in a file that was named by an option."""
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise OptionError(f"{option} {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{option} {file} is no text in UTF-8: {error}. Save it as one; images go by --image."
+        ) from error

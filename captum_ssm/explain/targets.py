@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import InputError, OptionError
 from ..viz.html.example import Subject
 
 _ID = re.compile(r"id:(\d+)")
@@ -43,7 +43,10 @@ def _token(subject: Subject, text: str) -> int:
         return int(given[1])
     if subject.codec is None:
         raise OptionError(f"--target {text}: without a tokenizer, name the token as id:NUMBER.")
-    ids = subject.codec.encode(text, special=False)
+    try:
+        ids = subject.codec.encode(text, special=False)
+    except InputError as error:
+        raise OptionError(f"--target {text!r}: {error}") from error
     if len(ids) != 1:
         names = subject.codec.names(ids)
         raise OptionError(
@@ -55,14 +58,14 @@ def _token(subject: Subject, text: str) -> int:
 
 def _class(subject: Subject, text: str) -> int:
     own = getattr(getattr(subject.module, "config", None), "id2label", None) or {}
-    names = {str(name): number for number, name in own.items()}
-    names |= {name: number for number, name in enumerate(subject.labels or ())}
+    given = {name: number for number, name in enumerate(subject.labels or ())}
+    names = {str(name): number for number, name in own.items()} | given
     if text in names:
         return int(names[text])
-    given = _ID.fullmatch(text)
-    if given or text.isdecimal():
-        return int(given[1] if given else text)
-    known = ", ".join(list(names)[:10]) or "none"
+    number = _ID.fullmatch(text)
+    if number or text.isdecimal():
+        return int(number[1] if number else text)
+    known = ", ".join(list(given or names)[:10]) or "none"
     raise OptionError(
         f"--target {text!r} is no number and none of the classes ({known}). Give a class's number, "
         "or name the classes by --labels."

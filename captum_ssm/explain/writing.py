@@ -92,7 +92,7 @@ def write_pictures(
         >>> from pathlib import Path
         >>> from captum_ssm.explain.writing import write_pictures
         >>> from captum_ssm.viz.html.explanation import Explanation
-        >>> methods = [{"name": "LatimFlow", "values": [1.0, -0.5]}]
+        >>> methods = [{"name": "LatimFlow", "values": [1.0, -0.5], "own": None}]
         >>> facts = {"explained": "lamp", "methods": methods, "image": None}
         >>> found = [Explanation(facts, ["anna", "owns"], [], {})] * 2
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -103,8 +103,8 @@ def write_pictures(
     paths = []
     for number, explanation in enumerate(found):
         facts = explanation.facts
-        heading = f"{title}: {facts['explained']}"
-        scores = {m["name"]: _scores(m["values"]) for m in facts["methods"]}
+        heading = f"{title}: {facts['explained']} (purple is positive, brown negative)"
+        scores = {_caption(m): _scores(m) for m in facts["methods"]}
         grid = None if facts["image"] is None else facts["image"]["grid"]
         if images is None or grid is None:
             figure, _ = plot_text(explanation.tokens, scores, title=heading)
@@ -123,7 +123,8 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
     Args:
         facts: of an example, with its ``tokens``.
-        method: of those facts, with its ``name`` and its ``values``, one per token or None.
+        method: of those facts, with its ``name``, its ``values``, one per token or None, and
+            ``own``, the token whose own entry is the identity, or None.
         count: how many tokens at most. Default: 5.
 
     Returns:
@@ -131,15 +132,30 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
     Example:
         >>> from captum_ssm.explain.writing import largest
-        >>> largest({"tokens": ["anna", "owns"]}, {"name": "LatimFlow", "values": [0.5, -2.0]})
+        >>> method = {"name": "LatimFlow", "values": [0.5, -2.0], "own": None}
+        >>> largest({"tokens": ["anna", "owns"]}, method)
         '  LatimFlow: owns (-2, token 1), anna (+0.5, token 0)'
+        >>> largest({"tokens": ["anna", "owns"]}, method | {"own": 1})
+        '  LatimFlow (without the own entry of token 1, -2): anna (+0.5, token 0)'
     """
-    scores = _scores(method["values"])
+    scores = _scores(method)
     best = scores.abs().topk(min(count, len(scores))).indices.tolist()
+    best = [i for i in best if i != method["own"]]
     named = ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)
-    return f"  {method['name']}: {named}"
+    return f"  {_caption(method)}: {named}"
 
 
-def _scores(values: Sequence[float | None]) -> Tensor:
-    """Relevances (L,); tokens without one have zero."""
-    return torch.tensor([0.0 if value is None else value for value in values])
+def _caption(method: Mapping[str, Any]) -> str:
+    """A method's name, and what :func:`_scores` leaves out."""
+    own = method["own"]
+    if own is None or method["values"][own] is None:
+        return str(method["name"])
+    return f"{method['name']} (without the own entry of token {own}, {method['values'][own]:.3g})"
+
+
+def _scores(method: Mapping[str, Any]) -> Tensor:
+    """Relevances (L,); tokens without one have zero, and so has the identity."""
+    values = [0.0 if value is None else value for value in method["values"]]
+    if method["own"] is not None:
+        values[method["own"]] = 0.0
+    return torch.tensor(values, dtype=torch.float64)

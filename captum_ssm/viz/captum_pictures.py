@@ -30,6 +30,8 @@ _SIGNS = {
     "positive": lambda x: bool((x > 0).any()),
     "negative": lambda x: bool((x < 0).any()),
 }
+#: Percent of the sum that leave the largest number the threshold, of any number of pixels.
+_NO_OUTLIERS = 1e-9
 #: Captum's methods that cannot show both signs at once.
 _ONE_SIGN = ("masked_image", "alpha_scaling")
 
@@ -119,6 +121,9 @@ def captum_image(
         pixels = np.ones_like(pixels)
         heading = f"{heading}\n(no relevance of this sign)".strip()
     options.setdefault("use_pyplot", False)
+    if options.get("outlier_perc") == 0:
+        # with 0 Captum may round the sum that it looks for past the largest there is, and fail
+        options["outlier_perc"] = _NO_OUTLIERS
     figure, axis = visualization.visualize_image_attr(
         pixels, picture, method=method, sign=sign, title=heading or None, **options
     )

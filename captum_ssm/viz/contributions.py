@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from .colours import scale
 from .figure import new_figure, numbers
-from .labels import label_axis, shown
+from .labels import heading, label_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,19 +24,25 @@ def plot_contributions(
     sources: Sequence[str] | None = None,
     targets: Sequence[str] | None = None,
     *,
+    xlabel: str = "source",
+    ylabel: str = "explained",
     title: str | None = None,
     values: bool | None = None,
 ) -> tuple[Figure, Any]:
     """Draw what each target takes from each source: one row per target, one column per source.
 
-    Targets may be the tokens of a generated text (:class:`~captum_ssm.SSMLLMAttribution`), the
-    positions of a map (:class:`~captum_ssm.LatimNorm`), or the layers of a profile (the streams of
-    :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`, stacked).
+    Targets are what is explained: the tokens of a generated text
+    (:class:`~captum_ssm.SSMLLMAttribution`), or the positions of a map
+    (:class:`~captum_ssm.LatimNorm`).  Rows may also be layers (the streams of
+    :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`, stacked) or models; ``ylabel``
+    says what they are.
 
     Args:
         contributions: (targets, sources).
         sources: labels of the columns. Default: None, positions.
         targets: labels of the rows. Default: None, positions.
+        xlabel: what the columns are. Default: ``"source"``.
+        ylabel: what the rows are. Default: ``"explained"``.
         title: a heading. Default: None.
         values: write the numbers into the cells. Default: None, if there are at most 300 of them.
 
@@ -53,6 +59,8 @@ def plot_contributions(
         >>> figure, axis = plot_contributions(torch.eye(2), ["le", "chat"], ["the", "cat"])
         >>> [label.get_text() for label in axis.get_yticklabels()]
         ['the', 'cat']
+        >>> axis.get_xlabel(), axis.get_ylabel()
+        ('source', 'explained')
     """
     found = numbers(contributions, "contributions")
     if found.dim() != 2:
@@ -67,9 +75,8 @@ def plot_contributions(
     figure.colorbar(image, ax=axis, shrink=0.8)
     label_axis(axis.xaxis, sources, columns, "sources")
     label_axis(axis.yaxis, targets, rows, "targets")
-    axis.set(xlabel="source", ylabel="target")
-    if title:
-        axis.set_title(shown(title), size=10, loc="left")
+    axis.set(xlabel=heading(xlabel), ylabel=heading(ylabel))
+    axis.set_title(heading(title), size=10, loc="left")
     if found.numel() <= _MOST_NUMBERS if values is None else values:
         _write(axis, found, high)
     return figure, axis

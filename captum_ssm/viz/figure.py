@@ -31,10 +31,12 @@ def numbers(values: Any, what: str) -> Tensor:
         values: a tensor, an array, or nested sequences of numbers.
         what: what they are, to begin the messages of errors with.
     """
+    # Python's numbers are float64, which torch would round to its default
+    dtype = None if hasattr(values, "dtype") else torch.float64
     try:
-        found = torch.as_tensor(values).detach().cpu()
+        found = torch.as_tensor(values, dtype=dtype).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what} does not consist of numbers: {values!r}.") from None
+        raise InputError(f"{what} does not consist of real numbers: {values!r}.") from None
     if found.is_complex() or not found.numel():
         kind = "complex" if found.is_complex() else "empty"
         raise InputError(f"{what} of shape {tuple(found.shape)} is {kind}; pass real numbers.")
@@ -46,6 +48,12 @@ def numbers(values: Any, what: str) -> Tensor:
             "where they come from: verify=True names the layer of a method of this package."
         )
     return found
+
+
+def strongest(values: Tensor) -> float:
+    """The number that is largest in absolute value, with its sign."""
+    flat = values.flatten()
+    return float(flat[flat.abs().argmax()])
 
 
 def by_name(values: Any, what: str) -> dict[str, Any]:

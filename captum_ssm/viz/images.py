@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 from .colours import scale
-from .figure import by_name, new_figure, numbers
+from .figure import by_name, new_figure, numbers, strongest
 from .labels import shown
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def plot_image(
         raise OptionError(f"how is empty. Use one or more of {MANNERS}.")
     picture = picture_of(image)  # (H, W, 3)
     size = (picture.shape[0], picture.shape[1])
-    maps = {name: pixels_of(r, size) for name, r in by_name(relevance, "relevance").items()}
+    given = {name: _summed(r) for name, r in by_name(relevance, "relevance").items()}
+    maps = {name: _enlarged(found, size) for name, found in given.items()}
     wide, high = 2.3 * (1 + len(maps)), 2.3 * size[0] / size[1] * len(manners) + 0.5
     figure, axes = new_figure(wide, high, nrows=len(manners), ncols=1 + len(maps), squeeze=False)
     for row, manner in zip(axes, manners, strict=True):
@@ -78,8 +79,8 @@ def plot_image(
         for axis in row:
             axis.set(xticks=[], yticks=[])
     axes[0, 0].set_title("image", size=9)
-    for axis, (name, pixels) in zip(axes[0, 1:], maps.items(), strict=True):
-        heading = f"{shown(name)}\n(largest: {float(pixels.abs().max()):.3g})"
+    for axis, (name, found) in zip(axes[0, 1:], given.items(), strict=True):
+        heading = f"{shown(name)}\n(strongest: {strongest(found):.3g})"
         axis.set_title(heading if name else "", size=9)
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
@@ -114,6 +115,11 @@ def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
         relevance: (C, H, W), (H, W), or a grid (h, w), with or without a 1 in front.
         size: the image's height and width.
     """
+    return _enlarged(_summed(relevance), size)
+
+
+def _summed(relevance: Tensor) -> Tensor:
+    """The relevance of one image without colour channels, (H, W) or a grid (h, w)."""
     found = numbers(relevance, "relevance")
     while found.dim() > 3 and len(found) == 1:
         found = found[0]
@@ -124,6 +130,10 @@ def pixels_of(relevance: Tensor, size: tuple[int, int]) -> Tensor:
             f"relevance has shape {tuple(relevance.shape)}; pass that of one image: (C, H, W), "
             "(H, W) or its patch grid (h, w), as per_token=True gives it."
         )
+    return found
+
+
+def _enlarged(found: Tensor, size: tuple[int, int]) -> Tensor:
     if found.shape == size:
         return found
     return F.interpolate(found[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]

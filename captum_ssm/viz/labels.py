@@ -53,6 +53,11 @@ def shown(token: str) -> str:
     return drawn.replace("$", r"\$")
 
 
+def heading(text: str | None) -> str:
+    """What stands over or beside a picture, as matplotlib is to draw it; None is nothing."""
+    return shown(text) if text else ""
+
+
 def width(token: str) -> int:
     """How many cells of a monospaced font a token takes."""
     label = shown(token).replace(r"\$", "$")

@@ -24,6 +24,7 @@ def plot_matrices(
     tokens: Sequence[str] | None = None,
     *,
     titles: Sequence[str] | None = None,
+    title: str | None = None,
     absolute: bool = False,
     columns: int | None = None,
 ) -> tuple[Figure, Any]:
@@ -34,6 +35,7 @@ def plot_matrices(
             <captum_ssm.ImplicitAttention.matrices>` returns them.
         tokens: labels of the tokens. Default: None, positions.
         titles: a heading for each. Default: None, ``layer 0``, ``layer 1``, ...
+        title: a heading for all. Default: None.
         absolute: show min-max normalised absolute values, as the papers do, instead of signed
             ones. Default: False.
         columns: begin a new row of pictures after so many. Default: None, all in one row.
@@ -71,8 +73,11 @@ def plot_matrices(
         label_axis(axis.yaxis, tokens, len(square), "tokens")
     for axis in axes[len(squares) :]:
         axis.remove()
-    for axis in axes[: len(squares) : wide]:
-        axis.set_ylabel("takes from …")
+    for place, axis in enumerate(axes[: len(squares)]):
+        axis.set_xlabel("source token" if place + wide >= len(squares) else "")
+        axis.set_ylabel("taking token" if place % wide == 0 else "")
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[: len(squares)]
 
 
@@ -81,6 +86,7 @@ def plot_depths(
     tokens: Sequence[str] | None = None,
     *,
     depths: Sequence[float] = QUARTERS,
+    title: str | None = None,
     absolute: bool = True,
 ) -> tuple[Figure, Any]:
     """Draw the matrices at some depths of the model, as the papers' figures do.
@@ -89,6 +95,7 @@ def plot_depths(
         matrices: those of all layers, as for :func:`plot_matrices`.
         tokens: labels of the tokens. Default: None, positions.
         depths: shares of the layers, 0 for the first and 1 for the last. Default: 25 %, 50 %, 75 %.
+        title: a heading for all. Default: None.
         absolute: see :func:`plot_matrices`. Default: True, as the papers.
 
     Returns:
@@ -111,7 +118,7 @@ def plot_depths(
     places = [round(depth * (len(matrices) - 1)) for depth in depths]
     titles = [f"layer {i}  ({d:.0%})" for i, d in zip(places, depths, strict=True)]
     chosen = [matrices[i] for i in places] if len(matrices) else []
-    return plot_matrices(chosen, tokens, titles=titles, absolute=absolute)
+    return plot_matrices(chosen, tokens, titles=titles, title=title, absolute=absolute)
 
 
 def plot_channels(
@@ -119,6 +126,7 @@ def plot_channels(
     tokens: Sequence[str] | None = None,
     *,
     channels: Sequence[int] | None = None,
+    title: str | None = None,
     absolute: bool = True,
     columns: int = 4,
 ) -> tuple[Figure, Any]:
@@ -129,6 +137,7 @@ def plot_channels(
             <captum_ssm.ImplicitAttention.matrices>` returns it with ``reduce=None`` or ``"heads"``.
         tokens: labels of the tokens. Default: None, positions.
         channels: which ones; negative ones count from the end. Default: None, the first 16.
+        title: a heading for all. Default: None.
         absolute: see :func:`plot_matrices`. Default: True, as the papers.
         columns: pictures in a row. Default: 4.
 
@@ -159,7 +168,9 @@ def plot_channels(
             raise OptionError(f"channels names {channel}, but there are {count}.")
     titles = [f"channel {channel % count}" for channel in chosen]
     squares = [parts[channel] for channel in chosen]
-    return plot_matrices(squares, tokens, titles=titles, absolute=absolute, columns=columns)
+    return plot_matrices(
+        squares, tokens, titles=titles, title=title, absolute=absolute, columns=columns
+    )
 
 
 def _draw(axis: Any, square: Tensor, absolute: bool) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .colours import scale
-from .figure import by_name, new_figure, numbers
+from .figure import by_name, new_figure, numbers, strongest
 from .labels import FAMILIES, cut, shown, width
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def plot_text(
         >>> from captum_ssm.viz import plot_text
         >>> figure, axes = plot_text(["a", "b"], {"rollout": torch.tensor([0.2, 0.9])})
         >>> axes[0].get_title(loc="left")
-        'rollout   (largest: 0.9)'
+        'rollout   (strongest: 0.9)'
     """
     rows = by_name(relevance, "relevance")
     names = [cut(token, _LINE // 2) for token in tokens]
@@ -63,7 +63,7 @@ def plot_text(
             )
         _draw(axis, names, places, scores, set(marked))
         axis.set(xlim=(0, _LINE), ylim=(lines, 0))
-        heading = f"{shown(name)}   (largest: {float(scores.abs().max()):.3g})"
+        heading = f"{shown(name)}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)
         axis.axis("off")
     if title:

@@ -145,9 +145,9 @@ def test_templates(case):
     check(lambda: explainer().attribute(prompt, "lamp", **options), ValueError, fragments)
 
 
-def test_templates_need_places_of_tokens():
+def test_templates_need_tokens_that_read_as_the_text():
     prompt = TextTemplateInput("{} owns", ["anna"])
-    fragments = ["Bare", "fast tokenizer"]
+    fragments = ["Bare", "'owns' where the text is 'anna owns'", "fast tokenizer"]
     check(lambda: explainer(Bare()).attribute(prompt, "the"), ValueError, fragments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,14 @@ def shades(page: Page) -> np.ndarray:
 def expected(values: np.ndarray) -> np.ndarray:
     """The opacities that colours.js gives to values: 64 steps up to 0.62."""
     return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
+
+
+def shaded(method: dict) -> np.ndarray:
+    """A method's values, without that of the asking token where it is the identity."""
+    found = np.array([v or 0 for v in method["values"]])
+    if method["own"] is not None:
+        found[method["own"]] = 0
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +159,14 @@ def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
     examples = read_page(made).facts["examples"]
     opened.click("#methods label:nth-of-type(3)")
     opened.leave()
-    values = np.array(examples[0]["methods"][2]["values"])
+    values = shaded(examples[0]["methods"][2])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
     assert "Implicit Attention Rollout" in opened.text("#shown")
+    assert "Without that of token 16, which asks" in opened.text("#shown")
     opened.evaluate("document.querySelector('#example').focus()")
     opened.key("ArrowDown")
     assert opened.text(token(3)) == "v3"
-    values = np.array(examples[1]["methods"][2]["values"])
+    values = shaded(examples[1]["methods"][2])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
 
 
@@ -247,6 +257,65 @@ def test_every_width(opened: Page, width: int) -> None:
     assert opened.overflow() <= 0
 
 
+def tops(page: Page) -> list[float]:
+    """Where the tokens and what follows them begin."""
+    wanted = ".token, #overview, #numbers" if page.evaluate("innerWidth") > 640 else ".token"
+    found = page.evaluate(
+        f"[...document.querySelectorAll('{wanted}')].map("
+        "(e) => e.getBoundingClientRect().top + scrollY)"
+    )
+    return list(found)
+
+
+@pytest.mark.parametrize("width", [390, 700, 960, 1280])
+def test_pointing_moves_nothing(opened: Page, width: int) -> None:
+    opened.resize(width)
+    before = tops(opened)
+    for index in (3, 16):
+        opened.hover(token(index))
+        assert tops(opened) == pytest.approx(before, abs=0.5)
+    opened.leave()
+    assert tops(opened) == pytest.approx(before, abs=0.5)
+
+
+def test_no_place_is_left_empty(opened: Page) -> None:
+    """From the map to what follows it is not far, and beside it stands what will be there."""
+    gap = opened.evaluate(
+        "document.querySelector('#numbers').getBoundingClientRect().top"
+        " - document.querySelector('#overview').getBoundingClientRect().bottom"
+    )
+    assert 0 < gap < 150
+    assert "takes most from" in opened.text("#hint")
+    opened.hover(token(3))
+    assert opened.evaluate("document.querySelector('#hint').hidden")
+    overview, partners = (
+        opened.evaluate(f"document.querySelector('{p}').getBoundingClientRect().toJSON()")
+        for p in ("#overview", "#partners")
+    )
+    assert partners["left"] >= overview["right"] and partners["top"] < overview["bottom"]
+
+
+def test_numbers_have_their_signs_and_shares_one_form(opened: Page, made: Path) -> None:
+    example = read_page(made).facts["examples"][0]
+    found = opened.evaluate(
+        "[...document.querySelectorAll('#methods .largest')].map((s) => s.textContent)"
+    )
+    for text, method in zip(found, example["methods"], strict=True):
+        values = shaded(method)
+        strongest = values[np.abs(values).argmax()]
+        sign, size = text.removeprefix("strongest ")[0], text.removeprefix("strongest ")[1:]
+        assert (sign == "−") == (strongest < 0)
+        assert float(size.replace("−", "-")) == pytest.approx(abs(strongest), rel=6e-3)
+    cells = opened.evaluate(
+        "[...document.querySelectorAll('#predictions td:nth-child(2)')].map((c) => c.textContent)"
+    )
+    for text, prediction in zip(cells, example["predictions"], strict=True):
+        assert re.fullmatch(r"[<>]? ?\d+\.\d%", text)
+        assert float(text.strip("<> %")) == pytest.approx(
+            100 * prediction["probability"], abs=0.0501 if text[0] not in "<>" else 0.11
+        )
+
+
 def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
     opened.hover("#overview canvas")
     assert "Token 8 " in opened.text("#status")
@@ -316,9 +385,11 @@ def test_images(page: Page, tmp_path: Path, width: int) -> None:
     assert page.count("#picture .grid .token") == 12
     assert page.count("#text .token") == 1
     assert page.text("#text .token") == "token 6"
+    assert "no patches" in page.text("#text .note")
+    assert page.style("#picture img", "filter") != page.style("#seen img", "filter") == "none"
     assert page.evaluate("document.querySelector('#picture img').naturalWidth") == 12
     assert page.count("#methods .thumb canvas") == 2
-    values = np.array([v or 0 for v in example["methods"][0]["values"]])
+    values = shaded(example["methods"][0])
     by_index = "[...document.querySelectorAll('.token')].map((t) => Number(t.dataset.index))"
     order = page.evaluate(by_index)
     np.testing.assert_allclose(shades(page), expected(values)[order], atol=0.006)

@@ -6,17 +6,20 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+import transformers
 from hostile_weights import BROKEN
 from little_memory import at_most
+from safetensors.torch import load_file, save_file
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError
@@ -69,6 +72,108 @@ def test_broken_weights(what: str, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(BROKEN[what])
     with pytest.raises(CheckpointError, match="mine: its configuration and its weights"):
         load(Source(str(folder)))
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write the weights of a folder again, after a change."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """A folder with a model's weights, and a tokenizer that is a list of words."""
+    model.save_pretrained(folder)
+    shutil.copy(SHIPPED / "vocab.json", folder)
+    return folder
+
+
+def language_model(**options: Any) -> Any:
+    config = transformers.MambaConfig(
+        vocab_size=19, hidden_size=8, state_size=3, num_hidden_layers=2, **options
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+def test_missing_weights_are_named_and_not_filled_at_random(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(language_model(tie_word_embeddings=False), tmp_path / "mine")
+    assert load(Source(str(folder))).is_language
+    out = tmp_path / "out.json"
+    arguments = ["explain", str(folder), "--text", "anna owns the", "--out", str(out)]
+
+    def lose(weights: dict[str, Any]) -> None:
+        del weights["lm_head.weight"], weights["backbone.layers.1.mixer.A_log"]
+
+    changed(folder, lose)
+    message = (
+        r"mine: its weights do not fill its MambaForCausalLM, whose rest would be random: they "
+        r"lack 'backbone\.layers\.1\.mixer\.A_log', 'lm_head\.weight'\. Was it saved without"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load(Source(str(folder)))
+    assert main(arguments) == 1
+    assert "they lack 'backbone.layers.1.mixer.A_log'" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    folder = saved(language_model(tie_word_embeddings=False), tmp_path / "mine")
+    changed(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(19, 5)}))
+    message = r"shapes differ in 'lm_head\.weight' \(\(19, 5\) instead of \(19, 8\)\)"
+    with pytest.raises(CheckpointError, match=message):
+        load(Source(str(folder)))
+
+
+def test_a_model_saved_without_its_head_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=19,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        architectures=["BertForSequenceClassification"],
+    )
+    folder = saved(transformers.BertModel(config), tmp_path / "mine")
+    path = folder / "config.json"
+    named = {"architectures": ["BertForSequenceClassification"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    with pytest.raises(
+        CheckpointError, match=r"they lack 'classifier\.bias', 'classifier\.weight'"
+    ):
+        load(Source(str(folder)))
+
+
+def test_many_missing_weights_are_counted(folder: Path) -> None:
+    changed(folder, lambda weights: [weights.pop(name) for name in list(weights)[:-1]])  # type: ignore[func-returns-value]
+    with pytest.raises(CheckpointError, match=r"they lack .* and \d+ more\. ") as caught:
+        load(Source(str(folder)))
+    assert len(str(caught.value)) < 1000
+
+
+def neox() -> Any:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=19,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [language_model, neox])
+def test_tied_weights_and_buffers_that_are_not_saved_are_not_missed(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    """The head of the one is its embedding; the rotations of the other follow from its sizes."""
+    model = make()
+    stored = load_file(saved(model, tmp_path / "mine") / "model.safetensors")
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert own.keys() - stored.keys()
+    found = load(Source(str(tmp_path / "mine"))).model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 class Touch:

@@ -55,6 +55,18 @@ def test_captum_draws_what_was_given() -> None:
     np.testing.assert_allclose(shown, (relevance / relevance.abs().max()).numpy(), rtol=1e-9)
 
 
+def test_nothing_is_an_outlier_where_none_is_wanted() -> None:
+    """Of maps whose sum Captum rounds up, so that it finds no threshold."""
+    rounded_up = 0
+    while rounded_up < 3:
+        relevance = torch.rand(5, 5, dtype=torch.float64)
+        total = np.cumsum(np.sort((relevance / relevance.max()).numpy().flatten()))[-1]
+        rounded_up += total * 0.01 * 100.0 > total
+        _, axis = captum_image(torch.rand(3, 5, 5), relevance, method="heat_map", outlier_perc=0)
+        shown = np.array(axis.images[0].get_array())
+        np.testing.assert_allclose(shown, (relevance / relevance.max()).numpy(), rtol=1e-9)
+
+
 def test_arrays_are_captums_layout() -> None:
     model, pictures = vision(), images(1)
     relevance = ImplicitAttentionRollout(model).attribute(pictures, per_token=True)

@@ -29,11 +29,23 @@ def test_numbers_of_any_kind(values: object) -> None:
     assert found.tolist() == [1.5, -2.0]
 
 
+@pytest.mark.parametrize("values", [[0.1, 1e-300], [[0.1], [np.float64(1 / 3)]], (2**53 - 1, 0.1)])
+def test_numbers_of_python_keep_their_digits(values: object) -> None:
+    assert numbers(values, "x").tolist() == torch.tensor(values, dtype=torch.float64).tolist()
+    assert 0.1 in np.ravel(numbers(values, "x"))
+
+
+def test_lists_of_tensors_are_numbers() -> None:
+    values = [torch.tensor(0.5), torch.tensor(-1.25, dtype=torch.bfloat16)]
+    assert numbers(values, "x").tolist() == [0.5, -1.25]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("words", "x does not consist of numbers"),
-        ([[1.0], [1.0, 2.0]], "x does not consist of numbers"),
+        ("words", "x does not consist of real numbers"),
+        ([[1.0], [1.0, 2.0]], "x does not consist of real numbers"),
+        ([1.0, 2j], "x does not consist of real numbers"),
         (torch.zeros(2, 0), r"x of shape \(2, 0\) is empty"),
         (torch.zeros(2, dtype=torch.complex64), r"x of shape \(2,\) is complex"),
         ([0.0, float("inf"), float("nan")], "x holds 2 numbers that are NaN or infinite"),

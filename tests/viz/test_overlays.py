@@ -32,6 +32,15 @@ def test_all_manners_of_all_methods() -> None:
         assert axis.get_title().replace("\\", "").startswith(name)
 
 
+def test_headings_tell_the_strongest_of_what_was_given() -> None:
+    """Not of the enlarged map, which does not reach it."""
+    grid = torch.rand(3, 3)
+    grid[1, 1] = -4.25
+    _, axes = plot_image(torch.rand(3, 12, 12), {"flow": grid})
+    assert axes[0, 1].get_title() == "flow\n(strongest: -4.25)"
+    assert float(pixels_of(grid, (12, 12)).abs().max()) < 4.25
+
+
 def test_a_grid_is_enlarged_bilinearly_and_channels_are_summed() -> None:
     grid, pixels = torch.randn(3, 4), torch.randn(3, 12, 8, dtype=torch.float64)
     expected = F.interpolate(grid.double()[None, None], size=(12, 8), mode="bilinear")[0, 0]

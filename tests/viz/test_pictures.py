@@ -40,7 +40,7 @@ def test_text_of_many_rows_and_awkward_tokens() -> None:
     rows = {"one": torch.rand(len(tokens)), "$two$": torch.zeros(len(tokens))}
     figure, axes = plot_text(tokens, rows, title="$title <b>")
     assert len(axes) == 2
-    assert "largest: 0)" in axes[1].get_title(loc="left")
+    assert "strongest: 0)" in axes[1].get_title(loc="left")
     draw(figure)
     placed = [(b.get_x(), b.get_y(), b.get_width()) for b in boxes(axes[0])]
     assert len(placed) == len(tokens)
@@ -51,6 +51,13 @@ def test_text_of_many_rows_and_awkward_tokens() -> None:
     canvas = figure.canvas.get_renderer()
     for text, box in zip(axes[0].texts, boxes(axes[0]), strict=True):  # and words fit into them
         assert text.get_window_extent(canvas).width <= box.get_window_extent(canvas).width
+
+
+def test_the_strongest_number_keeps_its_sign() -> None:
+    tokens, rows = list("abc"), {"up": [0.25, 2.5, -1.0], "down": [0.25, 1.0, -7.5]}
+    _, axes = plot_text(tokens, rows)
+    headings = [axis.get_title(loc="left") for axis in axes]
+    assert headings == ["up   (strongest: 2.5)", "down   (strongest: -7.5)"]
 
 
 def test_text_refuses_what_it_cannot_draw() -> None:
@@ -70,6 +77,21 @@ def test_matrices_show_their_values() -> None:
     assert high == -low == pytest.approx(2 * float(matrix.abs().max()))
     assert labels(axes[0].get_xticklabels()) == labels(axes[0].get_yticklabels()) == list("abcde")
     draw(figure)
+
+
+def test_matrices_say_what_they_are() -> None:
+    matrices = [torch.rand(3, 3)] * 5
+    figure, axes = plot_matrices(matrices, title="$all$ of them", columns=2)
+    assert figure.get_suptitle() == r"\$all\$ of them"
+    assert [axis.get_ylabel() for axis in axes] == ["taking token", ""] * 2 + ["taking token"]
+    assert [axis.get_xlabel() for axis in axes] == ["", "", "", *["source token"] * 2]
+    draw(figure)
+    for drawn, _ in (
+        plot_depths(matrices, title="some"),
+        plot_channels(torch.rand(3, 4, 4), title="some"),
+    ):
+        assert drawn.get_suptitle() == "some"
+    assert not plot_matrices(matrices)[0].get_suptitle()
 
 
 def test_absolute_matrices_are_stretched_like_the_papers() -> None:
@@ -149,7 +171,10 @@ def test_contributions_have_a_row_for_each_target() -> None:
     np.testing.assert_array_equal(axis.images[0].get_array(), found.numpy())
     assert len(axis.get_yticklabels()) == 3
     assert [t.get_text() for t in axis.texts][:2] == [f"{v:.2g}" for v in found[0, :2].tolist()]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("source", "explained")
     draw(figure)
+    _, axis = plot_contributions(found, xlabel="$word$", ylabel="")
+    assert (axis.get_xlabel(), axis.get_ylabel()) == (r"\$word\$", "")
     assert not plot_contributions(torch.rand(30, 30))[1].texts
     with pytest.raises(InputError, match="targets has 2 labels for 3"):
         plot_contributions(found, targets=["x", "y"])

@@ -43,8 +43,7 @@ function paintStrip(canvas, values, largest) {
   const cell = Math.ceil(values.length / STRIP);
   const cells = [];
   for (let start = 0; start < values.length; start += cell) {
-    const inside = values.slice(start, start + cell);
-    cells.push(inside.reduce((best, value) => (Math.abs(value) > Math.abs(best) ? value : best), 0));
+    cells.push(strongestOf(values.slice(start, start + cell)));
   }
   paintCells(canvas, cells, cells.length, 1, largest);
 }
@@ -64,6 +63,13 @@ function themeButton(button, changed) {
   });
   system.addEventListener('change', say);
   say();
+}
+
+/** A share in percent, with one digit; what would round to nothing or to all is told apart. */
+function percent(share) {
+  if (share > 0 && share < 5e-4) return '< 0.1%';
+  if (share < 1 && share > 0.9995) return '> 99.9%';
+  return `${(100 * share).toFixed(1)}%`;
 }
 
 /** A number in few digits. */

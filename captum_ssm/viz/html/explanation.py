@@ -15,7 +15,14 @@ import torch
 from captum.attr import Attribution
 from torch import Tensor
 
-from ...attr import ImplicitAttention, LatimNorm, compare
+from ...attr import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimNorm,
+    MambaAttribution,
+    TransformerAttribution,
+    compare,
+)
 from ...attr.fold import shown
 from ...errors import InputError
 from ..figure import numbers
@@ -31,6 +38,9 @@ MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
+
+#: Methods that multiply matrices with the identity added to them.
+_ROLLOUTS = (ImplicitAttentionRollout, MambaAttribution, TransformerAttribution)
 
 #: Elements of the matrices that are held at a time (1 GiB in float32).
 _HELD = 2**28
@@ -104,10 +114,7 @@ def explain(
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
         "direction": _direction("".join(names)),
-        "methods": [
-            {"name": spelled(name), "values": _values(name, relevance, known)}
-            for name, relevance in found.items()
-        ],
+        "methods": _methods(found, wanted.methods, known),
         "image": _image(example, known),
         "maps": [],
     }
@@ -155,6 +162,24 @@ def _direction(text: str) -> str:
     kinds = [unicodedata.bidirectional(character) for character in text]
     leftward = sum(kind in ("R", "AL") for kind in kinds)
     return "rtl" if leftward > kinds.count("L") else "ltr"
+
+
+def _methods(found: Mapping[str, Tensor], methods: Methods, known: Outline) -> list[dict[str, Any]]:
+    """What each method says, and the token whose own entry is no relevance of a source."""
+    kinds = methods.values() if isinstance(methods, Mapping) else methods
+    return [
+        {
+            "name": spelled(name),
+            "values": _values(name, relevance, known),
+            "own": known.asking if _holds_identity(kind) else None,
+        }
+        for (name, relevance), kind in zip(found.items(), kinds, strict=True)
+    ]
+
+
+def _holds_identity(method: Any) -> bool:
+    """Whether the asking token's entry holds the identity, which says nothing of any source."""
+    return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:

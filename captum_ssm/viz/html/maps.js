@@ -91,6 +91,13 @@ function largestOf(values) {
   return largest;
 }
 
+/** The entry that is largest in absolute value, with its sign; 0 if there is none. */
+function strongestOf(values) {
+  let best = 0;
+  for (const value of values) if (Math.abs(value) > Math.abs(best)) best = value;
+  return best;
+}
+
 /** The indices of the entries that are largest in absolute value and not zero, largest first. */
 function strongest(values, count) {
   const indices = [];

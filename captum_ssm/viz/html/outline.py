@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...attr.forward import call_model
 from ...attr.layout import ImageProbe
+from ...attr.query import query_weights
 from ...attr.targets import logits_of, target_index
-from ...errors import InputError
-from ...tracing import require_layers, trace
+from ...errors import InputError, QueryError
+from ...tracing import Trace, require_layers, trace
 from .example import Example, Subject
 
 #: How many of the likeliest classes are named.
@@ -59,6 +60,8 @@ class Outline:
     Attributes:
         layers: the mixers, in the order in which they ran.
         real: the positions that are no padding.
+        asking: the token, counted without padding, whose row methods of matrices read; None where
+            it is several.
         grid: where an image's patches lie; None for sequences, and where there is no grid.
         target: what is explained: the user's, or what the model predicts.
         explained: the same in words.
@@ -67,6 +70,7 @@ class Outline:
 
     layers: list[LayerOutline]
     real: list[int]
+    asking: int | None
     grid: Grid | None
     target: Any
     explained: str
@@ -79,9 +83,9 @@ def outline(subject: Subject, example: Example) -> Outline:
         probe = ImageProbe(subject.module) if example.is_image else None
         if probe is not None:
             stack.enter_context(probe.watch())
-        with trace(subject.module, layers=subject.layers) as record:
+        with trace(subject.module, layers=subject.layers, graph="tail") as record:
             given = subject.forward_func, example.inputs, example.additional
-            output = logits_of(call_model(*given)).detach()
+            output = logits_of(call_model(*given))
         require_layers(record, subject.module)
         layers = [LayerOutline(x.name, x.architecture, x.tokens) for x in record.layers]
         grid = None
@@ -95,8 +99,28 @@ def outline(subject: Subject, example: Example) -> Outline:
     real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
     positions = real.nonzero().flatten().tolist()
     target = _predicted(output, positions) if example.target is None else example.target
-    explained, predictions = _said(subject, output, target_index(target, output))
-    return Outline(layers, positions, grid, target, explained, predictions)
+    index = target_index(target, output)
+    asking = _asking(output, index, record, mask)
+    explained, predictions = _said(subject, output.detach(), index)
+    return Outline(
+        layers=layers,
+        real=positions,
+        asking=positions.index(asking) if asking in positions else None,
+        grid=grid,
+        target=target,
+        explained=explained,
+        predictions=predictions,
+    )
+
+
+def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
+    """The token that is the query, if it is one."""
+    try:
+        weights = query_weights(None, output, index, record.layers[-1], mask)
+    except QueryError:  # methods that ask for a row will say so
+        return None
+    asked = weights[0].nonzero().flatten().tolist()
+    return int(asked[0]) if len(asked) == 1 else None
 
 
 def _grid(probe: ImageProbe, subject: Subject, example: Example, tokens: int) -> Grid | None:

@@ -65,15 +65,15 @@ def entries_kept(sizes: Sequence[int], room: int) -> int:
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
-            f"{_MOST_TOKENS} are accepted. Use matrices=False."
+            f"{_MOST_TOKENS} are accepted. Use matrices=False (--maps with nothing after it)."
         )
     fixed = sum(8 * size + min(size, _OVERVIEW) ** 2 for size in sizes)
     kept = (room - fixed) // (_ENTRY * sum(sizes))
     if kept < min(_FEWEST, *sizes):
         raise OptionError(
             f"matrices: {len(sizes)} maps with {sum(sizes)} rows do not fit into {room / 1e6:.1f} "
-            "MB. Name fewer layers by layers=, explain fewer examples, raise megabytes=, or use "
-            "matrices=False."
+            "MB. Name fewer layers by shown_layers= (--layers), explain fewer examples, raise "
+            "megabytes=, or use matrices=False (--maps with nothing after it)."
         )
     return int(kept)
 

@@ -32,6 +32,11 @@ function act(kind, index) {
   showTokens();
 }
 
+/** A method's values without the one that the asking token has of itself, the identity. */
+function shadesOf({ values, own }) {
+  return own === null ? values : values.map((value, index) => (index === own ? null : value));
+}
+
 /** Tokens coloured by the method, or by the row of the token that is looked at. */
 function showTokens() {
   const { tokens: names, methods } = example();
@@ -40,20 +45,27 @@ function showTokens() {
   const map = current === null ? null : usableMap();
   const row = map ? map.row(current) : null;
   const column = map ? map.column(current) : null;
-  const largest = tokens.paint(row || method.values, column, current, chosen.kept);
+  const largest = tokens.paint(row || shadesOf(method), column, current, chosen.kept);
   const layer = map ? `layer ${map.facts.index}` : '';
   part('most').textContent = short(largest);
   part('least').textContent = short(-largest);
   part('shown').textContent = map
-    ? `Background: what token ${current} takes from each token in ${layer}. Bar below: what each takes from it.`
-    : `Background: relevance by ${method.name}.`;
+    ? `Background: what token ${current} takes from each token in ${layer}; bar below: what it gives to each.`
+    : `Background: relevance by ${method.name}.${ownEntry(method)}`;
   part('status').replaceChildren(...sentence(current, map, row, column));
   showOverviewLines(current, map);
-  part('partners').classList.toggle('empty', !map);
+  part('partners').hidden = !map;
+  part('hint').hidden = !usableMap() || Boolean(map);
   if (!map) return;
   part('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
   showPartners(part('sources'), names, row);
   showPartners(part('takers'), names, column);
+}
+
+/** What is left out of the colours, in words. */
+function ownEntry({ values, own }) {
+  if (own === null || values[own] === null) return '';
+  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.`;
 }
 
 /** The token that is looked at, in words. */
@@ -82,7 +94,7 @@ function sentence(current, map, row, column) {
   };
   if (map) {
     tell(`In layer ${map.facts.index} it takes most from`, row);
-    tell('Most is taken from it by', column);
+    tell('It gives most to', column);
   }
   return said;
 }
@@ -96,12 +108,13 @@ function showLayer() {
   part('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
   const canvas = part('overview').querySelector('canvas');
   // by square roots: most entries are far smaller than the largest
-  const shades = map.overview().map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
+  const cells = map.overview();
+  const shades = cells.map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
   paintCells(canvas, shades, side, side, 1, 1);
   canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
-  const cells = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
+  const pooled = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
   const fits = size === example().tokens.length ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
-  part('overview-note').textContent = `Layer ${index}: row = taking token, column = source; largest ${short(largest)}; shades by square roots.${cells}${fits}`;
+  part('overview-note').textContent = `Layer ${index}: row = taking token, column = source; strongest ${short(Math.sign(strongestOf(cells)) * largest)}; shades by square roots.${pooled}${fits}`;
   part('note').textContent = map.whole
     ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
     : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${shares(map)} of the rows' absolute sums.`;
@@ -111,7 +124,6 @@ function showLayer() {
 /** The least and the mean share of rows that is kept, in words. */
 function shares(map) {
   const all = Array.from({ length: map.size }, (_, i) => map.share(i));
-  const percent = (x) => `${(100 * x).toFixed(0)} %`;
   const mean = all.reduce((sum, x) => sum + x, 0) / all.length;
   return `${percent(mean)} on average, ${percent(Math.min(...all))} at least,`;
 }
@@ -130,7 +142,8 @@ function showMap() {
   layers = map ? map.layers.map((facts) => new LayerMap(facts)) : [];
   chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
   part('controls').hidden = part('side').hidden = !layers.length;
-  part('reading').classList.toggle('mapped', layers.length > 0);
+  part('reading').classList.toggle('folded', layers.length > 0 && tokens.parts.length > 0);
+  part('reading').classList.toggle('pictured', layers.length > 0 && !part('picture').hidden);
   part('layer').max = Math.max(0, layers.length - 1);
   part('layer').value = chosen.layer;
   if (layers.length) showLayer();
@@ -156,7 +169,7 @@ function showMethods() {
     radio.checked = index === chosen.method;
     const canvas = make('canvas');
     canvas.setAttribute('aria-hidden', 'true');
-    const largest = make('span', 'largest', `largest ${short(largestOf(method.values))}`);
+    const largest = make('span', 'largest', `strongest ${short(strongestOf(shadesOf(method)))}`);
     row.append(radio, make('span', 'name', method.name));
     if (gridded) {
       const thumb = make('span', 'thumb');
@@ -176,7 +189,8 @@ function showMethods() {
 function paintMethods() {
   const { methods, image } = example();
   const canvases = part('methods').querySelectorAll('canvas');
-  methods.forEach(({ values }, index) => {
+  methods.forEach((method, index) => {
+    const values = shadesOf(method);
     const largest = largestOf(values);
     if (image && image.grid) {
       const [height, width] = image.grid;
@@ -193,13 +207,14 @@ function showNumbers() {
 
 /** All of the chosen example. */
 function showExample() {
-  const { explained, predictions, methods, maps } = example();
+  const { explained, predictions, methods, maps, image } = example();
   Object.assign(chosen, { pointed: null, kept: null });
   part('explained').textContent = explained;
   showPredictions(part('predictions'), predictions);
+  showImage(part('seen'), image);
   showMethods();
   tokens = new TokenView(part('text'), part('picture'), example(), act);
-  tokens.unfold(strongest(methods[chosen.method].values, 5));
+  tokens.unfold(strongest(shadesOf(methods[chosen.method]), 5));
   part('folding').hidden = tokens.parts.length === 0;
   part('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   part('map-choice').hidden = maps.length < 2;
@@ -219,7 +234,7 @@ function begin() {
   });
   part('methods').addEventListener('change', (event) => {
     chosen.method = Number(event.target.value);
-    tokens.unfold(strongest(example().methods[chosen.method].values, 5));
+    tokens.unfold(strongest(shadesOf(example().methods[chosen.method]), 5));
     showTokens();
   });
   part('map').addEventListener('change', (event) => {

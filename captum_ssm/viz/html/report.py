@@ -51,6 +51,9 @@ def report(
     every method; and from token to token, layer by layer, what a token takes from each other one.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
 
+    Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
+    source.  It is told and listed, but has no colour.
+
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.

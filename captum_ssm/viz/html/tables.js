@@ -3,7 +3,7 @@
 /** How many partners of a token are named. */
 const PARTNERS = 6;
 
-/** Replace the rows of a table's body; a cell is text, a value (number or null), or {position}. */
+/** Replace the rows of a table's body; a cell is text, a value (number or null), or {number}. */
 function fillRows(body, rows) {
   body.replaceChildren(
     ...rows.map((cells) => {
@@ -16,7 +16,7 @@ function fillRows(body, rows) {
 
 function cellOf(cell) {
   if (typeof cell === 'number' || cell === null) return make('td', 'number', short(cell));
-  if (typeof cell === 'object') return make('td', 'position', String(cell.position));
+  if (typeof cell === 'object') return make('td', 'number', String(cell.number));
   const element = make('td');
   element.append(make('bdi', '', cell));
   return element;
@@ -25,10 +25,9 @@ function cellOf(cell) {
 /** What the model says. */
 function showPredictions(table, predictions) {
   table.hidden = predictions.length === 0;
-  const percent = (p) => (p < 1e-5 ? '< 0.001 %' : `${(100 * p).toFixed(p > 0.1 ? 1 : 3)} %`);
   fillRows(
     table.tBodies[0],
-    predictions.map((p) => [p.label, percent(p.probability), p.logit]),
+    predictions.map((p) => [p.label, { number: percent(p.probability) }, p.logit]),
   );
 }
 
@@ -37,7 +36,7 @@ function showPartners(table, tokens, values) {
   const best = strongest(values, PARTNERS);
   fillRows(
     table.tBodies[0],
-    best.length ? best.map((i) => [{ position: i }, tokens[i], values[i]]) : [['none']],
+    best.length ? best.map((i) => [{ number: i }, tokens[i], values[i]]) : [['none']],
   );
 }
 
@@ -47,7 +46,7 @@ function numbersTable(example) {
   table.append(make('caption', '', `Relevance of each token to ${example.explained}`));
   const head = make('tr');
   for (const name of ['Position', 'Token', ...example.methods.map((method) => method.name)]) {
-    const cell = make('th', '', name);
+    const cell = make('th', name === 'Token' ? '' : 'number', name);
     cell.scope = 'col';
     head.append(cell);
   }
@@ -55,7 +54,7 @@ function numbersTable(example) {
   fillRows(
     table.createTBody(),
     example.tokens.map((token, position) => [
-      { position },
+      { number: position },
       token,
       ...example.methods.map((method) => method.values[position]),
     ]),

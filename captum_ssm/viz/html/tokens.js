@@ -12,6 +12,16 @@ function make(tag, className, text) {
   return element;
 }
 
+/** An image with its colours, beside what the model says of it. */
+function showImage(holder, image) {
+  holder.replaceChildren();
+  if (!image) return;
+  const picture = make('img');
+  picture.src = image.source;
+  picture.alt = 'the image that is explained, in colour';
+  holder.append(picture);
+}
+
 /** The tokens of one example.
  *
  * `act(kind, index)` is told "point" (index null when the pointer or focus leaves), "keep" and
@@ -35,6 +45,9 @@ class TokenView {
     const placed = new Set();
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
+    if (placed.size && rest.length) {
+      text.append(make('p', 'note', 'Tokens that are no patches, such as one for the class:'));
+    }
     if (rest.length > UNFOLDED) this.layFolds(rest);
     else this.layFlow(text, rest);
     this.reach(0);

@@ -73,6 +73,28 @@ def test_a_language_model(path: Path) -> None:
             assert layer["module"] == f"backbone.layers.{index}.mixer"
 
 
+@pytest.mark.parametrize("pool", ["last", "mean"])
+def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
+    """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
+    model, ids = classifier(pool), token_ids(2, 11)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :4] = 0
+    methods = {"a": ImplicitAttentionRollout, "b": MambaAttribution(model), "c": LatimFlow}
+    report(model, ids, methods, additional_forward_args=mask, path=path)
+    for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
+        wanted = length - 1 if pool == "last" else None
+        assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
+
+
+def test_the_identity_stands_where_a_language_model_predicts(path: Path) -> None:
+    ids = token_ids(1, 9)
+    methods = [ImplicitAttentionRollout, LatimFlow]
+    report(mamba_lm(), ids, methods, target=(4, 2), path=path)
+    (example,) = read_page(path).facts["examples"]
+    assert [m["own"] for m in example["methods"]] == [4, None]
+    assert not any(example["methods"][0]["values"][5:])
+
+
 def test_padding_is_left_out_on_either_side(path: Path) -> None:
     model = classifier("mean")
     ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
