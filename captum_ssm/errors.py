@@ -23,8 +23,8 @@ class CaptumSSMError(Exception):
 class NoMixerError(CaptumSSMError, ValueError):
     """No token mixer was found in the model, or none of them ran.
 
-    The message lists the supported classes, or the mixers that stood still.  Register an adapter
-    for a mixer of your own with :func:`~captum_ssm.register_mixer`.
+    The message names families that are supported, or the mixers that stood still.  Register an
+    adapter for a mixer of your own with :func:`~captum_ssm.register_mixer`.
     """
 
 
@@ -33,6 +33,13 @@ class UnsupportedMixerError(CaptumSSMError, TypeError):
 
     It is refused, since an explanation of the other mixers alone would be wrong.  Register an
     adapter, or vouch for the rest of the model by naming mixers with ``layers``.
+    """
+
+
+class AdapterError(CaptumSSMError, RuntimeError):
+    """A mixer's adapter failed, or returned what cannot stand for the mixer.
+
+    The message names the layer, the adapter, what was found and what is expected.
     """
 
 
@@ -48,6 +55,29 @@ class InputError(CaptumSSMError, ValueError):
 
     Accepted are token ids (B, L), embeddings (B, L, E) and images (B, C, H, W).
     """
+
+
+class PaddedExampleError(InputError):
+    """All tokens of an example are padding, so that there is nothing to attribute to.
+
+    Args:
+        example: its number in the batch, counted from 0.
+
+    Example:
+        >>> from captum_ssm.errors import PaddedExampleError
+        >>> print(PaddedExampleError(2))
+        Example 2 of the batch is padding alone: its mask hides every token. Leave it out.
+    """
+
+    def __init__(self, example: int) -> None:
+        super().__init__(example)
+        self.example = example
+
+    def __str__(self) -> str:
+        return (
+            f"Example {self.example} of the batch is padding alone: its mask hides every token. "
+            "Leave it out."
+        )
 
 
 class OptionError(CaptumSSMError, ValueError):
@@ -125,5 +155,5 @@ class NotLinearError(CaptumSSMError, NotImplementedError):
 class ReconstructionError(CaptumSSMError, RuntimeError):
     """A linearised mixer does not reproduce the real module's output.
 
-    Raised where ``verify`` asks for the check: the module is not what its adapter expects.
+    Raised where ``verify`` holds the one to the other: the module is not what its adapter expects.
     """

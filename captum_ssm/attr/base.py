@@ -14,7 +14,14 @@ from ..errors import GradientModeError, InputError, OptionError, TargetError
 from ..operators import Reduce
 from ..operators.maps import full_precision
 from ..operators.reduction import check_reduce
-from ..tracing import Graph, find_mixers, find_model, graphs_dropped, repaired_scans
+from ..tracing import (
+    Graph,
+    find_mixers,
+    find_model,
+    graphs_dropped,
+    repaired_scans,
+    require_real_tokens,
+)
 from .batches import cuts
 from .components import parse_components
 from .fold import Options
@@ -134,7 +141,7 @@ class ImplicitMethod(Attribution):
         self._check_mode()
         parts = []
         for cut in cuts(len(tensor), internal_batch_size):
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), cut.counting():
                 results = self._one_batch(
                     cut(tensor),
                     Each([cut.target(t) for t in several(target)]),
@@ -220,6 +227,7 @@ class ImplicitMethod(Attribution):
                     f"{len(found)}: each example must be explained by itself."
                 )
         mask, questions = forward.record.mask, []
+        require_real_tokens(mask)
         for index in [target_index(each, output) for each in several(target)]:
             selected, taken = forward.selected(index) if self.needs_gradient else (None, None)
             weights = query_weights(query, output, index, tail, mask)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import OptionError, PaddedExampleError
 from .targets import Against
 
 
@@ -30,6 +31,14 @@ class Cut:
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
             return target[self.part]
         return self(target)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Let an error that names an example of the part name it by its number in the batch."""
+        try:
+            yield
+        except PaddedExampleError as error:
+            raise PaddedExampleError(self.part.start + error.example) from None
 
 
 def cuts(batch: int, internal_batch_size: int | None) -> Iterator[Cut]:

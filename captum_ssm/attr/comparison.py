@@ -98,7 +98,7 @@ def compare(
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
     for cut in cuts(len(tensor), internal_batch_size):
-        with shared_forward(_kept(implicit)):
+        with shared_forward(_kept(implicit)), cut.counting():
             given = cut(tensor), cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
                 own = {key: _cut(cut, key, value) for key, value in chosen[name].items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from ..linear import direct_paths
 from ..operators.maps import unseen
-from ..tracing import find_model, require_layers, trace
+from ..tracing import find_model, require_layers, require_real_tokens, trace
 from .contrast import contrasted
 from .decomposition import not_reached
 from .fold import verify_layer
@@ -278,6 +278,7 @@ class LatimLogit(LatimMethod):
         questions = []
         with unseen():
             mask = t.mask
+            require_real_tokens(mask)
             for asked in several(target):
                 number, constant = contrasted(output, asked.target, asked.contrast)
                 if not number.requires_grad:

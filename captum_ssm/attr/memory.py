@@ -23,12 +23,12 @@ _SHARE = 8
 _UNKNOWN = 2**32
 #: Tensors of a strip's size that exist together, also per channel where each has entries.
 _COPIES = 4
-#: Entries of a strip (64 MiB in float32) and rows where memory allows more, and fewest of them.  A
-#: strip makes anew what is left of all tokens before it: a matrix of 4096 tokens takes twice as
-#: long in four strips, and three times as long in sixteen.
-_ENTRIES = 2**24
+#: Entries of a strip (32 MiB in float32) and rows where memory allows more, and fewest of them.  A
+#: strip makes anew what is left of all tokens before it, which for fewer rows would cost as much as
+#: their entries do.
+_ENTRIES = 2**23
 _ROWS = 4096
-_FEW_ROWS = 256
+_FEW_ROWS = 512
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import OutputError, TargetError
-
-ACCEPTED = (
-    "Accepted targets: for outputs (B, classes) an int, or one int per example as a list or a 1-D "
-    "tensor; for outputs (B, L, V) a tuple (position, token), e.g. (-1, token), or one such tuple "
-    "per example as a list."
-)
+from ..errors import OutputError
+from . import target_errors
 
 
 @dataclass(frozen=True)
@@ -74,16 +69,13 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
     if target is None:
         return None
     batch, dims = output.shape[0], output.dim() - 1
-    rows = _rows(target, batch, dims)
+    rows = _rows(target, output)
     for row in rows:
         if len(row) != dims:
-            raise _mismatch(target, output, dims)
-        for index, size in zip(row, output.shape[1:], strict=True):
+            raise target_errors.is_of_other_dimensions(target, row, output)
+        for place, (index, size) in enumerate(zip(row, output.shape[1:], strict=True)):
             if not -size <= index < size:
-                raise TargetError(
-                    f"target={target!r} is out of range for an output of shape "
-                    f"{tuple(output.shape)}: {index} is not in [{-size}, {size})."
-                )
+                raise target_errors.is_outside(target, place, index, output)
     sizes = torch.tensor(output.shape[1:], device=output.device)
     return torch.tensor(rows, device=output.device).reshape(batch, dims) % sizes
 
@@ -94,44 +86,35 @@ def select(output: Tensor, index: Tensor | None) -> Tensor:
         example = torch.arange(output.shape[0], device=output.device)
         return output[(example, *index.unbind(-1))]
     if output[0].numel() != 1:
-        raise TargetError(
-            f"The model returns {tuple(output.shape[1:])} numbers per example, so a target is "
-            f"needed. {ACCEPTED}"
-        )
+        raise target_errors.is_missing(output)
     return output.reshape(-1)
 
 
-def _rows(target: Any, batch: int, dims: int) -> list[tuple[int, ...]]:
+def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
     """One tuple of indices per example."""
-    if isinstance(target, Tensor):
-        target = target.detach().cpu().numpy()
-    if isinstance(target, np.ndarray | np.generic):
-        target = target.item() if target.size == 1 else target.tolist()
-    if isinstance(target, tuple):
-        return [_integers(target, target)] * batch
-    if not isinstance(target, list):
-        return [_integers((target,), target)] * batch
-    if len(target) != batch:
-        raise TargetError(
-            f"target has {len(target)} entries for a batch of {batch} examples. {ACCEPTED}"
-        )
-    return [_integers(t if isinstance(t, tuple | list) else (t,), target) for t in target]
+    plain = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
+    if isinstance(plain, np.ndarray | np.generic):
+        plain = plain.item() if plain.size == 1 else plain.tolist()
+    if isinstance(plain, tuple):
+        return [_integers(plain, target, output)] * len(output)
+    if not isinstance(plain, list):
+        return [_integers((plain,), target, output)] * len(output)
+    if len(plain) != len(output):
+        raise target_errors.is_of_another_batch(target, len(plain), output)
+    rows = (entry if isinstance(entry, tuple | list) else (entry,) for entry in plain)
+    return [_integers(row, target, output) for row in rows]
 
 
-def _integers(values: Any, target: Any) -> tuple[int, ...]:
-    try:
-        plain: list[Any] = [v.item() if isinstance(v, Tensor) else v for v in values]
-        return tuple(operator.index(v) for v in plain)
-    except (TypeError, ValueError, RuntimeError):
-        raise TargetError(f"target={target!r} does not consist of integers. {ACCEPTED}") from None
-
-
-def _mismatch(target: Any, output: Tensor, dims: int) -> TargetError:
-    shape = tuple(output.shape)
-    if dims == 2:
-        return TargetError(
-            f"target={target!r} names one index, but the output has shape {shape}, (batch, "
-            "positions, vocabulary): a single int would select a position, not a token. Pass "
-            f"(position, token), for example target=(-1, {target if type(target) is int else 0})."
-        )
-    return TargetError(f"target={target!r} does not fit an output of shape {shape}. {ACCEPTED}")
+def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
+    """The values as ints; a bool is none, though Python counts with it."""
+    found = []
+    for value in values:
+        try:
+            plain: Any = value.item() if isinstance(value, Tensor | np.generic) else value
+            index = operator.index(plain)
+        except (TypeError, ValueError, RuntimeError):
+            raise target_errors.is_no_integer(target, value, output) from None
+        if isinstance(plain, bool):
+            raise target_errors.is_no_integer(target, value, output)
+        found.append(index)
+    return tuple(found)

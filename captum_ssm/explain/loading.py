@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import DataNotFoundError, OptionError
 from ..models import load_bundled, load_vim
 from ..models.bundled import BUNDLED
-from ..models.checks import check_counts, naming
+from ..models.checks import check_complete, check_counts, naming
 from ..models.recipes import recipe_of
 from ..models.text_recipes import TextRecipe
 from ..tasks.files import optional
@@ -139,7 +139,8 @@ def load(source: Source) -> Loaded:
     Raises:
         DataNotFoundError: when there is no such model, folder or file.
         OptionError: when the folder holds neither a language model nor a classifier.
-        CheckpointError: when its configuration and its weights make no model.
+        CheckpointError: when its configuration and its weights make no model, or when weights are
+            missing, in whose place transformers would put random ones.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -242,7 +243,15 @@ def _of_transformers(source: Source) -> Loaded:
     # asked for by name: other packages exchange what the Auto classes of transformers return
     model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
     with naming(f"{source.name}: its configuration and its weights make no model"):
-        model = model_class.from_pretrained(source.name, **source.options).eval()
+        # weights of another shape would be refused as well, but not named
+        model, info = model_class.from_pretrained(
+            source.name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **source.options,
+        )
+        check_complete(model, info, source.name)
+    model.eval()
     if auto == "AutoModelForImageClassification":
         processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
         return Loaded(model, prepare=lambda files: processed(processor, files))

@@ -17,7 +17,8 @@ from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import in_this_thread, swap_first
 from .mode import Linearising
-from .network import substituted, under_rules
+from .network import under_rules
+from .substitution import substituted
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ network, so one ordinary backward pass is the exact decomposition of its output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..operators.maps import full_precision, unseen
-from ..tracing import Mixer, find_mixers, repaired_scans
+from ..tracing import Mixer, find_mixers, repaired_scans, require_real_tokens
 from ..tracing.eager import eagerly
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import in_this_thread, swap_first, without_caches
+from ..tracing.hooks import in_this_thread, without_caches
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
+from ..tracing.verification import relative_error, require_same, tolerance_for
 from .mixer import through
 from .mode import Gate, Linearising
+from .substitution import substituted
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +114,7 @@ def linearised(
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
+    verify: bool | float = False,
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
@@ -127,6 +131,9 @@ def linearised(
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
+        verify: check that every operator reproduces its module's output; a number is the
+            tolerance. What is compared is there already, but without constants, when the mixers
+            are linearised once more. Default: False.
 
     Yields:
         The :class:`Network`, complete when the forward run is.
@@ -134,6 +141,8 @@ def linearised(
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
         NotLinearError: for a function of which no linear form is known.
+        PaddedExampleError: when all tokens of an example are padding.
+        ReconstructionError: when ``verify`` finds an operator that is not its module.
 
     Example:
         >>> import torch
@@ -154,7 +163,10 @@ def linearised(
         entering: dict[nn.Module, tuple[Tensor, ...]] = {}
 
         def frozen(mixer: Mixer, call: Call) -> Tensor:
-            out = through(_checked(linearize(mixer, call), mixer.name), mode)
+            with full_precision(call.output_tensor.device):
+                out = through(_checked(linearize(mixer, call), mixer.name), mode)
+            if verify is not False:
+                _verify(mixer, call, out if constants else None, verify)
             network.ran = True
             if steps:
                 block = () if call.block is None else entering[call.block]
@@ -197,56 +209,29 @@ def under_rules(
         yield mode
 
 
-@contextmanager
-def substituted(
-    mixer: Mixer,
-    form: Callable[[Mixer, Call], Tensor],
-    entering: dict[nn.Module, Any],
-) -> Iterator[None]:
-    """Let a mixer run unseen, and return ``form`` of its call in place of what it returns.
-
-    Args:
-        mixer: the mixer.
-        form: returns its new output.
-        entering: the blocks that were entered, the latest last.
-    """
-    entered: list[ExitStack] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        contexts = ExitStack()
-        contexts.enter_context(torch.no_grad())
-        contexts.enter_context(unseen())
-        entered.append(contexts)
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if entered:  # empty if a hook before ours raised
-            entered.pop().close()
-        if output is None:  # the call failed, and its exception is on its way
-            return None
-        block = next((b for b in reversed(entering) if b in mixer.blocks), None)
-        call = Call(args, kwargs, output, block)
-        with full_precision(call.output_tensor.device):
-            out = form(mixer, call)
-        return swap_first(output, lambda _: out.to(call.output_tensor.dtype))[0]
-
-    handles = (
-        mixer.module.register_forward_pre_hook(in_this_thread(before)),
-        mixer.module.register_forward_hook(
-            in_this_thread(after), with_kwargs=True, always_call=True, prepend=True
-        ),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        while entered:  # an interrupt calls no hooks
-            entered.pop().close()
-
-
 def _checked(linear: LinearMixer, name: str) -> LinearMixer:
+    require_real_tokens(linear.mask)
     linear.check_finite(name)
     return linear
+
+
+def _verify(mixer: Mixer, call: Call, rebuilt: Tensor | None, verify: bool | float) -> None:
+    """Hold what an operator returns to what its module did.
+
+    Args:
+        mixer, call: the mixer and its call.
+        rebuilt: what the operator returns; None if constants were dropped from it on the way, to
+            have it computed once more, out of sight of the rules that drop them.
+        verify: as for :func:`linearised`.
+    """
+    real = call.output_tensor
+    limit = tolerance_for(real) if verify is True else verify
+    with torch.no_grad(), unseen(), full_precision(real.device):
+        found = linearize(mixer, call).output() if rebuilt is None else rebuilt
+        error = relative_error(found, real)
+        overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
+    if not overflowed:  # else it is the model's output that will be refused
+        require_same(mixer.name, mixer.architecture.family, error, limit)
 
 
 def _block_hook(entering: dict[nn.Module, tuple[Tensor, ...]], mode: Linearising | None) -> Any:

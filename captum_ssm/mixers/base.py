@@ -98,7 +98,8 @@ class LinearMixer:
         values: the stream after the input projection, (B, L, H, P).
         operator: the frozen map over tokens.
         project: the output projection, (B, L, H, P) to (B, L, E).
-        mask: True for real tokens (B, L). Default: None, no token is padding.
+        mask: True for real tokens (B, L), as an argument of the call tells it; calls that receive
+            the sequence alone are not asked. Default: None, no token is padding.
         branch_scale: constant with which the block multiplies the mixer's output before it joins
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on windows of a map. Default: None,

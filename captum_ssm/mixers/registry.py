@@ -50,6 +50,9 @@ _architectures = {
 }
 _adapters: dict[str, Linearize | str] = {line.class_path: line.adapter for line in BUILT_IN}
 
+#: Families that an error names at most.
+_SHOWN = 12
+
 #: Class names that say "I mix tokens"; used only to refuse what has no adapter.
 _MIXER_NAME = re.compile(
     r"(Mixer|Attention|Mamba\d*|SSM|SSD|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
@@ -135,11 +138,21 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
 def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
     """Raise for the first of ``found``, unsupported mixers by name."""
     for name, module in found:
-        known = ", ".join(f"{a.class_path} ({a.family})" for a in supported_architectures())
         raise UnsupportedMixerError(
             f"The module {name!r} of class {class_path(type(module))} mixes tokens and has no "
-            f"adapter. Supported: {known}. To add one, see {HOW_TO} and register_mixer()."
+            f"adapter. {what_is_served()}"
         )
+
+
+def what_is_served() -> str:
+    """How an adapter is added, and some of the families that have one: two sentences."""
+    families = list(dict.fromkeys(a.family for a in supported_architectures()))
+    more = len(families) - _SHOWN
+    rest = f" and {more} more, which supported_architectures() lists" if more > 0 else ""
+    return (
+        f"{HOW_TO} shows how to write one and make it known with register_mixer(). Supported are "
+        f"{', '.join(families[:_SHOWN])}{rest}."
+    )
 
 
 def _load(adapter: Linearize | str) -> Linearize:

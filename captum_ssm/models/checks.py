@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.errors import CaptumSSMError, CheckpointError, DataNotFoundError
 from captum_ssm.tasks.files import optional
@@ -129,6 +129,35 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
     ]
     if any(complaints):
         raise CheckpointError("; ".join(c for c in complaints if c) + ".")
+
+
+def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
+    """Raise for weights that a checkpoint lacks, which transformers fills at random.
+
+    Args:
+        model: the model that was loaded.
+        loading_info: what transformers says of it, with ``output_loading_info=True``; weights that
+            are tied to others it does not count as missing.
+        where: names the checkpoint in the error.
+
+    Raises:
+        CheckpointError: naming the weights, and those whose shape is another than the model's.
+    """
+    kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
+    shapes = {name: (found, own) for name, found, own in loading_info.get("mismatched_keys", ())}
+    complaints = [
+        _listed("they lack", [repr(k) for k in sorted(loading_info["missing_keys"]) if k in kept]),
+        _listed(
+            "shapes differ in",
+            [f"{k!r} ({tuple(a)} instead of {tuple(b)})" for k, (a, b) in sorted(shapes.items())],
+        ),
+    ]
+    if any(complaints):
+        raise CheckpointError(
+            f"{where}: its weights do not fill its {type(model).__name__}, whose rest would be "
+            f"random: {'; '.join(c for c in complaints if c)}. Was it saved without its head, or "
+            "by another class? Save the whole model, or name its class in config.json."
+        )
 
 
 @contextmanager

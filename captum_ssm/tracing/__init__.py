@@ -3,6 +3,7 @@
 from .find import Mixer, find_mixers, find_model, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
+from .padding import require_real_tokens
 from .record import Graph, Trace, require_layers, trace
 from .repair import repaired_scans
 
@@ -16,6 +17,7 @@ __all__ = [
     "graphs_dropped",
     "repaired_scans",
     "require_layers",
+    "require_real_tokens",
     "trace",
     "unwrap",
 ]

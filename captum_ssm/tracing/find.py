@@ -12,13 +12,12 @@ from torch import nn
 from ..errors import ModelNotFoundError, NoMixerError
 from ..mixers.base import Linearize
 from ..mixers.registry import (
-    HOW_TO,
     Architecture,
     adapter_for,
     class_path,
     looks_like_a_mixer,
     refuse,
-    supported_architectures,
+    what_is_served,
 )
 
 
@@ -155,10 +154,9 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         return [_chosen(found, layer) for layer in layers]
     refuse(_strangers(model, found))
     if not found:
-        known = ", ".join(a.class_path for a in supported_architectures())
         raise NoMixerError(
-            f"No token mixer was found in {class_path(type(model))}. Supported: {known}. For a "
-            f"mixer of your own, see {HOW_TO} and register_mixer()."
+            f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
+            f"{what_is_served()}"
         )
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..mixers.base import Call, LinearMixer
+from .adapter import linear_form
 from .find import Mixer
 
 #: What accelerate puts on a module: its hook, the forward it wraps, and the wrapper.
@@ -31,7 +32,7 @@ def linearize(mixer: Mixer, call: Call) -> LinearMixer:
     hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
     with _loaded(hooked, mixer.module, call) as moved:
         _refuse_missing(mixer)
-        linear = mixer.linearize(mixer.module, moved)
+        linear = linear_form(mixer, moved)
     if not hooked:
         return linear
 

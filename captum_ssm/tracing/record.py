@@ -82,14 +82,27 @@ class Trace:
     def mask(self) -> Tensor | None:
         """True for real tokens (B, L), or None if none is padding.
 
-        Not every family of mixers is told; the last layer of each is asked, the latest first.
+        Not every family of mixers is told; the last layer of each is asked, the latest first.  What
+        came to a mixer is all that can tell it, so that one which received the sequence alone is
+        not linearised: that takes memory while the run's graph still takes the most.  One whose
+        output is not finite is, for the error that says where this began.
         """
         asked = set()
         for layer in reversed(self.layers):
-            if layer.architecture not in asked and layer.linear.mask is not None:
-                return layer.linear.mask
+            if layer.architecture in asked:
+                continue
             asked.add(layer.architecture)
+            finite = bool(torch.isfinite(layer.output).all())
+            if (_received_more(layer.call) or not finite) and layer.linear.mask is not None:
+                return layer.linear.mask
         return None
+
+
+def _received_more(call: Call) -> bool:
+    """Whether the call's arguments hold more than the sequence itself."""
+    sequence = call.hidden_states
+    others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
+    return any(not isinstance(x, type(None) | bool | int | float | str) for x in others)
 
 
 @contextmanager

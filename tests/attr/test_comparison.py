@@ -119,6 +119,22 @@ def test_captums_own_methods_join_the_table():
 
 
 @REQUIRES_GRAD
+def test_captums_own_methods_get_the_additional_arguments():
+    model = classifier("last")
+    embeddings = model.backbone.embeddings(token_ids(2, 6)).detach()
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+
+    def forward(x, mask=None):
+        return model(inputs_embeds=x, attention_mask=mask)
+
+    method = InputXGradient(forward)
+    found = compare(forward, [method], embeddings, 2, mask, model=model)["Input X Gradient"]
+    expected = method.attribute(embeddings.clone(), target=2, additional_forward_args=mask)
+    close(found, expected.detach().sum(-1))
+    assert not found[1, 4:].any() and found[0, 4:].any()
+
+
+@REQUIRES_GRAD
 def test_captums_own_methods_on_images():
     model, pictures = vision(None), images(2)
     method = InputXGradient(model)

@@ -108,7 +108,7 @@ def test_the_entropy_is_named_among_the_constants():
         ((-1, 3), (-1, VOCABULARY), r"contrast.*out of range"),
         ((-1, 3), 2.5, r"contrast.*integers"),
         ((-1, 3), 2, r"contrast.*\(position, token\)"),
-        ((-1, 3), [(-1, 2)], r"contrast.*1 entries for a batch of 2"),
+        ((-1, 3), [(-1, 2)], r"contrast.*1 entry for a batch of 2"),
     ],
 )
 def test_bad_values(target, contrast, says):

@@ -101,7 +101,7 @@ ANY_METHOD = {
     "int on logits": ({"target": 3}, ["target=3", "(2, 7, 19)", "(position, token)", "(-1, 3)"]),
     "position outside": ({"target": (7, 3)}, ["target=(7, 3)", "out of range", "(2, 7, 19)"]),
     "token outside": ({"target": (0, 19)}, ["target=(0, 19)", "out of range", "[-19, 19)"]),
-    "float target": ({"target": 1.5}, ["target=1.5", "integers", "Accepted targets"]),
+    "float target": ({"target": 1.5}, ["target=1.5", "integers", "(position, token)"]),
 }
 
 
@@ -156,7 +156,7 @@ ONE_METHOD = {
     "no target": (
         MambaAttribution,
         {"target": None},
-        ["(7, 19)", "a target is needed", "(B, L, V)"],
+        ["(7, 19)", "a target is needed", "(position, token)"],
     ),
 }
 
@@ -291,12 +291,12 @@ MODELS = {
     "no mixer": (
         lambda method: method(nn.Sequential(nn.Linear(3, 2))),
         ValueError,
-        ["No token mixer", "Sequential", "MambaMixer", "register_mixer"],
+        ["No token mixer", "Sequential", "Falcon Mamba", "docs/", "register_mixer"],
     ),
     "unsupported mixer alone": (
         lambda method: method(nn.Sequential(SomeSSM())),
         TypeError,
-        ["'0'", "SomeSSM", "no adapter", "MambaMixer", "FalconMambaMixer", "docs/", "register_"],
+        ["'0'", "SomeSSM", "no adapter", "Mamba, Falcon Mamba", "docs/", "register_mixer"],
     ),
     "unsupported mixer beside a supported one": (
         lambda method: method(with_(SomeSSM())),

@@ -115,7 +115,7 @@ def test_other_decaying_heads_have_states_but_no_steps(make: Any, tokens: int) -
         (states,) = attention.states(ids, CHANNELS, components=components)
         assert states.shape[2] > 1
         assert relative_error(states.sum(2), matrices[:, CHANNELS]) <= FLOAT64
-    with pytest.raises(OptionError, match=r"step size dt.*ScalarDecayHeads has none.*states"):
+    with pytest.raises(OptionError, match=r"step size dt.* its ScalarDecayHeads has none.*states"):
         attention.factors(ids, CHANNELS)
 
 

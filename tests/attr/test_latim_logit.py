@@ -262,6 +262,16 @@ def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
         method.attribute(token_ids(), verify=1e-12, **TARGET)
 
 
+def test_nothing_is_shown_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    method = LatimLogit(mamba_lm())
+    for mixing in ("alti", "projection"):
+        found = method.decompose(token_ids(), mixing=mixing, **TARGET)
+        assert not any(x.requires_grad for x in (found.layers, found.locals, found.embedding))
+        assert not "".join(capsys.readouterr())
+        method.decompose(token_ids(), mixing=mixing, show_progress=True, **TARGET)
+        assert method.name in "".join(capsys.readouterr())
+
+
 def test_the_model_is_left_alone() -> None:
     model = mamba_lm()
     before = zoo.hook_count(model)

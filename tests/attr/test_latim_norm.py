@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import latim_oracle as oracle
@@ -9,6 +10,7 @@ import oracles
 import pytest
 import torch
 import zoo
+from attention_models import attention_model
 from oracles import padded_batch, relative_error
 from small_models import classifier, mamba_lm, token_ids, vision
 from torch import Tensor
@@ -131,6 +133,29 @@ def test_branches_count_as_they_join_the_stream(monkeypatch: pytest.MonkeyPatch)
     wanted = sum(s * m[:, -1] for s, m in zip(scales, maps, strict=True)) / len(maps)
     found = LatimNorm(case.model).attribute(case.inputs, query="last")
     assert relative_error(found, wanted) <= 1e-5
+
+
+def hybrid() -> Any:
+    return attention_model("jamba", "sdpa")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [mamba_lm, hybrid])
+def test_padded_tokens_have_no_rows_and_no_columns(make: Callable[[], Any], side: str) -> None:
+    """Also in attention, whose padded tokens would read others."""
+    model, ids = make(), torch.randint(1, 19, (2, 7))
+    real = torch.ones(2, 7, dtype=torch.bool)
+    real[1, slice(0, 3) if side == "left" else slice(4, 7)] = False
+    method = LatimNorm(model)
+    for layer, whole in zip(
+        method.maps(ids, additional_forward_args=real.long()), method.maps(ids), strict=True
+    ):
+        kept = real[:, :, None] & real[:, None]
+        assert not layer[~kept].any()
+        causal = kept & torch.ones(7, 7, dtype=torch.bool).tril()
+        assert layer[causal].all() and whole[:, 2, 1].all()
+    rows = method.maps(ids, positions=torch.tensor([[6, 0], [0, 6]]), additional_forward_args=real)
+    assert not rows[0][1, 0 if side == "left" else 1].any()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

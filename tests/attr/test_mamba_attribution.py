@@ -11,6 +11,8 @@ from small_models import CLASSES, classifier, falcon_lm, mamba_lm, token_ids, vi
 from small_models import images as random_images
 
 from captum_ssm import MambaAttribution, discard_smallest
+from captum_ssm.attr import run as runs
+from captum_ssm.tracing import record
 
 CLAMPS = {"relu": lambda x: x * (x > 0), "abs": lambda x: x.abs(), "none": lambda x: x}
 
@@ -147,3 +149,27 @@ def test_one_number_per_example_needs_no_target():
     for function in (margin, lambda tokens: margin(tokens)[:, None]):
         found = MambaAttribution(function, model=model).attribute(ids)
         assert error(found, sum(rows) / 7) <= 1e-5
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_is_linearised_while_the_graph_is_held(monkeypatch, padded):
+    """Unless a mixer was told of padding, which its adapter alone can read."""
+    model, ids = mamba_lm(), token_ids(2, 6)
+    done, linearize, gradients = [], record.linearize, runs.Run.gradients
+
+    def linearized(*args):
+        done.append("operator")
+        return linearize(*args)
+
+    def taken(*args):
+        done.append("gradients")
+        return gradients(*args)
+
+    monkeypatch.setattr(record, "linearize", linearized)
+    monkeypatch.setattr(runs.Run, "gradients", taken)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    explained = MambaAttribution(lambda x: model(x, attention_mask=mask if padded else None), model)
+    explained.attribute(ids, target=(-1, 4))
+    assert done[: done.index("gradients")] == ["operator"] * padded
+    assert done.count("operator") > padded

@@ -51,7 +51,7 @@ def test_rows_that_fit():
     assert Budget(8 * row).height(operator(dtype=torch.float64), "mean") == 4
     assert Budget(8 * row).height(operator(tokens=50), "mean") == 16
     assert Budget(2**60).height(operator(), "mean") == memory._ROWS
-    assert Budget(2**60).height(operator(tokens=10_000), "mean") == memory._ENTRIES // 10_000
+    assert Budget(2**60).height(operator(tokens=3_000), "mean") == memory._ENTRIES // 3_000
     assert Budget(2**60).height(operator(tokens=100_000), "mean") == memory._FEW_ROWS
     # a maximum needs the row of each of the six channels too
     assert Budget(7 * 3 * row).height(operator(), "max") == 3

@@ -176,6 +176,15 @@ def test_the_query_is_found_when_the_output_is_one_number_per_example():
         assert torch.equal(method.attribute(pictures, per_token=True), expected)
 
 
+@pytest.mark.parametrize("query", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
+@pytest.mark.parametrize("form", [torch.Tensor, list])
+def test_positions_are_integers(query, form):
+    model, ids = mamba_lm(), token_ids(2, 6)
+    given = query if form is torch.Tensor else query.tolist()
+    with pytest.raises(ValueError, match=rf"query must hold integer positions, got {query.dtype}"):
+        asked(model, ids, given)
+
+
 def test_cls_means_a_single_token():
     model, ids = classifier("mean"), token_ids(2, 6)
     with pytest.raises(ValueError, match=r"query='cls'.*no cls token.*'last', 'mean'"):

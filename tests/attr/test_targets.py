@@ -137,20 +137,38 @@ def test_more_dimensions():
         )
 
 
+INT = r"Pass an int, for example target=0, or one int per example as a list or a 1-D tensor of 2\."
 BAD = {
-    "too large": (5, r"target=5 is out of range.*\(2, 5\).*5 is not in \[-5, 5\)"),
-    "too small": (-6, r"target=-6 is out of range"),
-    "one of the list": ([0, 9], r"target=\[0, 9\] is out of range.*9 is not in"),
-    "float": (1.0, r"target=1.0 does not consist of integers.*Accepted targets"),
-    "float tensor": (torch.tensor([0.0, 1.0]), r"does not consist of integers"),
+    "too large": (5, r"target=5 is out of range.*\(2, 5\): class 5 is not in \[-5, 5\).*0 to 4"),
+    "too small": (-6, r"target=-6 is out of range.*class -6.*from the end, -5 to -1"),
+    "one of the list": ([0, 9], r"target=\[0, 9\] is out of range.*class 9 is not in"),
+    "float": (
+        1.0,
+        rf"target=1.0 does not consist of integers.*1.0, of class float. {INT}",
+    ),
+    "float tensor": (
+        torch.tensor([0.0, 1.0]),
+        r"Tensor of shape \(2,\) and torch.float32 does not",
+    ),
+    "float array": (np.array([0.0, 1.0]), r"ndarray of shape \(2,\) and float64 does not consist"),
+    "nan": (torch.tensor(torch.nan), r"does not consist of integers: it holds nan"),
+    "bool": (True, rf"target=True does not consist of integers.*of class bool. {INT}"),
+    "bools": ([False, True], r"holds False, of class bool"),
+    "bool of numpy": (np.bool_(True), r"holds True, of class bool"),
+    "bool tensor": (torch.tensor([True, False]), r"torch.bool does not consist of integers"),
+    "tensor of a bool": ([0, torch.tensor(True)], r"holds tensor\(True\)"),
     "string": ("cat", r"target='cat' does not consist of integers"),
     "slice": ((slice(None),), r"does not consist of integers"),
-    "list of another length": ([0, 1, 2], r"3 entries for a batch of 2.*Accepted targets"),
-    "tensor of another length": (torch.tensor([0, 1, 2]), r"3 entries for a batch of 2"),
+    "nested": ([[0], [[1]]], r"holds \[1\], of class list"),
+    "list of another length": ([0, 1, 2], rf"3 entries for a batch of 2 examples. {INT}"),
+    "tensor of another length": (torch.tensor([0, 1, 2]), r"Tensor of shape \(3,\).*3 entries for"),
+    "one entry": ([0], r"1 entry for a batch of 2"),
+    "long list": ([7] * 300, r"target=\[7, 7, .{60,80}\.\.\. has 300 entries for a batch of 2"),
     "empty list": ([], r"0 entries for a batch of 2"),
-    "pair": ((0, 1), r"target=\(0, 1\) does not fit an output of shape \(2, 5\).*Accepted"),
+    "pair": ((0, 1), rf"names 2 indices.*\(2, 5\), \(batch, classes\), which takes 1. {INT}"),
     "list of pairs": ([(0, 1), (0, 2)], r"does not fit an output of shape \(2, 5\)"),
-    "none": (None, r"5,\) numbers per example.*a target is needed.*Accepted targets"),
+    "tensor of pairs": (torch.tensor([[0, 1], [0, 2]]), r"shape \(2, 2\).* names 2 indices"),
+    "none": (None, rf"5,\) numbers per example.*a target is needed. {INT}"),
 }
 
 
@@ -173,6 +191,72 @@ def test_an_int_on_logits_of_every_position(method, target):
 
 def test_a_position_or_token_out_of_range():
     model, ids = mamba_lm(), token_ids(2, 6)
-    for target, index in [((6, 0), 6), ((0, 19), 19), ((-7, 0), -7), ([(0, 0), (0, -20)], -20)]:
-        with pytest.raises(ValueError, match=rf"out of range.*\(2, 6, 19\): {index} is not in"):
+    for target, found, last in [
+        ((6, 0), "position 6", 5),
+        ((0, 19), "token 19", 18),
+        ((-7, 0), "position -7", 5),
+        ([(0, 0), (0, -20)], "token -20", 18),
+        ((-1, -100), "token -100", 18),
+    ]:
+        message = rf"out of range.*\(2, 6, 19\): {found} is not in.* from 0 to {last}, or from the"
+        with pytest.raises(ValueError, match=message):
             MambaAttribution(model).attribute(ids, target=target)
+
+
+PAIR = r"Pass a tuple \(position, token\), for example target=\(-1, 0\), or one such tuple per "
+PAIR += r"example as a list or a tensor of shape \(2, 2\)\."
+BAD_PAIRS = {
+    "triple": ((1, 2, 3), rf"names 3 indices per example.*vocabulary\), which takes 2. {PAIR}"),
+    "list of triples": ([(1, 2, 3)] * 2, rf"names 3 indices.*{PAIR}"),
+    "one of the list": ([(1, 2), (1, 2, 3)], r"names 3 indices"),
+    "list in place of a tuple": (
+        [-1, 3],
+        r"if \(-1, 3\) is meant for all examples, it must be a tup",
+    ),
+    "tensor in place of a tuple": (torch.tensor([-1, 3]), r"if \(-1, 3\) is meant for all"),
+    "tensor of triples": (torch.ones(2, 3).long(), rf"Tensor of shape \(2, 3\).*3 indices.*{PAIR}"),
+    "tensor of another batch": (torch.ones(3, 2).long(), rf"3 entries for a batch of 2.*{PAIR}"),
+    "float": ((-1, 3.0), rf"holds 3.0, of class float. {PAIR}"),
+    "bool": ((-1, True), rf"holds True, of class bool. {PAIR}"),
+    "word": ((-1, "lamp"), r"holds 'lamp', of class str"),
+    "none": (None, rf"6, 19\) numbers per example, so a target is needed. {PAIR}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PAIRS)
+def test_bad_positions_and_tokens(name):
+    target, message = BAD_PAIRS[name]
+    model, ids = mamba_lm(), token_ids(2, 6)
+    with pytest.raises(ValueError, match=message):
+        MambaAttribution(model).attribute(ids, target=target)
+
+
+@pytest.mark.parametrize(
+    ("target", "token"), [(3, 3), ([5, 4], 5), (99, 0), (torch.tensor(18), 18)]
+)
+def test_what_is_suggested_for_an_int_is_accepted(target, token):
+    model, ids = mamba_lm(), token_ids(2, 6)
+    with pytest.raises(ValueError, match=rf"for example target=\(-1, {token}\)"):
+        MambaAttribution(model).attribute(ids, target=target)
+    assert MambaAttribution(model).attribute(ids, target=(-1, token)).any()
+
+
+def test_a_target_of_one_number_per_example():
+    model, ids = classifier(), token_ids(2, 6)
+    single = MambaAttribution(lambda x: model(x)[:, 2], model=model)
+    with pytest.raises(ValueError, match=r"shape \(2,\), \(batch\), which takes none. Leave the"):
+        single.attribute(ids, target=1)
+    assert single.attribute(ids).any()
+
+
+def test_a_target_of_more_dimensions():
+    model, ids = classifier(), token_ids(2, 6)
+    cubes = MambaAttribution(lambda x: model(x)[:, :, None, None].expand(2, 5, 3, 4), model=model)
+    message = (
+        r"\(2, 5, 3, 4\).*takes 3. Pass a tuple \(3 indices\), for example target=\(-1, -1, 0\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        cubes.attribute(ids, target=(1, 2))
+    with pytest.raises(ValueError, match=r"index 5 is not in \[-5, 5\)"):
+        cubes.attribute(ids, target=(5, 0, 0))
+    assert cubes.attribute(ids, target=(-1, -1, 0)).any()

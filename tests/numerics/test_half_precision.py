@@ -12,7 +12,7 @@ from oracles import relative_error
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, trace
 from captum_ssm.errors import NonFiniteError
-from captum_ssm.tracing.layer import TOLERANCES
+from captum_ssm.tracing.verification import TOLERANCES
 
 HALF = (torch.bfloat16, torch.float16)
 

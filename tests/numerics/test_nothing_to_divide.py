@@ -25,8 +25,9 @@ from captum_ssm import (
     report,
 )
 from captum_ssm.attr.published import min_max
-from captum_ssm.errors import QueryError
+from captum_ssm.errors import PaddedExampleError
 
+METHODS = (LatimFlow, LatimLogit, ImplicitAttention, ImplicitAttentionRollout, MambaAttribution)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -120,39 +121,35 @@ def masked(method: type, model: Any) -> Any:
     return method(lambda ids, mask: model(ids, attention_mask=mask).logits, model=model)
 
 
-@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, MambaLRP])
-def test_padding_alone_leaves_the_others(method: type, padded: tuple[Any, Tensor, Tensor]) -> None:
-    model, ids, mask = padded
-    found, delta = masked(method, model).attribute(ids, TARGET, mask, return_convergence_delta=True)
-    assert torch.isfinite(found).all()
-    assert delta.abs().max() <= 1e-5
-    assert not found[1, :-1].any()  # its output follows from the token it is read at alone
-    for example in (0, 2):
-        one = slice(example, example + 1)
-        alone = masked(method, model).attribute(ids[one], TARGET, mask[one])
-        assert relative_error(found[one], alone) <= 1e-5
-
-
-@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout])
-def test_padding_alone_has_no_token_to_ask_for(
+@pytest.mark.parametrize("method", [*METHODS, LatimALTI, LatimNorm, MambaLRP])
+def test_padding_alone_is_refused_and_the_others_are_explained(
     method: type, padded: tuple[Any, Tensor, Tensor]
 ) -> None:
     model, ids, mask = padded
-    for query in (None, "last"):
-        with pytest.raises(QueryError, match="Example 1 has no token to ask for"):
-            masked(method, model).attribute(ids, None, mask, query=query)
+    with pytest.raises(PaddedExampleError, match="Example 1 of the batch is padding alone"):
+        masked(method, model).attribute(ids, TARGET, mask)
+    found = masked(method, model).attribute(ids[::2], TARGET, mask[::2])
+    assert torch.isfinite(found).all() and not found[mask[::2] == 0].any()
+    for example in (0, 2):
+        one = slice(example, example + 1)
+        alone = masked(method, model).attribute(ids[one], TARGET, mask[one])
+        assert relative_error(found[example // 2], alone[0]) <= 1e-5
 
 
-def test_padding_alone_has_no_target(padded: tuple[Any, Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("query", [None, "last", "mean", 0])
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout])
+def test_padding_alone_has_no_token_to_ask_for(
+    method: type, query: Any, padded: tuple[Any, Tensor, Tensor]
+) -> None:
     model, ids, mask = padded
-    with pytest.raises(QueryError, match="padded token of example 1"):
-        masked(MambaAttribution, model).attribute(ids, TARGET, mask)
+    with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
+        masked(method, model).attribute(ids, None, mask, query=query)
 
 
 def test_matrices_of_padding_alone(padded: tuple[Any, Tensor, Tensor]) -> None:
     model, ids, mask = padded
-    with pytest.raises(QueryError, match="Example 1 has no token"):
+    with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
         masked(ImplicitAttention, model).matrices(ids, additional_forward_args=mask)
     for method in (LatimALTI, LatimNorm):
-        with pytest.raises(QueryError, match="Example 1 has no token"):
+        with pytest.raises(PaddedExampleError, match="Example 1 of the batch"):
             masked(method, model).maps(ids, additional_forward_args=mask)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import TRANSFORMERS, ZOO, Case, every, explain
 
 from captum_ssm import register_mixer, trace
-from captum_ssm.errors import WeightsError
+from captum_ssm.errors import AdapterError, WeightsError
 from captum_ssm.mixers import registry
 from captum_ssm.tracing import find_mixers, repaired_scans
 
@@ -223,7 +223,7 @@ def test_hooks_are_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(model)
     with torch.no_grad(), trace(model) as t:
         model(tokens)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(AdapterError, match="fail raised ZeroDivisionError"):
         t.layers[0].linear  # noqa: B018
     held.check()
 

@@ -1,0 +1,142 @@
+"""What an adapter returns, held to what adapters promise before anything is computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AdapterError, CaptumSSMError
+from ..mixers.base import Call, LinearMixer
+from ..mixers.registry import HOW_TO, class_path
+from ..operators import Operator
+from ..operators.fitting import ran_out_of_memory
+from .find import Mixer
+
+
+def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
+    """What the mixer's adapter returns.
+
+    Args:
+        mixer: the mixer.
+        call: a call of it.
+
+    Raises:
+        AdapterError: when the adapter fails, or returns what cannot be the mixer.
+    """
+    with _blaming(mixer, "raised"):
+        found: Any = mixer.linearize(mixer.module, call)
+    complaint = _complaint(found, call)
+    if complaint is not None:
+        raise _error(mixer, complaint)
+    linear: LinearMixer = found
+    return replace(linear, project=_guarded(mixer, linear, call.output_tensor.shape[-1]))
+
+
+@contextmanager
+def _blaming(mixer: Mixer, what: str) -> Iterator[None]:
+    """Let what an adapter's code raises name the mixer and the adapter."""
+    try:
+        yield
+    except Exception as error:
+        if _means_something_else(error):
+            raise
+        raise _error(mixer, f"{what} {type(error).__name__}: {error}") from error
+
+
+def _means_something_else(error: Exception) -> bool:
+    """Whether an error is no fault of the adapter in which it arose."""
+    if isinstance(error, RuntimeError) and ran_out_of_memory(error):
+        return True
+    # torch's checkpoints end the run of a forward that they repeat by an exception
+    by_checkpoint = type(error).__module__ == "torch.utils.checkpoint"
+    return by_checkpoint or isinstance(error, CaptumSSMError | ImportError | MemoryError)
+
+
+def _complaint(found: Any, call: Call) -> str | None:
+    """What is wrong with an adapter's answer, and what is expected in its place; None: nothing."""
+    if not isinstance(found, LinearMixer):
+        return f"returned {_named(found)} in place of a captum_ssm.mixers.LinearMixer"
+    parts: tuple[Any, ...] = found.values, found.operator, found.project, found.mask
+    values, operator, project, mask = parts
+    if not (isinstance(values, Tensor) and values.dim() == 4 and values.is_floating_point()):
+        return f"returned values={_named(values)} in place of a floating tensor (B, L, H, P)"
+    if not isinstance(operator, Operator):
+        return f"returned operator={_named(operator)} in place of a captum_ssm.operators.Operator"
+    if not callable(project):
+        return f"returned project={_named(project)} in place of a function"
+    shape, returned = tuple(values.shape), tuple(call.output_tensor.shape)
+    acts_on = tuple(getattr(operator, "shape", ()))
+    if acts_on != shape:
+        return f"returned values of shape {shape} and an operator on {acts_on or 'no shape'}"
+    if found.map is None and shape[:2] != returned[:2]:
+        return (
+            f"returned values of shape {shape} for a module that returned {returned}: (B, L, H, P) "
+            f"must begin with {returned[:2]}"
+        )
+    if mask is not None and not _marks_tokens(mask, shape[:2]):
+        return f"returned mask={_named(mask)} in place of booleans (B, L) = {shape[:2]}"
+    if _follows(call.hidden_states) and not values.requires_grad:
+        return _cut_off("values", "call.hidden_states")
+    return None
+
+
+def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
+    """The output projection, which only answers for itself once it is called."""
+    project: Callable[[Tensor], Any] = linear.project
+    shape, live = tuple(linear.operator.shape), linear.values.requires_grad
+    expected = (*shape[:2], width)
+
+    def guarded(y: Tensor) -> Tensor:
+        if tuple(y.shape) != shape:
+            raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
+        if live and torch.is_grad_enabled() and not y.requires_grad:
+            raise _error(mixer, _cut_off("what the operator returns", "its values"))
+        with _blaming(mixer, "returned a project that raised"):
+            out = project(y)
+        if not (isinstance(out, Tensor) and tuple(out.shape) == expected):
+            raise _error(
+                mixer, f"returned a project that makes {_named(out)} in place of {expected}"
+            )
+        if _follows(y) and not out.requires_grad:
+            raise _error(mixer, _cut_off("what project returns", "its argument"))
+        return out
+
+    return guarded
+
+
+def _marks_tokens(mask: Any, size: tuple[int, ...]) -> bool:
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == size
+
+
+def _follows(x: Tensor) -> bool:
+    """Whether gradients are wanted of what is computed from ``x``."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _cut_off(what: str, source: str) -> str:
+    return (
+        f"cut {what} off from {source}: no gradient gets through, and no relevance. Leave out "
+        "detach, no_grad and .data there"
+    )
+
+
+def _named(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return "None" if value is None else f"an object of class {type(value).__name__}"
+
+
+def _error(mixer: Mixer, complaint: str) -> AdapterError:
+    adapter = mixer.linearize
+    own = getattr(adapter, "__qualname__", type(adapter).__qualname__)
+    where = getattr(adapter, "__module__", type(adapter).__module__)
+    return AdapterError(
+        f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}: its adapter {where}.{own} "
+        f"{complaint}. {HOW_TO} says what an adapter returns."
+    )

@@ -1,0 +1,202 @@
+"""Every method holds operators to their modules: where asked to, and LatimFlow by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import every_method
+import networks
+import pytest
+import torch
+from language import word_tokenizer
+from small_models import mamba_lm, mixers_of, token_ids
+from torch import Tensor, nn
+
+from captum_ssm import (
+    ImplicitAttention,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaLRP,
+    SSMLLMAttribution,
+    compare,
+    register_mixer,
+)
+from captum_ssm.errors import ReconstructionError
+from captum_ssm.mixers import Call, LinearMixer, registry
+
+FLOWS = [LatimFlow, MambaLRP]
+TARGET = (-1, 3)
+LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\.\de[-+]\d\d, more "
+
+
+@pytest.fixture(autouse=True)
+def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
+    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+
+
+def with_wrong_adapter(model: Any) -> Any:
+    """The model, for whose mixers an adapter is registered that forgets the skip connection."""
+    found = registry.adapter_for(model.backbone.layers[0].mixer)
+    assert found is not None
+    right = found[1]
+
+    def without_skip(module: Any, call: Call) -> LinearMixer:
+        return right(module, call).restrict({"conv", "activation", "scan", "gate"})
+
+    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    return model
+
+
+Ask = Callable[[nn.Module, Tensor, Any], Any]
+#: What else than ``attribute`` takes the argument.
+OTHERS: dict[str, Ask] = {
+    "matrices": lambda model, ids, check: ImplicitAttention(model).matrices(ids, verify=check),
+    "states": lambda model, ids, check: ImplicitAttention(model).states(ids, [1], verify=check),
+    "factors": lambda model, ids, check: ImplicitAttention(model).factors(ids, [1], verify=check),
+    "norms": lambda model, ids, check: LatimNorm(model).maps(ids, verify=check),
+    "alti": lambda model, ids, check: LatimALTI(model).maps(ids, verify=check),
+    "logit": lambda model, ids, check: LatimLogit(model).decompose(ids, TARGET, verify=check),
+    "flow": lambda model, ids, check: LatimFlow(model).decompose(ids, TARGET, verify=check),
+    "flow, several targets": lambda model, ids, check: LatimFlow(model).decompose_each(
+        ids, [TARGET, (0, 1)], verify=check
+    ),
+    "delta": lambda model, ids, check: MambaLRP(model).compute_convergence_delta(
+        torch.zeros(ids.shape), ids, TARGET, verify=check
+    ),
+    "attribute_each": lambda model, ids, check: MambaLRP(model).attribute_each(
+        ids, [TARGET, (0, 1)], verify=check
+    ),
+    "compare": lambda model, ids, check: compare(
+        model, [LatimFlow], ids, TARGET, options={"LATIM Flow": {"verify": check}}
+    ),
+}
+
+
+def asked(name: str) -> Ask:
+    if name in OTHERS:
+        return OTHERS[name]
+    (method,) = (m for m in every_method.METHODS if m.__name__ == name)
+    return lambda model, ids, check: method(model).attribute(ids, target=TARGET, verify=check)
+
+
+@pytest.mark.parametrize("name", [*(m.__name__ for m in every_method.METHODS), *OTHERS])
+def test_a_wrong_adapter_is_found_where_asked_for(name: str) -> None:
+    model, ids, ask = mamba_lm(), token_ids(), asked(name)
+    ask(model, ids, True)
+    with_wrong_adapter(model)
+    with pytest.raises(ReconstructionError, match=f"{LAYERS}than 1e-05") as caught:
+        ask(model, ids, True)
+    assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(ReconstructionError, match=f"{LAYERS}than 1e-03"):
+        ask(model, ids, 1e-3)
+    ask(model, ids, False)
+
+
+def test_a_wrong_adapter_is_found_in_texts() -> None:
+    words = word_tokenizer()
+    torch.manual_seed(0)
+    model = mamba_lm(vocab_size=len(words))
+    explain = SSMLLMAttribution(LatimFlow(model), words)
+    explain.attribute("anna owns the lamp", target="bob")
+    with_wrong_adapter(model)
+    with pytest.raises(ReconstructionError, match=LAYERS):
+        explain.attribute("anna owns the lamp", target="bob")
+    explain.attribute("anna owns the lamp", target="bob", verify=False)
+
+
+@pytest.mark.parametrize("method", FLOWS)
+def test_the_delta_does_not_tell_and_the_check_is_on_by_default(method: Any) -> None:
+    model, ids = with_wrong_adapter(mamba_lm()), token_ids()
+    for call in (
+        lambda **options: method(model).attribute(ids, TARGET, **options),
+        lambda **options: method(model).decompose(ids, TARGET, **options),
+        lambda **options: method(model).attribute_each(ids, [TARGET], **options),
+    ):
+        with pytest.raises(ReconstructionError, match=LAYERS):
+            call()
+        call(verify=False)
+    relevance, delta = method(model).attribute(
+        ids, TARGET, verify=False, return_convergence_delta=True
+    )
+    assert delta.abs().max() <= 1e-5 * relevance.abs().sum()  # and yet the relevance is wrong
+
+
+@pytest.mark.parametrize("method", FLOWS)
+def test_without_biases_the_check_is_made_on_demand(method: Any) -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    method(model).attribute(ids, TARGET, zero_bias=True, verify=True)
+    with_wrong_adapter(model)
+    method(model).attribute(ids, TARGET, zero_bias=True)
+    with pytest.raises(ReconstructionError, match=LAYERS):
+        method(model).attribute(ids, TARGET, zero_bias=True, verify=True)
+
+
+@pytest.mark.parametrize("zero_bias", [False, True])
+def test_the_check_changes_nothing(zero_bias: bool) -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    options = {"zero_bias": zero_bias, "return_convergence_delta": True}
+    checked = MambaLRP(model).attribute(ids, TARGET, verify=True, **options)
+    unchecked = MambaLRP(model).attribute(ids, TARGET, verify=False, **options)
+    assert all(map(torch.equal, checked, unchecked))
+
+
+# --- the package's own adapters pass -------------------------------------------------------------
+
+QUICK = ("mamba", "jamba", "qwen3_next", "vim, two cls")
+
+
+def every(names: Any) -> Any:
+    marks = {name: () if name in QUICK else pytest.mark.heavy for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every(networks.NETWORKS)
+def test_in_half_precision(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decomposition may be refused for rounding outside the mixers; not for the operators."""
+    case = networks.make(name, monkeypatch, dtype)
+    target = networks.targets(networks.own_output(case))[0]
+    LatimFlow(case.model).decompose(case.inputs, target, gate="half", verify=True)
+
+
+@every(networks.NETWORKS)
+def test_without_biases(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = networks.make(name, monkeypatch)
+    target = networks.targets(networks.own_output(case))[0]
+    MambaLRP(case.model).decompose(case.inputs, target, zero_bias=True, verify=True)
+
+
+@every(networks.MASKED)
+def test_with_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = networks.make(name, monkeypatch)
+    mask = torch.ones_like(case.inputs)
+    mask[0, :4] = mask[1, -3:] = mask[2, :-1] = 0
+    explain = LatimFlow(lambda ids, mask: case.model(ids, attention_mask=mask), model=case.model)
+    for zero_bias in (False, True):
+        explain.decompose(case.inputs, (3, 2), mask, zero_bias=zero_bias, verify=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype: torch.dtype) -> None:
+    """Modules then compute in less than what they return has bits for."""
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    with torch.autocast("cpu", dtype):
+        LatimFlow(model).attribute(ids, TARGET, verify=True)
+        ImplicitAttention(model).attribute(ids, TARGET, verify=True)
+    with_wrong_adapter(model)
+    with torch.autocast("cpu", dtype), pytest.raises(ReconstructionError, match=LAYERS):
+        LatimFlow(model).attribute(ids, TARGET)
+
+
+@pytest.mark.heavy
+def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
+    model = mamba_lm()
+    with torch.no_grad():
+        for mixer in mixers_of(model):
+            mixer.A_log.uniform_(-6, -2)
+    LatimFlow(model).attribute(token_ids(1, 16_384), TARGET, verify=True)

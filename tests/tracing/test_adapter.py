@@ -1,0 +1,249 @@
+"""Adapters that fail, or return what cannot stand for their mixer: named, whoever asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register_mixer, trace
+from captum_ssm.errors import AdapterError, CachedStateError
+from captum_ssm.mixers import Call, LinearMixer
+from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Shape
+
+pytestmark = pytest.mark.usefixtures("private_registry")
+WIDTH, BATCH, TOKENS = 4, 2, 5
+
+
+class Smoothing(nn.Module):
+    """out(h), h[t] = a[t] h[t-1] + value(x[t])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.decay, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        v, a = self.value(x), torch.sigmoid(self.decay(x))
+        state, states = torch.zeros_like(v[:, 0]), []
+        for t in range(x.shape[1]):
+            state = a[:, t] * state + v[:, t]
+            states.append(state)
+        return self.out(torch.stack(states, 1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Smoothing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixer(x)
+
+
+def right(module: Any, call: Call) -> LinearMixer:
+    x = call.hidden_states
+    values = module.value(x)[..., None]
+    operator = ElementwiseRecurrence(torch.sigmoid(module.decay(x)))
+    return LinearMixer(values, operator, lambda y: module.out(y.flatten(2)))
+
+
+class Other(ElementwiseRecurrence):
+    """An operator whose apply is replaced."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def apply(self, v: Tensor) -> Tensor:
+        return type(self).change(super().apply(v))
+
+
+def with_apply(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Call], LinearMixer]:
+    class Changed(Other):
+        pass
+
+    Changed.change = staticmethod(change)
+
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        decay = torch.sigmoid(module.decay(call.hidden_states))
+        return replace(right(module, call), operator=Changed(decay))
+
+    return adapter
+
+
+def changed(**changes: Callable[[LinearMixer], Any]) -> Callable[[Any, Call], LinearMixer]:
+    """The right adapter with some attributes of what it returns replaced."""
+
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        linear = right(module, call)
+        return replace(linear, **{name: change(linear) for name, change in changes.items()})
+
+    return adapter
+
+
+def identity(shape: tuple[int, ...]) -> Diagonal:
+    return Diagonal(torch.ones(1, 1, 1, 1), Shape(*shape))
+
+
+def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
+    """Values and an operator of a shape, whatever the module returned."""
+
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        values = call.hidden_states.sum() * torch.ones(shape)
+        return replace(right(module, call), values=values, operator=identity(shape))
+
+    return adapter
+
+
+def raising(error: Exception) -> Callable[[Any, Call], LinearMixer]:
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        raise error
+
+    return adapter
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda module, call: None, r"returned None in place of a .*\.LinearMixer"),
+    "a tensor": (
+        lambda module, call: call.hidden_states,
+        r"returned a tensor of shape \(2, 5, 4\)",
+    ),
+    "a pair": (lambda module, call: (1, 2), r"returned an object of class tuple in place of"),
+    "values of three dimensions": (
+        changed(values=lambda m: m.values.squeeze(-1)),
+        r"values=a tensor of shape \(2, 5, 4\) .*in place of a floating tensor \(B, L, H, P\)",
+    ),
+    "integer values": (changed(values=lambda m: m.values.long()), r"torch\.int64 in place of a fl"),
+    "no values": (changed(values=lambda m: None), r"values=None in place of"),
+    "a matrix as operator": (
+        changed(operator=lambda m: m.operator.dense()),
+        r"operator=a tensor of shape \(2, 5, 5\) .*captum_ssm\.operators\.Operator",
+    ),
+    "no operator": (changed(operator=lambda m: None), r"operator=None in place of"),
+    "an operator on other heads": (
+        changed(operator=lambda m: identity((2, 5, 2, 2))),
+        r"values of shape \(2, 5, 4, 1\) and an operator on \(2, 5, 2, 2\)",
+    ),
+    "fewer tokens": (resized(2, 3, 4, 1), r"\(2, 3, 4, 1\) .* returned \(2, 5, 4\).*with \(2, 5\)"),
+    "another batch": (resized(1, 5, 4, 1), r"\(1, 5, 4, 1\) .* must begin with \(2, 5\)"),
+    "tokens first": (resized(5, 2, 4, 1), r"\(5, 2, 4, 1\) .* must begin with \(2, 5\)"),
+    "no projection": (changed(project=lambda m: None), r"project=None in place of a function"),
+    "a floating mask": (changed(mask=lambda m: torch.ones(2, 5)), r"mask=.*booleans .*= \(2, 5\)"),
+    "a mask of pairs": (
+        changed(mask=lambda m: torch.ones(2, 5, 5, dtype=torch.bool)),
+        r"mask=a tensor of shape \(2, 5, 5\)",
+    ),
+    "an exception": (
+        raising(KeyError("gate")),
+        r"<locals>\.adapter raised KeyError: 'gate'",
+    ),
+}
+#: Wrong only once they are used.
+WRONG_LATER: dict[str, tuple[Any, str]] = {
+    "a projection to another width": (
+        changed(project=lambda m: lambda y: torch.cat([m.project(y)] * 2, -1)),
+        r"project that makes a tensor of shape \(2, 5, 8\) .*in place of \(2, 5, 4\)",
+    ),
+    "a projection that fails": (
+        changed(project=lambda m: lambda y: m.project(y.transpose(1, 2)) @ torch.ones(3)),
+        r"project that raised RuntimeError: ",
+    ),
+    "a projection to nothing": (
+        changed(project=lambda m: lambda y: None),
+        r"project that makes None in place of \(2, 5, 4\)",
+    ),
+    "an operator that loses a token": (
+        with_apply(lambda y: y[:, 1:]),
+        r"operator that makes \(2, 4, 4, 1\) of \(2, 5, 4, 1\)",
+    ),
+}
+#: Wrong only where a gradient is wanted.
+CUT: dict[str, tuple[Any, str]] = {
+    "values": (
+        changed(values=lambda m: m.values.detach()),
+        "cut values off from call.hidden_states",
+    ),
+    "the operator": (
+        with_apply(lambda y: y.detach()),
+        "cut what the operator returns off from its values",
+    ),
+    "the projection": (
+        changed(project=lambda m: lambda y: m.project(y.detach()).detach()),
+        "cut what project returns off from its argument",
+    ),
+}
+
+
+def model_with(adapter: Any) -> nn.Module:
+    register_mixer(Smoothing, adapter)
+    return nn.Sequential(Block(), Block()).eval()
+
+
+def assert_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(AdapterError, match=message) as caught:
+        call()
+    text = str(caught.value)
+    assert f"a {__name__}.Smoothing: its adapter {__name__}." in text and "Layer '" in text
+    assert "docs/howto/adding_an_architecture.md" in text
+    assert isinstance(caught.value, RuntimeError)
+
+
+def inputs() -> Tensor:
+    return torch.randn(BATCH, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_a_mixer_is_named_by_whoever_asks(case: str) -> None:
+    adapter, message = WRONG[case]
+    model, x = model_with(adapter), inputs()
+    with torch.no_grad(), trace(model) as t:
+        model(x)
+    assert_named(lambda: t.layers[1].linear, rf"Layer '1\.mixer'.*{message}")
+    for method in (ImplicitAttentionRollout, LatimFlow, LatimLogit):
+        assert_named(lambda m=method: m(model).attribute(x, target=(-1, 2)), message)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("case", WRONG_LATER)
+def test_what_shows_when_it_is_used(case: str) -> None:
+    adapter, message = WRONG_LATER[case]
+    model, x = model_with(adapter), inputs()
+    with torch.no_grad(), trace(model) as t:
+        model(x)
+    assert_named(t.layers[0].verify, rf"Layer '0\.mixer'.*{message}")
+    assert_named(lambda: LatimFlow(model).attribute(x, target=(-1, 2)), message)
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_what_no_gradient_gets_through(case: str) -> None:
+    adapter, message = CUT[case]
+    model, x = model_with(adapter), inputs()
+    ImplicitAttentionRollout(model).attribute(x, query="last", verify=True)  # needs no gradient
+    assert_named(lambda: LatimFlow(model).attribute(x, target=(-1, 2)), message)
+
+
+def test_the_exception_itself_is_the_cause() -> None:
+    error = AttributeError("no such gate")
+    model = model_with(raising(error))
+    with pytest.raises(AdapterError) as caught:
+        LatimFlow(model).attribute(inputs(), target=(-1, 2))
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CachedStateError("a cache"), MemoryError(), ImportError("kernels"), torch.OutOfMemoryError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_say_something_else_stay_what_they_are(error: Exception) -> None:
+    model = model_with(raising(error))
+    with pytest.raises(type(error)) as caught:
+        LatimFlow(model).attribute(inputs(), target=(-1, 2))
+    assert caught.value is error
+
+
+def test_the_right_adapter_passes() -> None:
+    model, x = model_with(right), inputs()
+    relevance, delta = LatimFlow(model).attribute(x, target=(-1, 2), return_convergence_delta=True)
+    assert relevance.shape == x.shape and delta.abs().max() <= 1e-5

@@ -1,0 +1,83 @@
+"""What counts as reproducing a module's output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from captum_ssm.errors import ReconstructionError
+from captum_ssm.tracing.verification import (
+    TOLERANCES,
+    relative_error,
+    require_same,
+    tolerance_for,
+)
+
+
+def on_a_gpu(dtype: torch.dtype) -> Any:
+    """What is asked of an output there."""
+    return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size((2, 9, 3)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_format_of_the_output_counts(dtype: torch.dtype) -> None:
+    assert tolerance_for(torch.ones(2, 9, 3, dtype=dtype)) == TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_so_does_that_of_autocast(low: torch.dtype) -> None:
+    with torch.autocast("cpu", low):
+        for dtype in (torch.float32, low):
+            assert tolerance_for(torch.ones(2, 9, 3, dtype=dtype)) == TOLERANCES[low]
+        with torch.autocast("cpu", enabled=False):
+            assert tolerance_for(torch.ones(2, 9, 3)) == TOLERANCES[torch.float32]
+
+
+def test_float32_on_a_gpu_may_be_multiplied_in_ten_bits() -> None:
+    """A product of numbers rounded to ten bits is off by up to 2^-10 of itself."""
+    wide = tolerance_for(on_a_gpu(torch.float32))
+    assert 2**-10 < wide < TOLERANCES[torch.float16]
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert tolerance_for(on_a_gpu(dtype)) == TOLERANCES[dtype]
+
+
+def test_sums_over_many_tokens_may_round_more() -> None:
+    def tolerance(tokens: int, dtype: torch.dtype) -> float:
+        return tolerance_for(torch.ones(1, 1, 1, dtype=dtype).expand(1, tokens, 1))
+
+    for dtype in (torch.float64, torch.float32):
+        assert tolerance(1024, dtype) == TOLERANCES[dtype]
+        assert tolerance(16_384, dtype) == pytest.approx(16 * TOLERANCES[dtype])
+        assert tolerance(10**7, dtype) == 1e-3
+    assert tolerance(10**7, torch.bfloat16) == TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_error_is_the_largest_difference_per_largest_entry(dtype: torch.dtype) -> None:
+    real = (30 * torch.randn(2, 7, 5)).to(dtype)
+    rebuilt = real.double() + torch.randn(2, 7, 5, dtype=torch.float64)
+    a, b = rebuilt.numpy(), real.double().numpy()
+    wanted = np.abs(a - b).max() / np.abs(b).max()
+    assert relative_error(rebuilt, real) == pytest.approx(wanted, rel=1e-12)
+    assert relative_error(real.clone(), real) == 0
+
+
+def test_outputs_of_zero() -> None:
+    """As of a projection that training starts from: equal is equal."""
+    zeros = torch.zeros(1, 3, 2)
+    assert relative_error(zeros.clone(), zeros) == 0
+    assert relative_error(torch.full_like(zeros, 1e-3), zeros) > 1
+
+
+def test_what_is_said_of_another_output() -> None:
+    require_same("layers.3.mixer", "Mamba", error=1e-5, limit=1e-5)
+    for error in (2e-5, float("nan"), float("inf")):
+        with pytest.raises(ReconstructionError) as caught:
+            require_same("layers.3.mixer", "Mamba", error, limit=1e-5)
+        text = str(caught.value)
+        assert "'layers.3.mixer' (Mamba)" in text and f"an error of {error:.1e}, more than" in text
+        assert "verify=1e-2" in text
