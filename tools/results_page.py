@@ -15,17 +15,17 @@ from pathlib import Path
 
 from captum_ssm.evaluation import EXPERIMENTS, Experiment, Line, Records, lines
 from captum_ssm.evaluation.beyond import BEYOND
+from captum_ssm.evaluation.counterparts import counterparts
+from captum_ssm.evaluation.excerpt import ROWS, excerpt
 from captum_ssm.evaluation.published_images import IMAGES
 from captum_ssm.evaluation.published_texts import TEXTS
 from captum_ssm.evaluation.published_tokens import TOKENS
 from captum_ssm.evaluation.runner import Result
-from captum_ssm.evaluation.tables import as_csv, counted, legend
+from captum_ssm.evaluation.tables import as_csv, counted, labels_of, legend
 from captum_ssm.evaluation.verdicts import Comparison, Outcome, Verdict, verdicts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results.md", "results"
-#: Rows of each model that the page shows; the tables beside it have all.
-ROWS = 12
 
 Results = Mapping[str, Sequence[Result]]
 
@@ -73,10 +73,20 @@ and the usual methods, and does the unified formulation of implicit attention be
 
 {asked}
 
+## Vision Mamba beside a transformer
+
+Maps of models of equal size that learned the same scenes, beside what finds the objects without a
+model. The papers' transformer is DeiT (UN, tables 1, 3 and 6; HA, tables 1 and 2). The transformer
+here was trained to tell what each pixel shows as well, and Vision Mamba was not: that one finds
+objects better than the other says nothing of their architectures.
+
+{counterparts}
+
 ## Tables
 
-Of each method and formulation the best row, and of these the best {rows} by the first column; the
-best layer is chosen on the same examples here, which favours methods with several.
+Of each method and formulation the best row, and of these the best {rows} by the first column, with
+the baselines that look at no model wherever they are; the best layer is chosen on the same examples
+here, which favours methods with several.
 
 {tables}
 
@@ -136,6 +146,7 @@ def page(
         missing=unmeasured([each for each in PUBLISHED if each not in known]),
         published=by_source(published),
         asked=answered(judged(results, BEYOND)),
+        counterparts=side_by_side(tables),
         tables="\n\n".join(parts),
         rows=ROWS,
         again=again,
@@ -236,31 +247,30 @@ def section(experiment: Experiment, table: Sequence[Line], linked: bool = True) 
     names = [column.name for column in experiment.columns]
     parts = [f"### {experiment.title}"]
     for model in sorted({line.model for line in table}):
-        own = best_rows(experiment, [line for line in table if line.model == model])
+        own = excerpt(experiment, [line for line in table if line.model == model])
+        labels = labels_of(own)
         rows = [
-            [line.method, line.formulation, line.row, *(str(line.entries[n]) for n in names)]
-            for line in own[:ROWS]
+            [*(getattr(line, label) for label in labels), *(str(line.entries[n]) for n in names)]
+            for line in own
         ]
-        head = ["method", "formulation", "row", *names]
-        parts.append(f"{model}, {counted(own)}\n\n{markdown(head, rows)}")
+        parts.append(f"{model}, {counted(own)}\n\n{markdown([*labels, *names], rows)}")
     link = f" [All rows]({TABLES}/{experiment.name}.csv)." if linked else ""
     parts.append(f"{legend(experiment)}{link}")
     return "\n\n".join(parts)
 
 
-def best_rows(experiment: Experiment, table: Iterable[Line]) -> list[Line]:
-    """Of each method and formulation the row that is best by the first column, the best first."""
-    column = experiment.columns[0]
-    sign = 1 if column.better == "low" else -1
-
-    def badness(line: Line) -> float:
-        value = line.entries[column.name].value
-        return sign * value if value == value else float("inf")
-
-    best: dict[tuple[str, str], Line] = {}
-    for line in sorted(table, key=badness):
-        best.setdefault((line.method, line.formulation), line)
-    return list(best.values())
+def side_by_side(tables: Mapping[str, Sequence[Line]]) -> str:
+    """A table for each experiment on images, of the maps that models of several kinds share."""
+    parts = []
+    for name, found in counterparts(tables).items():
+        columns = [column.name for column in EXPERIMENTS[name].columns]
+        rows = [
+            [kind, line.model, line.method, line.formulation, *map(str, line.entries.values())]
+            for kind, line in found
+        ]
+        head = ["map", "model", "method", "formulation", *columns]
+        parts.append(f"### {EXPERIMENTS[name].title}\n\n{markdown(head, rows)}")
+    return "\n\n".join(parts) or "Not measured here."
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
     from . import EXPERIMENTS, Processes, lines, write_tables
     from . import run as measure
+    from .excerpt import as_text
     from .machine import note
 
     if options.list:
@@ -79,6 +80,7 @@ def run(options: argparse.Namespace) -> None:
         results = measure(plan, options.out, processes, _log if processes.index == 0 else None)
         if processes.index == 0:
             table = lines(plan.experiment, results)
+            print(as_text(plan.experiment, table))
             for path in write_tables(plan.experiment, table, options.out):
                 print(path)
     if processes.index == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,8 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..errors import OptionError
 from ..metrics.sample import Statistic, mean
 from .records import Rows
+
+#: What files can be named after on any system, and nothing outside of their folder.
+_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class Cell(NamedTuple):
@@ -99,6 +104,9 @@ class Experiment(ABC):
         title: what it shows, with the table of the paper that it is the counterpart of.
         columns: the columns of its table, the one that tells most first.
         examples: how many of each model and seed a full run takes. Default: 100.
+        baselines: names of methods that look at no model, or that all others are held against;
+            where the best rows are shown, theirs are too. Default: none.
+        note: what has to be known to read the table. Default: nothing.
 
     Example:
         >>> from torch import nn
@@ -123,6 +131,8 @@ class Experiment(ABC):
     title: str
     columns: Sequence[Column]
     examples: int = 100
+    baselines: Collection[str] = ()
+    note: str = ""
 
     @abstractmethod
     def subjects(self) -> Sequence[Subject]:
@@ -188,3 +198,22 @@ class Experiment(ABC):
             if (methods is None or cell.method in methods)
             and (formulations is None or cell.formulation in formulations)
         ]
+
+
+def file_name(experiment: Experiment) -> str:
+    """The name of an experiment, which its folder and its tables are named after.
+
+    Args:
+        experiment: any.
+
+    Raises:
+        OptionError: when the name holds more than letters, digits, dots, dashes and underscores, or
+            begins with a dot or dash: its files could lie anywhere.
+    """
+    if not _FILE_NAME.fullmatch(experiment.name):
+        raise OptionError(
+            f"name={experiment.name!r} of {type(experiment).__name__}: files are named after an "
+            "experiment. Use letters, digits, dots, dashes and underscores, the first a letter or "
+            "digit."
+        )
+    return experiment.name

@@ -13,6 +13,12 @@ from .verdicts import Comparison, Side, stated
 #: What the names of the models end with.
 VIM = "-vim"
 
+#: By what the names of the models end with, the distances of the farthest of 64 patches from a cls
+#: token in the middle and from one in front.
+_FARTHEST = {VIM: "17-32", f"{VIM}-first": "33-64"}
+#: The figure shows the first layer and the last two.
+_LAYERS = ("layer 0", "layer 2", "layer 3", "mean")
+
 _MASKS = ("pixel accuracy", "mAP", "mIoU")
 _AREAS = ("positive, black", "negative, black")
 
@@ -86,5 +92,23 @@ def _relevance_propagation() -> Iterator[Comparison]:
     yield from stated("segmentation", "HA, table 2", _MASKS, known, pairs, VIM)
 
 
+def _proximity() -> Iterator[Comparison]:
+    """The patches beside the cls token against the farthest ones."""
+    for models, farthest in _FARTHEST.items():
+        for layer in _LAYERS:
+            near, far = (
+                Side("ImplicitAttention", "s6", f"{layer}, distance {distance}")
+                for distance in ("01", farthest)
+            )
+            yield Comparison(
+                "cls-influence", "relative influence", near, far, "HA, figure 2", models=models
+            )
+
+
 #: All that is said of images.
-IMAGES: tuple[Comparison, ...] = (*_formulations(), *_variants(), *_relevance_propagation())
+IMAGES: tuple[Comparison, ...] = (
+    *_formulations(),
+    *_variants(),
+    *_relevance_propagation(),
+    *_proximity(),
+)

@@ -13,7 +13,7 @@ import torch
 
 from .._files import write_whole
 from ..errors import InputError, OptionError
-from .experiment import Cell, Experiment, Subject
+from .experiment import Cell, Experiment, Subject, file_name
 from .placing import placed
 from .records import Key, Records, Rows
 
@@ -153,6 +153,7 @@ def run(
     Raises:
         InputError: when the folder holds results of other weights under the same names, or a line
             that is not a result.
+        OptionError: when no folder can be named after the experiment.
 
     Example:
         >>> import tempfile
@@ -169,7 +170,7 @@ def run(
     """
     processes = Processes.launched() if processes is None else processes
     experiment = plan.experiment
-    records = Records(Path(folder) / experiment.name, processes.index)
+    records = Records(Path(folder) / file_name(experiment), processes.index)
     _check_weights(records.folder / "weights.json", plan, processes)
     recorded = {key for key, _ in records}
     mine = [

@@ -15,7 +15,7 @@ from ..metrics.classes import class_logits
 from ..models.bundled import BUNDLED, weights_of
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .experiment import Cell, Experiment, Subject
-from .image_baselines import Explain
+from .image_baselines import Explain, picture_maps
 from .image_maps import ImageMap
 from .linked_texts import device_of
 from .records import Rows
@@ -52,6 +52,8 @@ class OnScenes(Experiment):
 
 class ByMaps(OnScenes):
     """Base of those that judge maps of patches or pixels."""
+
+    baselines = tuple(dict.fromkeys(cell.method for cell in picture_maps()))
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._files import make_folder, replacing, write_whole
 from ..viz.intervals import Interval, plot_intervals
-from .experiment import Column, Experiment, name_of
+from .experiment import Column, Experiment, file_name, name_of
 from .records import Key, Numbers, Rows
 from .spread import CONFIDENCE, interval
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _DOTS_PER_INCH = 110
 #: What a line says beside its entries.
 _KEYS = ("model", "method", "formulation", "row", "trainings", "examples")
+#: Of these, what tells the lines of one model apart.
+_LABELS = ("method", "formulation", "row")
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,15 @@ def _entry(column: Column, models: Iterable[Iterable[Numbers]]) -> Entry:
 def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
     """A section per model; the best value of each column is bold."""
     parts = [f"# {experiment.title}"]
-    head = ["method", "formulation", "row", *(column.name for column in experiment.columns)]
     for model in sorted({line.model for line in table}):
         own = [line for line in table if line.model == model]
+        labels = labels_of(own)
+        head = [*labels, *(column.name for column in experiment.columns)]
         best = {column.name: _best(column, own) for column in experiment.columns}
         parts += ["", f"## {model}, {counted(own)}", ""]
         parts += [_row(head), _row(["---"] * len(head))]
         for line in own:
-            cells = [line.method, line.formulation, line.row]
+            cells = [getattr(line, name) for name in labels]
             for name, entry in line.entries.items():
                 cells.append(f"**{entry}**" if entry.value == best[name] else str(entry))
             parts.append(_row(cells))
@@ -143,13 +146,21 @@ def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
 
 
 def legend(experiment: Experiment) -> str:
-    """What the brackets and columns of a table say."""
+    """What the brackets and columns of a table say, and what has to be known to read it."""
     brackets = (
         f"In brackets {CONFIDENCE:.0%} bootstrap intervals over examples, and over trainings where "
         "there are several."
     )
     directions = ", ".join(f"{c.name}: {c.direction}" for c in experiment.columns if c.better)
-    return f"{brackets} {directions}." if directions else brackets
+    return " ".join(
+        filter(None, (brackets, f"{directions}." if directions else "", experiment.note))
+    )
+
+
+def labels_of(table: Iterable[Line]) -> list[str]:
+    """Those of method, formulation and row that some line of a table has."""
+    found = list(table)
+    return [name for name in _LABELS if any(getattr(line, name) for line in found)]
 
 
 def as_csv(experiment: Experiment, table: Sequence[Line]) -> str:
@@ -192,6 +203,7 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
 
     Raises:
         WriteError: when a file cannot be written; it then holds what it held before.
+        OptionError: when no file can be named after the experiment.
 
     Example:
         >>> import tempfile
@@ -204,14 +216,14 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
         >>> [path.suffix for path in paths[:3]]  # with matplotlib, .png is the fourth
         ['.md', '.csv', '.json']
     """
-    place = Path(folder)
+    place, name = Path(folder), file_name(experiment)
     make_folder(place)
     paths = []
     for ending, write in (("md", as_markdown), ("csv", as_csv), ("json", as_json)):
-        paths.append(place / f"{experiment.name}.{ending}")
+        paths.append(place / f"{name}.{ending}")
         write_whole(paths[-1], write(experiment, table))
     if table and find_spec("matplotlib") is not None:
-        paths.append(place / f"{experiment.name}.png")
+        paths.append(place / f"{name}.png")
         with replacing(paths[-1]) as file:
             picture(experiment, table).savefig(file, dpi=_DOTS_PER_INCH)
     return paths

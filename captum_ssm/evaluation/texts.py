@@ -80,6 +80,12 @@ class TextClasses(Experiment):
         Column("lexicon AUC", ("auc",)),
         Column("lexicon AP", ("ap",)),
     )
+    baselines = (RANDOM.method, WORD_WEIGHTS.method)
+    note = (
+        "AU-MSE is no measure of a map with a sign: what it says speaks against the class is taken "
+        "out first, and its absence changes the logits. By AU-MSE such a map can be worse than one "
+        "drawn by chance that finds nothing."
+    )
 
     def subjects(self) -> Sequence[Subject]:
         return [bundled(name) for name in TEXT_RECIPES]

@@ -254,7 +254,7 @@ def _best_layer(column: Column, series: Mapping[Side, _Series]) -> Side | None:
             sample.update(numbers_of(column, even))
             values[each] = float(sample.value()[0])
     known = {each: value for each, value in values.items() if not math.isnan(value)}
-    pick = max if column.better == "high" else min
+    pick = min if column.better == "low" else max
     return pick(known, key=known.__getitem__, default=None)
 
 
@@ -267,7 +267,7 @@ def _both_known(pairs: Tensor) -> Tensor:
 
 def _gain(column: Column) -> Statistic:
     """By how much the first half of the numbers is better than the second."""
-    sign = 1 if column.better == "high" else -1
+    sign = -1 if column.better == "low" else 1
 
     def gain(sums: Tensor, counts: Tensor) -> Tensor:
         first, second = (

@@ -30,14 +30,20 @@ def ratio(sums: Tensor, _: Tensor) -> Tensor:
 class ClsInfluence(OnScenes):
     """How much the cls token takes from patches near it and far from it, layer by layer.
 
-    The rows are bins of the distance in the sequence.  Influence is the absolute value of the
-    matrix's entry, or the length of the contribution; relative influence is that of the bin over
-    that of all patches, so that a layer without a bias has 1 everywhere.
+    The rows are bins of the distance in the sequence, of each layer and of their mean.  Influence
+    is the absolute value of the matrix's entry, or the length of the contribution; relative
+    influence is that of the bin over that of all patches, so that a layer without a bias has 1
+    everywhere.
     """
 
     name = "cls-influence"
     title = "Influence of patches on the cls token by their distance (after HA figure 2)"
     columns = (Column("relative influence", ("bin", "all"), "", ratio),)
+    note = (
+        "Patches near a cls token in the middle are those in the middle of the image, where most "
+        "objects lie, patches near one in front are those of a corner: what a transformer, which "
+        "has no decay, takes from them tells how much of the influence is due to the image."
+    )
 
     def __init__(self, models: Sequence[str] = (VIM, VIM_FIRST, VIT)) -> None:
         super().__init__(models)
@@ -50,10 +56,13 @@ class ClsInfluence(OnScenes):
             return {}  # the same as unified
         image = image_of(example, model)
         patches = patches_of(model, image)
+        influence = [row[patches.index].abs() for row in _rows(model, image, cell, patches.cls())]
+        layers = {f"layer {i}": each for i, each in enumerate(influence)}
+        layers["mean"] = torch.stack([each / each.mean() for each in influence]).mean(0)
         return {
-            f"layer {i}, {name}": numbers
-            for i, row in enumerate(_rows(model, image, cell, patches.cls()))
-            for name, numbers in by_distance(row[patches.index].abs(), patches)
+            f"{layer}, {name}": numbers
+            for layer, each in layers.items()
+            for name, numbers in by_distance(each, patches)
         }
 
 

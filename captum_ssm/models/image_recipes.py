@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from captum_ssm.models.folders import (
     save_of_transformers,
     save_plain,
 )
+from captum_ssm.models.pixel_reader import PixelReader, patch_tokens
 from captum_ssm.models.recipe import HELD_OUT_SEED, Recipe, Round, Scores
 from captum_ssm.models.small import model_of
 from captum_ssm.models.vim import VisionMamba
@@ -31,6 +33,8 @@ _HELD_OUT, _MEASURED = 256, 1024
 _AT_ONCE = 128
 #: Of a Vision Transformer: channels of a head, and width of the perceptron over that of the stream.
 _HEAD, _WIDER = 12, 2
+#: Its weights at first, whose default of transformers is made for larger widths, and its positions.
+_SPREAD, _AMPLITUDE = 0.1, 0.5
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class ImageRecipe(Recipe):
         steps: optimiser steps of each round.
         batch_size: scenes per step. Default: 32.
         learning_rate: the peak. Default: 2e-3.
+        mask_loss: weight of a second loss, the cross entropy of what each pixel shows, as a
+            :class:`.PixelReader` tells it from the tokens of patches. Default: 0, it is left out.
     """
 
     task: SceneTask
@@ -83,6 +89,7 @@ class ImageRecipe(Recipe):
     steps: tuple[int, ...]
     batch_size: int = 32
     learning_rate: float = 2e-3
+    mask_loss: float = 0.0
 
     def new(self) -> nn.Module:
         make = _new_vim if self.size.architecture == "vim" else _new_vit
@@ -91,6 +98,8 @@ class ImageRecipe(Recipe):
     def rounds(self, model: nn.Module, seed: int) -> Sequence[Round]:
         rng = random.Random(seed)
         held_out = self.task.draw(_HELD_OUT, HELD_OUT_SEED)
+        width, patch, classes = self.size.hidden, self.size.patch, len(self.task.classes)
+        reader = PixelReader(width, patch, classes) if self.mask_loss else None
 
         def score() -> float:
             return image_accuracy(model, held_out)
@@ -98,13 +107,20 @@ class ImageRecipe(Recipe):
         def part(task: SceneTask, steps: int) -> Round:
             def loss() -> Tensor:
                 batch = task.draw(self.batch_size, rng.getrandbits(62), held_out=False)
-                return F.cross_entropy(_logits(model, batch.images), batch.labels)
+                return self._loss(model, reader, batch)
 
-            return Round(steps, loss, score, self.learning_rate)
+            return Round(steps, loss, score, self.learning_rate, reader)
 
         bright = replace(self.task, polarity="bright")
         *before, last = self.steps
         return [*(part(bright, steps) for steps in before), part(self.task, last)]
+
+    def _loss(self, model: nn.Module, reader: PixelReader | None, batch: SceneBatch) -> Tensor:
+        with patch_tokens(model) as tokens:
+            named = F.cross_entropy(_logits(model, batch.images), batch.labels)
+        if reader is None:
+            return named
+        return named + self.mask_loss * F.cross_entropy(reader(tokens[0]), batch.masks)
 
     def measure(self, model: nn.Module) -> Scores:
         """The accuracy on backgrounds that are held out, and on those of the training."""
@@ -175,11 +191,29 @@ def _new_vit(size: ImageModelSize, task: SceneTask) -> nn.Module:
         "hidden_size": size.hidden,
         "num_attention_heads": max(1, size.hidden // _HEAD),
         "intermediate_size": _WIDER * size.hidden,
+        "initializer_range": _SPREAD,
         "id2label": dict(enumerate(task.classes)),
         "label2id": {name: label for label, name in enumerate(task.classes)},
     }
-    model: nn.Module = model_of("ViTForImageClassification", settings)
-    return model
+    model = model_of("ViTForImageClassification", settings)
+    waves = _waves(task.size // size.patch, size.hidden // 4)
+    with torch.no_grad():
+        model.vit.embeddings.position_embeddings[0, 1:, : waves.shape[1]] = _AMPLITUDE * waves
+    fresh: nn.Module = model
+    return fresh
+
+
+def _waves(side: int, count: int) -> Tensor:
+    """Positions that are alike where patches are near: waves across and down, (side^2, 4 count).
+
+    Their lengths fall from two sides of the image towards two patches.
+    """
+    rates = math.pi / side * side ** (torch.arange(count) / count)
+    places = torch.arange(side, dtype=torch.float32)
+    down, across = (
+        each.flatten()[:, None] * rates for each in torch.meshgrid(places, places, indexing="ij")
+    )
+    return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], 1)
 
 
 _MIDDLE, _VIT = ImageModelSize(), ImageModelSize("vit")
@@ -188,5 +222,5 @@ _MIDDLE, _VIT = ImageModelSize(), ImageModelSize("vit")
 IMAGE_RECIPES = {
     "scenes-vim": ImageRecipe(SCENES, _MIDDLE, steps=(300, 2500)),
     "scenes-vim-first": ImageRecipe(SCENES, replace(_MIDDLE, cls_token="head"), steps=(300, 2500)),
-    "scenes-vit": ImageRecipe(SCENES, _VIT, steps=(1500, 8000)),
+    "scenes-vit": ImageRecipe(SCENES, _VIT, steps=(300, 8000), learning_rate=4e-3, mask_loss=1.0),
 }

@@ -26,12 +26,14 @@ class Round:
         loss: draws a batch and returns the model's loss.
         score: the model's accuracy on held-out examples, for the lines of progress.
         learning_rate: the peak. Default: 2e-3.
+        help: what is trained along with the model, and is no part of it. Default: None, nothing.
     """
 
     steps: int
     loss: Callable[[], Tensor]
     score: Callable[[], float]
     learning_rate: float = 2e-3
+    help: nn.Module | None = None
 
 
 @dataclass(frozen=True)

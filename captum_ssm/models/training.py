@@ -94,7 +94,8 @@ def fit(
         log: takes a line of progress. Default: ``print``.
     """
     steps = part.steps
-    optimiser = torch.optim.AdamW(model.parameters(), lr=part.learning_rate, weight_decay=0.01)
+    trained = [*model.parameters(), *(part.help.parameters() if part.help else ())]
+    optimiser = torch.optim.AdamW(trained, lr=part.learning_rate, weight_decay=0.01)
     warm_up = max(1, min(100, steps // 10))
 
     def factor(step: int) -> float:
@@ -110,7 +111,7 @@ def fit(
             current = part.loss()
             optimiser.zero_grad()
             current.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimiser.step()
             schedule.step()
             value = current.item()

@@ -110,6 +110,24 @@ def test_several_trainings_are_one_row(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
+def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "passkey", "--models", "passkey-mamba", "--examples", "2"]
+    assert main([*arguments, "--methods", "LatimFlow", "Saliency", "--out", str(tmp_path)]) == 0
+    title, model, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "Sources of a passkey in filler text (after LATIM, table 5)"
+    assert model == "passkey-mamba, 2 examples"
+    assert head.split() == ["method", "formulation", "top", "1", "AER", "AUC", "AP", "R@K"]
+    assert {row.split()[0] for row in rows[:2]} == {"LatimFlow", "Saliency"}
+    written = {
+        line["method"]: line
+        for line in json.loads((tmp_path / "passkey.json").read_text())["lines"]
+    }
+    for row in rows[:2]:
+        value = written[row.split()[0]]["AUC"]["value"]
+        assert row.split()[-3] == f"{value:.3f}"
+    assert rows[2] == str(tmp_path / "passkey.md")
+
+
 def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
     options = argparse.Namespace(
         all=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -224,6 +225,37 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_a_table_without_rows_has_no_picture(tmp_path: Path) -> None:
     paths = write_tables(Counted(), [], tmp_path)
     assert [path.suffix for path in paths] == [".md", ".csv", ".json"]
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "", ".", "..", "-x", "a b", "c:\\x"])
+def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    experiment = Counted()
+    experiment.name = name
+    inside = tmp_path / "inside"
+    with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
+        run(plan(experiment), inside)
+    with pytest.raises(OptionError, match=r"name=.* of Counted: files are named after"):
+        write_tables(experiment, [], inside)
+    assert not list(tmp_path.iterdir()) and not experiment.measured
+
+
+def test_columns_without_an_entry_are_left_out(tmp_path: Path) -> None:
+    experiment = Counted()
+    found = run(plan(experiment), tmp_path)
+
+    def heads(method: str) -> set[str]:
+        table = lines(experiment, [result for result in found if result[0].method == method])
+        return set(re.findall(r"^\| method .*$", as_markdown(experiment, table), re.MULTILINE))
+
+    assert heads("m") == {"| method | formulation | x | ratio |"}
+    assert heads("n") == {"| method | row | x | ratio |"}
+
+
+def test_what_has_to_be_known_stands_below_the_table() -> None:
+    experiment = Counted()
+    assert as_markdown(experiment, []).endswith("ratio: lower is better.\n")
+    experiment.note = "Mind the gap."
+    assert as_markdown(experiment, []).endswith("ratio: lower is better. Mind the gap.\n")
 
 
 def test_choosing_cells() -> None:

@@ -33,6 +33,7 @@ class Table(Experiment):
     columns = (
         Column("x", ("x",)),
         Column("error", ("x",), "low"),
+        Column("neither", ("x",), ""),
         Column("ratio", ("x", "y"), statistic=lambda s, _: s[..., :1] / s[..., 1:]),
     )
 
@@ -77,6 +78,7 @@ def test_a_small_gain_that_all_examples_share() -> None:
     assert verdict.gain.value == pytest.approx(0.1)
     assert only(found, said("error")).outcome is Outcome.REFUTED
     assert only(found, said("error")).gain.value == pytest.approx(-0.1)
+    assert only(found, said("neither")).gain.value == pytest.approx(0.1)
     assert only(found, said(better=B, worse=A)).outcome is Outcome.REFUTED
 
 
@@ -172,7 +174,7 @@ def test_all_comparisons_are_of_rows_and_columns_that_are_there(
         assert comparison.column in [column.name for column in experiment.columns]
         for side in (comparison.better, comparison.worse):
             assert Cell(*side[:2]) in cells[experiment.name], side
-        assert comparison.models in ("", MAMBA, MAMBA2, VIM)
+        assert comparison.models in ("", MAMBA, MAMBA2, VIM, f"{VIM}-first")
 
 
 @pytest.mark.parametrize("comparisons", [TOKENS, TEXTS, IMAGES, BEYOND])

@@ -66,7 +66,12 @@ def test_influence_by_distance(name: str, formulation: str) -> None:
     places = patch_places(model)
     (cls,) = set(range(PATCHES + 1)) - set(places)
     matrices = ImplicitAttention(model).matrices(example.images, components=formulation)
-    assert len(rows) == len(matrices) * len(BINS[name])
+    assert len(rows) == (1 + len(matrices)) * len(BINS[name])
+    for label in BINS[name]:
+        shares = [rows[f"layer {i}, distance {label}"] for i in range(len(matrices))]
+        mean = sum(share["bin"] / share["all"] for share in shares) / len(shares)
+        numbers = rows[f"mean, distance {label}"]
+        assert numbers["bin"] / numbers["all"] == pytest.approx(mean, rel=1e-4)
     for i, matrix in enumerate(matrices):
         for label, distances in BINS[name].items():
             entries = [abs(float(matrix[0, cls, t])) for t in places if abs(t - cls) in distances]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from scipy import ndimage
+from sklearn.metrics import roc_auc_score
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -38,7 +42,7 @@ SIZES = {
 
 SHIPPED = [name for name in IMAGE_RECIPES if name in BUNDLED]
 #: The least accuracy on a few hundred fresh scenes, a little below what the cards tell.
-LEAST = {"scenes-vim": 0.86}
+LEAST = {"scenes-vim": 0.86, "scenes-vit": 0.91}
 
 
 def _recipe(size: str, steps: tuple[int, ...] = (2, 1)) -> ImageRecipe:
@@ -101,6 +105,27 @@ def test_a_saved_model_loads_again(size: str, tmp_path: Path, seed: int) -> None
 def test_the_cls_token_stands_where_it_is_told() -> None:
     places = {size: _recipe(size).new().cls_positions(10) for size in ("vim", "first")}
     assert places == {"vim": [5], "first": [0]}
+
+
+@pytest.mark.parametrize("width", [24, 36])
+def test_positions_of_a_transformer_start_as_waves(width: int) -> None:
+    task, patch = SceneTask(size=24), 4
+    size = ImageModelSize("vit", layers=1, hidden=width, patch=patch)
+    fresh: Any = ImageRecipe(task, size, steps=(1,)).new()
+    positions = fresh.vit.embeddings.position_embeddings
+    side, count = task.size // patch, width // 4
+    rates = [math.pi / side * side ** (k / count) for k in range(count)]
+    for row in range(side):
+        for column in range(side):
+            wanted = [
+                f(place * rate) / 2
+                for place in (column, row)
+                for f in (math.sin, math.cos)
+                for rate in rates
+            ]
+            found = positions[0, 1 + row * side + column]
+            assert torch.allclose(found, torch.tensor(wanted), atol=1e-6)
+    assert positions.requires_grad and positions.abs().max() < 1
 
 
 @pytest.mark.parametrize("right", [0, 3, 7])
@@ -197,6 +222,45 @@ def test_the_card_says_how_the_model_is_made(name: str, shipped: torch.nn.Module
     assert f'load_bundled("{name}")' in card
     assert f"{recipe.size.layers} layers, width {recipe.size.hidden}" in card
     assert all(f"{steps} steps" in card for steps in recipe.steps)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("column, polarity", [(1, "random"), (2, "bright")])
+def test_the_baselines_of_the_card(
+    name: str, column: int, polarity: Literal["random", "bright"], seed: int
+) -> None:
+    card = (weights_of(name).parent / "README.md").read_text("utf-8")
+    scenes = replace(SCENES, polarity=polarity).draw(300, seed)
+    images = scenes.images
+    median = images.flatten(2).quantile(0.5, -1, interpolation="lower")[..., None, None]
+    maps = {
+        "brightness": images.mean(1),
+        "edges": torch.stack([sobel(image) for image in images]),
+        "distance from the median colour": (images - median).abs().sum(1),
+    }
+    shares = F.avg_pool2d((scenes.masks > 0).float()[:, None], 4).flatten(1)
+    for what, found in maps.items():
+        patches = F.avg_pool2d(found[:, None], 4).flatten(1)
+        areas = torch.tensor(
+            [
+                roc_auc_score((share > 0.5).numpy(), each.numpy())
+                for share, each in zip(shares, patches, strict=True)
+                if (share > 0.5).any()
+            ]
+        )
+        (row,) = (line for line in card.splitlines() if line.startswith(f"| {what} |"))
+        said = float(row.split("|")[1 + column])
+        assert abs(said - areas.mean()) <= 6 * areas.std() / len(areas) ** 0.5 + 0.001, what
+
+
+def sobel(image: torch.Tensor) -> torch.Tensor:
+    """The length of the gradient of an image (3, S, S) over its colours."""
+    parts = [
+        torch.from_numpy(ndimage.sobel(channel.numpy(), axis, mode="nearest"))
+        for channel in image
+        for axis in (0, 1)
+    ]
+    return torch.stack(parts).square().sum(0).sqrt()
 
 
 def test_what_ships_is_known() -> None:
