@@ -70,18 +70,30 @@ def row(operator: Operator) -> Work:
     """A row vector times the mean over channels of an operator's matrices.
 
     What stands around the cores takes a step for each of its coefficients and channels, and every
-    coefficient is read once.
+    coefficient is read once.  Channels are added up in the end: with the factors of what acts
+    last, which makes a convolution there a matrix product, or in a step for each if that is a core.
     """
     vectors = _vectors(operator)
     leaves = list(operator.leaves())
+    *others, last = leaves
     coefficients = sum(_stored(t) for leaf in leaves for t in leaf.tensors().values())
     return total(
         [
             *(ROW[type(core)](core, vectors) for core in cores(operator)),
-            *(Work(steps=_around(leaf)) for leaf in leaves if type(leaf) not in ROW),
+            *(Work(steps=_around(leaf)) for leaf in others if type(leaf) not in ROW),
+            _added_up(last, vectors),
             Work(bytes=4 * coefficients),
         ]
     )
+
+
+def _added_up(last: Operator, vectors: int) -> Work:
+    """What acts last, and the sum over channels."""
+    if isinstance(last, ShortConv):
+        return Work(products=_around(last))
+    if type(last) in ROW:
+        return Work(steps=math.prod(last.shape[:3]) * vectors)
+    return Work(steps=_around(last))
 
 
 def matrix(operator: Operator) -> Work:
@@ -166,22 +178,27 @@ def _scalar_row(core: ScalarDecayHeads, vectors: int) -> Work:
     inside = Work(products=every * groups * CHUNK / 2 * state)
     shared = heads // groups * vectors  # the vectors that meet the same keys and queries
     between = _mapped(every * groups * 2 * state, shared)
-    return total([decays, inside, _mapped(every * heads * CHUNK / 2, vectors), between])
+    carried = _carried(every * heads * state * vectors)
+    return total([decays, inside, _mapped(every * heads * CHUNK / 2, vectors), between, carried])
 
 
-def _scalar_matrix(core: ScalarDecayHeads, vectors: int, _: int) -> Work:
+def _scalar_matrix(core: ScalarDecayHeads, vectors: int, taps: int) -> Work:
+    """Products of queries and keys times the heads' decays, which are those of channels' sums."""
     _, tokens, groups, state = core.query.shape
     pairs = core.shape.batch * tokens * tokens / 2
-    return Work(products=pairs * (groups * state + core.shape.heads * vectors))
+    sums = Work(products=pairs * core.shape.heads * vectors * taps, steps=pairs * groups * taps)
+    return total([Work(products=pairs * groups * state), sums])
 
 
 def _vector_row(core: VectorDecayHeads, vectors: int) -> Work:
     state, every = core.key.shape[-1], core.log_decay.numel()
     fading = Work(exponentials=every, steps=2 * every)  # of keys and of queries
+    if core.bonus is not None:  # keys times the bonus, and these times queries
+        fading = total([fading, Work(steps=2 * every)])
     if vectors == 1:
         return total([fading, Work(steps=every)])  # of the state, token by token
     inside = Work(products=every * CHUNK / 2 * (1 + vectors / state))
-    return total([fading, inside, Work(products=every * 2 * vectors)])
+    return total([fading, inside, Work(products=every * 2 * vectors), _carried(every * vectors)])
 
 
 def _vector_matrix(core: VectorDecayHeads, vectors: int, taps: int) -> Work:
@@ -197,7 +214,13 @@ def _vector_matrix(core: VectorDecayHeads, vectors: int, taps: int) -> Work:
 def _delta_row(core: DeltaRule, vectors: int) -> Work:
     state, every = core.key.shape[-1], core.beta.numel()
     inside = Work(products=every * (CHUNK * state + CHUNK * CHUNK / 6))
-    return total([inside, _mapped(every * (CHUNK + 3 * state), vectors)])
+    carried = Work() if core.log_decay is None else _carried(every * state * vectors)
+    return total([inside, _mapped(every * (CHUNK + 3 * state), vectors), carried])
+
+
+def _carried(elements: float) -> Work:
+    """States that decay from one chunk to the next, given how many all tokens together have."""
+    return Work(steps=elements / CHUNK)
 
 
 def _delta_matrix(core: DeltaRule, vectors: int, taps: int) -> Work:

@@ -206,6 +206,10 @@ class Operator:
         """
         return self
 
+    def taps(self) -> dict[int, Tensor] | None:
+        """The weights (H, P) of every lag, if this is one convolution for all tokens, else None."""
+        return None
+
     def after_band(self, band: Band) -> Band | None:
         """The product self . band if this operator is banded (a few lags), else None.
 
@@ -237,7 +241,7 @@ class Operator:
             Their entries (B, R, W), with the rows and the columns that they stand for.
         """
         tokens = self.shape.tokens
-        out = self._zeros(self.shape.batch, len(rows), tokens)
+        out = self._zeros(self.shape.batch, len(rows), tokens, factor=left)
         for chunk in self._chunks(rows):
             found = self._adjoint_of_unit_rows(chunk, left) * right  # (Q, B, L, H, P)
             top = chunk.start - rows.start
@@ -302,7 +306,7 @@ class Operator:
             (B, H, L, L).
         """
         tokens = self.shape.tokens
-        out = self._zeros(self.shape.batch, self.shape.heads, tokens, tokens)
+        out = self._zeros(self.shape.batch, self.shape.heads, tokens, tokens, factor=left)
         for lag, factor in band.items():
             add_shifted(out, self.contract_heads(left, factor), 0, lag)
         return out
@@ -425,10 +429,18 @@ class Operator:
         return channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
-        return next(t for leaf in self.leaves() for t in leaf.tensors().values())
+        coefficients = (t for leaf in self.leaves() for t in leaf.tensors().values())
+        found = next(coefficients, None)
+        return next(self.leaves())._without_coefficients() if found is None else found
 
-    def _zeros(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+    def _without_coefficients(self) -> Tensor:
+        """A number of the dtype and on the device of an operator that has no coefficients."""
+        return torch.zeros(())
+
+    def _zeros(self, *size: int, factor: Tensor | None = None) -> Tensor:
+        """Zeros to hold coefficients, or products of them with a factor."""
+        dtype = self.dtype if factor is None else torch.promote_types(self.dtype, factor.dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _ones(self, *size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)

@@ -70,13 +70,23 @@ def matrices(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
 def decay_matrices(decay: Tensor) -> Tensor:
     """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
     batch, tokens, heads = decay.shape
+    chunks = [
+        chunk._replace(inner=chunk.inner.tril()) for chunk in _of_decays(decay, range(tokens))
+    ]
+    return matrices(chunks, decay.new_zeros(batch, heads, tokens, tokens))
+
+
+def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
+    """The chunks of products of decays (B, L, H) up to the last row.
+
+    Inner matrices have any numbers of at most 1 above the diagonal, and are not to be written to.
+    """
 
     def chunk(part: slice, length: int) -> Chunk:
         cut = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
-        return Chunk(part, cut.between.tril(), cut.since, cut.until, cut.total)
+        return Chunk(part, cut.between, cut.since, cut.until, cut.total)
 
-    chunks = chunks_up_to(chunk, range(tokens), batch * heads)
-    return matrices(chunks, decay.new_zeros(batch, heads, tokens, tokens))
+    return chunks_up_to(chunk, rows, decay.shape[0] * decay.shape[2])
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
@@ -129,6 +139,60 @@ def sums_over_channels(
             total[:, _less(at, start), at] = weight.mul_(inner).sum(1)
     _tiles(chunks, start, put)
     return out
+
+
+def sums_over_groups(
+    decay: Tensor,
+    query: Tensor,
+    key: Tensor,
+    left: Tensor,
+    rights: Sequence[Tensor],
+    out: Tensor,
+) -> Tensor:
+    """As :func:`sums_over_channels`, where heads with decays share queries and keys.
+
+    Their sum is q[i] . k[j] times a sum over all channels of a group, which between chunks is one
+    matrix product: there the decays are factors on rows and columns.
+
+    Args:
+        decay: products of these are between tokens (B, L, H).
+        query: (B, L, G, N).
+        key: (B, L, G, N).
+        left: row factors (B, L, H, P).
+        rights: column factors (B, L, H, P), for one sum each.
+        out: zeros, for each of the sums (B, R, L), written to.
+    """
+    start, groups = out.shape[-1] - out.shape[-2], query.shape[2]
+    chunks = _of_decays(decay, range(start, out.shape[-1]))
+
+    def grams(rows: slice, columns: slice) -> Tensor:
+        return query[:, rows].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
+
+    def channels(x: Tensor, factor: Tensor) -> Tensor:
+        """(B, T, H, P) with factors (B, H, T, 1), the channels of each group (B, G, T, H P / G)."""
+        faded = torch.unflatten(x * factor.transpose(1, 2), 2, (groups, -1))
+        return faded.flatten(3).transpose(1, 2)
+
+    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        row, gram = channels(left[:, rows], reads), grams(rows, columns)
+        for total, right in zip(out, rights, strict=True):
+            found = row @ channels(right[:, columns], writes).mT
+            _add_groups(total[:, _less(rows, start), columns], found, gram)
+
+    for at, inner, _ in _each(_from(chunks, start)):
+        row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
+        for total, right in zip(out, rights, strict=True):
+            found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(inner)
+            found = torch.unflatten(found, 1, (groups, -1)).sum(2)
+            _add_groups(total[:, _less(at, start), at], found, gram)
+    _tiles(chunks, start, put)
+    return out
+
+
+def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
+    """Add to (B, R, W) what groups have in sum, times their products of q and k (B, G, R, W)."""
+    for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
+        into.addcmul_(of_channels, gram)
 
 
 def _tiles(chunks: Sequence[Chunk], start: int, put: Put) -> None:

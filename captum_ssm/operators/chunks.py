@@ -11,13 +11,10 @@ at once: what they have to do with no state is done for all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from .decays import Decays
 
 #: Tokens of a chunk.
 CHUNK = 64
@@ -89,6 +86,54 @@ def in_chunks(x: Tensor, length: int) -> Tensor:
     return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
 
 
+class Steps(Protocol):
+    """A recurrence, or its adjoint, on the next chunks held at once; it keeps the state."""
+
+    def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
+        """Values (..., B, T, H, P) of the tokens ``part`` to outputs of the same size."""
+
+
+class ChunkSteps:
+    """The steps of a recurrence whose carries are diagonal.
+
+    Args:
+        cut: the chunks of some tokens.
+        length: tokens of a whole chunk.
+        transposed: whether this is the adjoint, for which the last token comes first.
+    """
+
+    def __init__(self, cut: Cut, length: int, transposed: bool) -> None:
+        self.cut = cut
+        self.length = length
+        self.transposed = transposed
+        self.state: Tensor | None = None
+
+    def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
+        chunk = self.cut(part, self.length)
+        chunk = chunk.transposed() if self.transposed else chunk
+        length, groups = chunk.inner.shape[-1], chunk.writes.shape[1]
+        x = by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
+        into = by_group(out.view(-1, *out.shape[-4:]), length, groups)
+        reads_faded, writes_faded = (
+            None if factor is None else of_heads(factor, groups)
+            for factor in chunk.faded or (None, None)
+        )
+        before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
+        earlier = torch.unflatten(chunk.reads @ before.flatten(-3), -1, x.shape[4:])
+        own = within(chunk.inner, x)
+        if reads_faded is None:
+            torch.add(own, earlier, out=into)
+        else:
+            torch.addcmul(own, reads_faded, earlier, out=into)
+
+    def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
+        """The states that chunks find, (B, G, C, N, S, H / G, P), where each writes ``x``."""
+        written = torch.unflatten(chunk.writes.mT @ x.flatten(-3), -1, x.shape[4:])
+        carry = of_heads(chunk.carry, chunk.writes.shape[1])
+        before, self.state = states(written, carry, self.state, self.transposed)
+        return before
+
+
 def mapped(cut: Cut, v: Tensor, transposed: bool) -> Tensor:
     """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
 
@@ -97,22 +142,26 @@ def mapped(cut: Cut, v: Tensor, transposed: bool) -> Tensor:
         v: the values.
         transposed: which of the two.
     """
-    batch, tokens, heads, _ = v.shape[-4:]
     length = chunk_length(v)
+    steps = ChunkSteps(cut, length, transposed)
+    return in_steps(steps, v, slice(0, v.shape[-3]), length, transposed)
+
+
+def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
+    """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held.
+
+    Args:
+        steps: what maps them.
+        v: the values.
+        part: which tokens they are.
+        length: tokens of a whole chunk.
+        transposed: whether the last token comes first.
+    """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    state: Tensor | None = None
-    parts = list(held(range(tokens), length, batch * heads))
-    for part in reversed(parts) if transposed else parts:
-        chunk = cut(part, length)
-        chunk = chunk.transposed() if transposed else chunk
-        reads_faded, writes_faded = chunk.faded or (None, None)
-        x = stacked(v[..., part, :, :], length)  # (B, H, C, T, S P)
-        result = times(chunk.inner, x)
-        written = of_groups(chunk.writes.mT, x if writes_faded is None else writes_faded * x)
-        before, state = states(written, chunk.carry, state, transposed)
-        read = of_groups(chunk.reads, before)
-        result += read if reads_faded is None else read.mul_(reads_faded)
-        put(result, out[..., part, :, :])
+    pieces = list(held(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
+    for piece in reversed(pieces) if transposed else pieces:
+        here = slice(piece.start - part.start, piece.stop - part.start)
+        steps(v[..., here, :, :], piece, out[..., here, :, :])
     return out
 
 
@@ -147,52 +196,42 @@ def times(x: Tensor, values: Tensor) -> Tensor:
     return x @ values
 
 
-def of_groups(x: Tensor, values: Tensor) -> Tensor:
-    """Matrices (B, G, C, T, N) of groups of heads times values (B, H, C, N, P) of each head."""
-    groups, heads = x.shape[1], values.shape[1]
-    if groups == heads:
-        return x @ values
-    # a group's values side by side
-    wide = torch.unflatten(values, 1, (groups, -1)).movedim(2, -2).flatten(-2)
-    out = torch.unflatten(x @ wide, -1, (heads // groups, -1))  # (B, G, C, T, H / G, P)
-    return out.movedim(-2, 2).flatten(1, 2)
+def by_group(x: Tensor, length: int, groups: int) -> Tensor:
+    """A stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P): a view."""
+    x = torch.unflatten(torch.unflatten(x, 3, (groups, -1)), 2, (-1, length))
+    return x.permute(1, 4, 2, 3, 0, 5, 6)
+
+
+def of_heads(x: Tensor, groups: int) -> Tensor:
+    """Factors (B, H, C, T, 1) of heads as factors (B, G, C, T, 1, H / G, 1): a view."""
+    return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
+
+
+def within(inner: Tensor, x: Tensor) -> Tensor:
+    """Matrices of heads (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
+    by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
+    out = times(inner, by_head.flatten(-2).contiguous())
+    out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
+    return out.movedim(2, -2)
 
 
 def states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """The states before each chunk (B, H, C, N, P), and after the last of them (B, H, N, P).
+    """The states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
 
     Args:
-        written: what each chunk writes (B, H, C, N, P).
-        carry: what each makes of the state before it, a diagonal or a number.
-        state: the state before the first; None if that is zero.
+        written: what each chunk writes (B, G, C, N, S, H / G, P); overwritten.
+        carry: what each makes of the state before it (B, G, C, N or 1, 1, H / G, 1).
+        state: the state before the first (B, G, N, S, H / G, P); None if that is zero.
         backwards: whether the last chunk comes first.
     """
-    if carry.shape[-2] == 1:
-        return _states_of_numbers(written, carry, state, backwards)
-    before = torch.empty_like(written)
-    steps = list(zip(before.unbind(2), carry.unbind(2), written.unbind(2), strict=True))
-    state = torch.zeros_like(written[:, :, 0]) if state is None else state
-    for into, kept, added in reversed(steps) if backwards else steps:
-        state = torch.addcmul(added, kept, into.copy_(state))
-    return before, state
-
-
-def _states_of_numbers(
-    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
-) -> tuple[Tensor, Tensor]:
-    """The same for carries that are numbers: one matrix between chunks in place of many steps."""
-    decay = Decays(carry[..., 0, 0])
-    earlier = F.pad(decay.between.tril()[..., :-1, :], (0, 0, 1, 0))
-    known = F.pad(decay.since[..., :-1, :], (0, 0, 1, 0), value=1.0)
-    left = decay.until
-    if backwards:
-        earlier, known, left = earlier.mT, left, known
-    flat = written.flatten(-2)  # (B, H, C, N P)
-    before, after = earlier @ flat, left.mT @ flat
-    if state is not None:
-        start = state.flatten(-2)[:, :, None]
-        before.addcmul_(known, start)
-        after.addcmul_(decay.total, start)
-    return before.view(written.shape), after.view(written[:, :, 0].shape)
+    steps = list(zip(carry.unbind(2), written.unbind(2), strict=True))
+    order = range(len(steps))[:: -1 if backwards else 1]
+    before: list[Tensor] = [written] * len(steps)
+    for c in order:
+        kept, added = steps[c]
+        before[c] = torch.zeros_like(added) if state is None else state
+        state = added if state is None else added.addcmul_(kept, state)
+    assert state is not None
+    return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state

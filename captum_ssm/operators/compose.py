@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from .band import Band, shift_tokens
@@ -12,9 +13,10 @@ from .by_head import folded_heads
 from .composite import Composite
 from .diagonal import Diagonal
 from .heads import HeadOperator
+from .means import mean_at_once, reordered, tells_heads_apart
 from .mixing import Mixing
 from .permute import Permute, outermost
-from .streams import Stream, all_streams, channel_mean
+from .streams import Stream, all_streams, channel_mean, channel_sums
 from .strips import Strip, clipped, total
 from .sums import Sum, added
 
@@ -98,31 +100,37 @@ class Chain(Composite):
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
         """Reorders vectors rather than channels, so that what is left can be a stream."""
         if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
-            return self._mean_at_once(x, transposed)
+            if tells_heads_apart(self.parts) and self.stream(transposed, 1) is not None:
+                return self._mean_in_turn(x, transposed)
+            return mean_at_once(self.parts, x, transposed)
         if not any(isinstance(leaf, Permute) for leaf in self.leaves()):
-            return channel_mean(self, x, transposed)
+            return self._mean_in_turn(x, transposed)
         summands = self._summands()
         if len(summands) > 1:
             return added(summand._mean(x, transposed) for summand in summands)
         ahead, inside, after = outermost(self.parts)
         first, last = (ahead, after) if transposed else (after[::-1], ahead[::-1])
-        x = _in_turn(first, x, transposed)
-        x = channel_mean(Chain(*inside), x, transposed) if inside else x
-        return _in_turn(last, x, transposed)
+        x = reordered(first, x, transposed)
+        x = Chain(*inside)._mean_in_turn(x, transposed) if inside else x
+        return reordered(last, x, transposed)
 
-    def _mean_at_once(self, x: Tensor, transposed: bool) -> Tensor:
-        """From all tokens at once, and of each head one channel as long as its channels are alike.
+    def _mean_in_turn(self, x: Tensor, transposed: bool) -> Tensor:
+        """From a few tokens at a time; what a convolution at the end does is done to sums.
 
-        They are before the first part that tells them apart, and their mean is after the last.
+        It then mixes one number for each of its taps and tokens in place of all channels.
         """
-        parts = self.parts if transposed else self.parts[::-1]
-        apart = [i for i, part in enumerate(parts) if not _alike(part)]
-        x = x[..., None, None].expand(*self.shape[:3], 1)
-        for i, part in enumerate(parts):
-            x = x.expand(self.shape) if apart and i == apart[0] else x
-            x = part.transpose(x) if transposed else part.apply(x)
-            x = x.mean(-1, keepdim=True) if apart and i == apart[-1] else x
-        return x.mean((-1, -2))
+        *others, last = self.parts if transposed else self.parts[::-1]
+        taps = last.taps()
+        if taps is None or not others:
+            return channel_mean(self, x, transposed)
+        rest = Chain(*(others if transposed else others[::-1]))
+        weights = torch.stack(list(taps.values()), -1).flatten(0, 1)  # (C, K)
+        sums = channel_sums(rest, x, transposed, weights / len(weights))
+        moved = (-lag if transposed else lag for lag in taps)
+        return added(
+            shift_tokens(of_tap[..., None, None], lag)[..., 0, 0]
+            for lag, of_tap in zip(moved, sums.unbind(-1), strict=True)
+        )
 
     def _summands(self) -> list[Chain]:
         """This product as a sum, if all but one sum in it are diagonals."""
@@ -173,19 +181,19 @@ class Chain(Composite):
             if asked is None:
                 return super().strip(left, right, rows)
             left = first.transpose(left.expand(self.shape))
-            return first.rows_of_strip(Chain(*self.parts[1:]).strip(left, right, asked), rows)
+            return first.rows_of_strip(self._of(self.parts[1:]).strip(left, right, asked), rows)
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
-            return last.columns_of_strip(Chain(*self.parts[:-1]).strip(left, right, rows))
+            return last.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
         return total(self._by_blocks(left, right, rows), rows)
 
     def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
         """The shares of blocks of channels, whose factors over all tokens are small.
 
-        No smaller than the shares, though: each of them is a matrix to be made and added.
+        No smaller than half the shares, though: each of them is a matrix to be made and added.
         """
         batch, tokens, heads, per_head = self.shape
-        size = max(len(rows), _FACTOR_ELEMENTS // (batch * tokens))
+        size = max(1, len(rows) // 2, _FACTOR_ELEMENTS // (batch * tokens))
         if per_head > 1 or size >= heads:
             yield self._folded(left, right, rows)
             return
@@ -201,7 +209,7 @@ class Chain(Composite):
         if len(core) > 1:
             return super().strip(left, right, rows)
         tokens = self.shape.tokens
-        inner = core[0] if core else Diagonal(self._ones(1, 1, 1, 1), self.shape)
+        inner = core[0] if core else self._of(())
         band = self._columns(after, right)
         strips = []
         for ahead, weight in before.items():
@@ -218,23 +226,28 @@ class Chain(Composite):
         first, last = self.parts[0], self.parts[-1]
         if isinstance(first, Permute):
             left = first.transpose(left.expand(self.shape))
-            return first.rows_of(Chain(*self.parts[1:]).contract_heads(left, right))
+            return first.rows_of(self._of(self.parts[1:]).contract_heads(left, right))
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
-            return last.columns_of(Chain(*self.parts[:-1]).contract_heads(left, right))
+            return last.columns_of(self._of(self.parts[:-1]).contract_heads(left, right))
         before, core, after = self._bands()
         if len(core) > 1:
             return super().contract_heads(left, right)
-        inner = core[0] if core else Diagonal(self._ones(1, 1, 1, 1), self.shape)
+        inner = core[0] if core else self._of(())
         return folded_heads(inner, left, before, self._columns(after, right))
+
+    def _of(self, parts: Sequence[Operator]) -> Operator:
+        """The product of some of the parts; of none, the identity."""
+        return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _columns(self, after: Band, right: Tensor) -> Band:
         """Column factors with the band that acts before them."""
         band = {}
         for lag, weight in after.items():
             # alpha[:, j] += core[:, j + lag] weight[j + lag]
-            # by lag 0 a factor common to all tokens stays one: some cores are fast for it
-            moved = shift_tokens(right.expand(self.shape), lag) if lag else right
+            # a factor common to all tokens stays one: some cores are fast for it
+            common = not lag or right.shape[1] == 1
+            moved = right if common else shift_tokens(right.expand(self.shape), lag)
             band[lag] = (weight * moved).expand(self.shape)
         return band
 
@@ -257,20 +270,3 @@ class Chain(Composite):
 
 def _flat(part: Operator) -> tuple[Operator, ...]:
     return part.parts if isinstance(part, Chain) else (part,)
-
-
-def _alike(part: Operator) -> bool:
-    """Whether an operator acts alike on all value channels of a head, however many there are."""
-    if isinstance(part, Composite):
-        return all(map(_alike, part.parts))
-    if isinstance(part, Diagonal):
-        return part.weight.shape[-1] == 1
-    return isinstance(part, HeadOperator | Permute)
-
-
-def _in_turn(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
-    """Vectors (B, L) reordered by one permutation after the other, or by their adjoints."""
-    x = x[..., None, None]
-    for permute in permutes:
-        x = permute.transpose(x) if transposed else permute.apply(x)
-    return x[..., 0, 0]

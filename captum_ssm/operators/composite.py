@@ -25,7 +25,8 @@ class Composite(Operator):
 
     @property
     def portion(self) -> Portion:
-        return min(part.portion for part in self.parts)
+        elements, most, multiple = zip(*(part.portion for part in self.parts), strict=True)
+        return Portion(min(elements), min(most), max(multiple))
 
     def leaves(self) -> Iterator[Operator]:
         for part in self.parts:

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from .base import Operator, Shape
-from .chunk_tree import decay_matrices
+from .chunk_tree import decay_matrices, sums_over_groups
 from .chunked_heads import ChunkedHeads
 from .chunks import Chunk, in_chunks
 from .decays import Decays
-from .semiseparable import BandFactors, semiseparable_strip
-
-#: Elements of one factor of a block of the matrix tree.
-_TREE_ELEMENTS = 2**20
+from .semiseparable import semiseparable_strip
 
 
 class ScalarDecayHeads(ChunkedHeads):
@@ -91,54 +88,33 @@ class ScalarDecayHeads(ChunkedHeads):
     def head_matrices(self) -> Tensor:
         out = decay_matrices(self.log_decay.exp())
         for group, heads in enumerate(self._groups()):
-            out[:, heads] *= self._product(group, range(self.shape.tokens))[:, None]
+            out[:, heads] *= (self.query[:, :, group] @ self.key[:, :, group].mT)[:, None]
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         if not self._shared:
             return super()._sum_of_heads(left, right, rows)
-        return self._by_group(left[..., None], right[..., None], rows)
-
-    def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        if not self._shared:
-            return super()._sum_of_channels(left, right, rows)
-        return self._by_group(left, right, rows)
-
-    def _by_group(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Of each group the sum of decays with factors, times the products of q and k.
-
-        Args:
-            left: row factors (B, L, H, P), or P = 1 for the same in all channels.
-            right: column factors, of the same shape.
-            rows: which rows.
-        """
-        batch, tokens = self.shape.batch, self.shape.tokens
-        left, right = left[:, rows.start : rows.stop], right[:, : rows.stop]
-        if self.scale is not None:
-            right = right * self.scale[:, : rows.stop, :, None]
+        batch, tokens, *_ = self.shape
+        right = right if self.scale is None else right * self.scale
         out = self._zeros(batch, len(rows), rows.stop)
         for group, heads in enumerate(self._groups()):
-            strip = semiseparable_strip(self._blocks(heads, left, right), batch, tokens, rows)
-            out.addcmul_(self._product(group, rows), strip.entries)
+            decay = self.log_decay[:, : rows.stop, heads].exp()
+            row, column = left[:, rows.start : rows.stop, heads], right[:, : rows.stop, heads]
+            # copies, which are written to
+            u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
+            strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
+            q, k = self.query[:, rows.start : rows.stop, group], self.key[:, : rows.stop, group]
+            out.addcmul_(q @ k.mT, strip.entries)
         return out
 
-    def _blocks(self, heads: slice, left: Tensor, right: Tensor) -> Iterator[BandFactors]:
-        """Decays and factors of some heads' channels, as many at a time as the tree takes."""
-        batch, tokens, _, channels = right.shape
-        size = max(1, _TREE_ELEMENTS // (batch * tokens * channels))
-        for start in range(heads.start, heads.stop, size):
-            part = slice(start, min(start + size, heads.stop))
-            decay = self.log_decay[:, :tokens, part].exp().repeat_interleave(channels, -1)
-            u, v = (
-                x[:, :, part].clone(memory_format=torch.contiguous_format).flatten(2)
-                for x in (left, right)
-            )
-            yield decay, u, [v]
-
-    def _product(self, group: int, rows: range) -> Tensor:
-        """q[i] . k[j] of a group, for some rows and the columns up to the last of them."""
-        q, k = self.query[:, rows.start : rows.stop, group], self.key[:, : rows.stop, group]
-        return q @ k.mT
+    def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
+        """Of each group the sum of decays with factors, times the products of q and k."""
+        if not self._shared:
+            return super()._sums_of_channels(left, rights, rows)
+        if self.scale is not None:
+            rights = [right * self.scale[..., None] for right in rights]
+        out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
+        return sums_over_groups(self.log_decay.exp(), self.query, self.key, left, rights, out)
 
     def _groups(self) -> Iterator[slice]:
         """The heads of each group."""

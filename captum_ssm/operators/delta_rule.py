@@ -8,22 +8,17 @@ Given q, k, beta and the decays this is linear in v; the matrix is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .band import Band
 from .base import Operator, Shape
 from .chunked_heads import ChunkedHeads
-from .chunks import Chunk, chunk_length, held, in_chunks, put, stacked
+from .chunks import Chunk, Steps, in_chunks, put, stacked
 from .decays import Decays
 from .grams import decayed
-from .heads import common_to_channels
-from .maps import full_precision
-from .strips import Strip, total
-from .underflow import underflow_flushed
 
 
 class DeltaRule(ChunkedHeads):
@@ -95,36 +90,19 @@ class DeltaRule(ChunkedHeads):
         carry.diagonal(dim1=-2, dim2=-1).add_(it.total.squeeze(-1))
         return Chunk(part, inner, reads, writes, carry)
 
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        left, *rights = (x.expand(self.shape) for x in (left, *band.values()))
-        if any(common_to_channels(left, x, self.shape) is not None for x in rights):
-            return super().strip_of_product(left, band, rows)
-        with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            sums = self._sums_of_channels(left, rights, rows)
-        strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
-        tokens = self.shape.tokens
-        shares = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))
-        return total(shares, rows)
+    def _steps(self, length: int, transposed: bool) -> Steps:
+        """By the corrected values: chunks' own matrices would cost more."""
+        state: Tensor | None = None
 
-    def _forward(self, v: Tensor) -> Tensor:
-        return self._run(v, transposed=False)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return self._run(u, transposed=True)
-
-    def _run(self, v: Tensor, transposed: bool) -> Tensor:
-        """alpha v or its adjoint, by the corrected values: chunks' own matrices would cost more."""
-        batch, tokens, heads, _ = self.shape
-        length = chunk_length(v)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        state = self._zeros(batch * heads, self.key.shape[-1], v.shape[:-4].numel() * v.shape[-1])
-        parts = list(held(range(tokens), length, batch * heads))
-        for part in reversed(parts) if transposed else parts:
-            it = self._corrected(part, length)
-            x = stacked(v[..., part, :, :], length)
+        def step(v: Tensor, part: slice, out: Tensor) -> None:
+            nonlocal state
+            it, x = self._corrected(part, length), stacked(v, length)
+            if state is None:
+                state = x.new_zeros(x.shape[:2].numel(), self.key.shape[-1], x.shape[-1])
             result, state = it.adjoint(x, state) if transposed else it.forward(x, state)
-            put(result, out[..., part, :, :])
-        return out
+            put(result, out)
+
+        return step
 
     def _corrected(self, part: slice, length: int) -> _Corrected:
         q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))
@@ -179,38 +157,44 @@ class _Corrected(NamedTuple):
 
     def forward(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Values (B, H, C, T, P) and the state before them (B H, N, P) to y and the state after."""
-        w, before = self.solved @ v, []
-        forgotten = self.solved if self.since is None else self.solved * self.since.mT
+        w, before = torch.empty_like(v, memory_format=torch.contiguous_format), []
+        v_of, w_of = map(_by_chunk, (v, w))
+        solved, k_before, k_after, since, until, total = self._by_chunk()
         for c in range(v.shape[2]):
             before.append(state)
-            found = _at(self.k_before, c) @ state
-            w_here = _at(w, c).baddbmm_(_at(forgotten, c), found, alpha=-1)
-            kept = _at(self.total, c) * state
-            state = kept.baddbmm_(_at(self.k_after, c).mT, _faded(w_here, self.until, c))
+            missing = v_of[c] - _faded(k_before[c] @ state, since, c)
+            w_here = torch.bmm(solved[c], missing, out=w_of[c])
+            kept = total[c] * state
+            state = kept.baddbmm_(k_after[c].mT, _faded(w_here, until, c))
         read = self.q_before @ torch.stack(before, 1).view(*v.shape[:3], -1, v.shape[-1])
         read = read if self.since is None else read.mul_(self.since)
         return read.add_(self.read @ w), state
 
     def adjoint(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The adjoint of :meth:`forward`, from the last chunk to the first."""
-        solved = self.solved.mT
-        remembered = solved if self.until is None else solved * self.until.mT
-        w = solved @ (self.read.mT @ u)
+        asked = self.read.mT @ u
+        w = torch.empty_like(asked, memory_format=torch.contiguous_format)
         added = self.q_before.mT @ (u if self.since is None else self.since * u)
+        asked_of, added_of, w_of = map(_by_chunk, (asked, added, w))
+        solved, k_before, k_after, since, until, total = self._by_chunk()
         for c in reversed(range(u.shape[2])):
-            found = _at(self.k_after, c) @ state
-            w_here = _at(w, c).baddbmm_(_at(remembered, c), found)
-            kept = torch.addcmul(_at(added, c), _at(self.total, c), state)
-            faded = _faded(w_here, self.since, c)
-            state = kept.baddbmm_(_at(self.k_before, c).mT, faded, alpha=-1)
+            asked_here = asked_of[c].add_(_faded(k_after[c] @ state, until, c))
+            w_here = torch.bmm(solved[c].mT, asked_here, out=w_of[c])
+            kept = torch.addcmul(added_of[c], total[c], state)
+            state = kept.baddbmm_(k_before[c].mT, _faded(w_here, since, c), alpha=-1)
         return w, state
 
+    def _by_chunk(self) -> Iterator[Sequence[Tensor]]:
+        """What the steps from chunk to chunk need."""
+        solved, k_before, k_after = self.solved, self.k_before, self.k_after
+        return map(_by_chunk, (solved, k_before, k_after, self.since, self.until, self.total))
 
-def _at(x: Tensor, c: int) -> Tensor:
-    """One chunk of (B, H, C, ...), (B H, ...): a view."""
-    return x[:, :, c].flatten(0, 1)
+
+def _by_chunk(x: Tensor | None) -> Sequence[Tensor]:
+    """The chunks of (B, H, C, ...), (B H, ...) each: views, all at once; none of no tensor."""
+    return () if x is None else x.flatten(0, 1).unbind(1)
 
 
-def _faded(x: Tensor, factor: Tensor | None, c: int) -> Tensor:
-    """Values (B H, T, P) of one chunk with their factor."""
-    return x if factor is None else x * _at(factor, c)
+def _faded(x: Tensor, factors: Sequence[Tensor], c: int) -> Tensor:
+    """Values (B H, T, P) of one chunk with their factor, if there are any."""
+    return x * factors[c] if factors else x

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
 from .streams import LARGE, Portion, Stream
-from .strips import Strip
+from .strips import Strip, clipped
 
 
 class Diagonal(Operator):
@@ -72,9 +71,22 @@ class Diagonal(Operator):
     def portion(self) -> Portion:
         return LARGE
 
+    def factors(self, tokens: slice) -> Tensor:
+        """Those of some tokens, broadcastable to (B, T, H, P).
+
+        Args:
+            tokens: which ones.
+        """
+        return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
+
+    def _mean_forward(self, x: Tensor) -> Tensor:
+        return self.weight.mean((-1, -2)) * x
+
+    def _mean_adjoint(self, r: Tensor) -> Tensor:
+        return self.weight.mean((-1, -2)) * r
+
     def _some_tokens(self, x: Tensor, part: slice) -> Tensor:
-        weight = self.weight if self.weight.shape[1] == 1 else self.weight[:, part]
-        return weight * x
+        return self.factors(part) * x
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight}
@@ -95,6 +107,11 @@ class Diagonal(Operator):
         weight = self.weight.index_select(1, order)
         return Diagonal(weight, self.shape, self.component, self._data_dependent)
 
+    def mean_of_channels(self) -> Diagonal:
+        """The diagonal of the mean over the value channels of each head, alike for them all."""
+        weight = self.weight.mean(-1, keepdim=True)
+        return Diagonal(weight, self.shape, self.component, self._data_dependent)
+
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}
 
@@ -106,7 +123,7 @@ class Diagonal(Operator):
 
     def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
         batch, tokens, heads, _ = self.shape
-        out = self._zeros(batch, heads, tokens, tokens)
+        out = self._zeros(batch, heads, tokens, tokens, factor=left)
         self.add_heads(out, left, band)
         return out
 
@@ -120,5 +137,20 @@ class Diagonal(Operator):
             diagonal += entries[..., first : first + diagonal.shape[-1]]
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        weight = (left * self.weight * right).expand(self.shape)[:, rows.start : rows.stop]
-        return Strip(torch.diag_embed(weight.sum((-1, -2))), rows, rows)
+        return self.strip_of_product(left, {0: right}, rows)
+
+    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+        tokens = self.shape.tokens
+        first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
+        columns = range(first.start, last.stop)
+        weight = (left * self.weight).expand(self.shape)
+        out = self._zeros(self.shape.batch, len(rows), len(columns), factor=left)
+        for lag, factor in band.items():
+            # row i holds the factor of token i at column i - lag
+            asked = clipped(clipped(rows, -lag, tokens), lag, tokens)
+            here = slice(asked.start, asked.stop)
+            entries = (weight[:, here] * factor.expand(self.shape)[:, here]).sum((-1, -2))
+            top, side = asked.start - rows.start, asked.start - lag - columns.start
+            into = out[:, top : top + len(asked), side : side + len(asked)]
+            into.diagonal(0, 1, 2).add_(entries)
+        return Strip(out, rows, columns)

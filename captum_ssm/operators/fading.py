@@ -38,7 +38,8 @@ class FadingRecurrence(Recurrent, pivot.Fading):
         if last - first >= TREE_LAGS:
             return Recurrent.strip_of_product(self, left, band, rows)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            if rows.start >= pivot.LEAST:
+            # what is cut off must be more than the band reaches back
+            if rows.start >= pivot.LEAST + max(last, last - first):
                 return pivot.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
             own = self._own_share(left, band[first], slice(rows.start, rows.stop))

@@ -137,6 +137,22 @@ class DenseHeads(HeadOperator):
         with full_precision(u.device):
             return (self.matrices.transpose(-1, -2) @ u.transpose(-3, -2)).transpose(-3, -2)
 
+    def mean_matvec(self, x: Tensor) -> Tensor:
+        return Operator.mean_matvec(self, x)
+
+    def mean_rmatvec(self, r: Tensor) -> Tensor:
+        return Operator.mean_rmatvec(self, r)
+
+    def _mean_forward(self, x: Tensor) -> Tensor:
+        """All heads' rows times one vector: a single product, and several times as fast as many."""
+        found = (self.matrices.flatten(1, 2) @ x[..., None]).squeeze(-1)  # (B, H L)
+        return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
+
+    def _mean_adjoint(self, r: Tensor) -> Tensor:
+        rows = r[:, None].expand(-1, self.shape.heads, -1).flatten(1)  # (B, H L)
+        found = rows[:, None] @ self.matrices.flatten(1, 2)
+        return found.squeeze(1) / self.shape.heads
+
     def tensors(self) -> dict[str, Tensor]:
         return {"matrices": self.matrices}
 

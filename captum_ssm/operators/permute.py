@@ -52,6 +52,9 @@ class Permute(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
+    def _without_coefficients(self) -> Tensor:
+        return torch.zeros((), device=self.order.device)
+
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
         return Permute(self.order, shape, self.component)

@@ -108,9 +108,10 @@ def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: 
     """Add the columns that are wholly written before the rows begin."""
     batch, tokens, *_ = operator.shape
     last = max(band)
+    order = operator.by_memory(slice(rows.start))
     # by how long before the time of writing all of a column each is written
     written = {
-        last - lag: operator.written(factor.expand(operator.shape).squeeze(-1))
+        last - lag: picked(operator.written(factor.expand(operator.shape).squeeze(-1)), order)
         for lag, factor in band.items()
     }
     times = range(max(0, last), min(rows.start, tokens + last))
@@ -118,18 +119,19 @@ def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: 
     longest = batch * max(len(rows), min(_COLUMNS, rows.start))
     size = max(1, _ELEMENTS // (longest * states))
     here = slice(rows.start, rows.stop)
-    row = left.expand(operator.shape)[:, here, None, :, 0]
-    order = operator.by_memory(slice(rows.start))
-    for some in torch.split(order, size):
+    row = picked(left.expand(operator.shape)[:, here, :, 0], order)[:, :, None]
+    for start in range(0, len(order), size):
+        part = slice(start, start + size)
+        some = order[part]
         fades = operator.fades(rows.start - 1, rows.stop, some)
-        read = fades(here).mul_(operator.queries(here, some)).mul_(row[..., some])
-        values = {back: factor[:, :, some] for back, factor in written.items()}
+        read = fades(here).mul_(operator.queries(here, some)).mul_(row[..., part])
+        values = {back: factor[:, :, part] for back, factor in written.items()}
         for stop in range(times.stop, times.start, -_COLUMNS):
-            part = range(max(times.start, stop - _COLUMNS), stop)
-            columns = _left_of(values, operator, fades, part, some)
-            into = out[:, :, part.start - last : part.stop - last]
+            some_times = range(max(times.start, stop - _COLUMNS), stop)
+            columns = _left_of(values, operator, fades, some_times, some)
+            into = out[:, :, some_times.start - last : some_times.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
-            first = part.start - max(values)
+            first = some_times.start - max(values)
             if first > 0 and fades(slice(first, first + 1)).amax() <= forgotten(out.dtype):
                 break  # and so has all that came earlier
 
@@ -148,6 +150,20 @@ def _left_of(values: Band, operator: Fading, fades: Fades, times: range, heads: 
         key = keys[:, source.start - tokens.start : max(0, source.stop - tokens.start)]
         out[:, skipped:].addcmul_(key, factor[:, source, None])
     return out
+
+
+def picked(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
+    """Some heads of (B, T, H).
+
+    Args:
+        x: as above.
+        heads: which ones.
+        out: written to. Default: None, memory of its own, or that of neighbours.
+    """
+    if isinstance(heads, slice):
+        return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
+    # several times as fast as an index along the last dimension
+    return torch.gather(x, 2, heads.expand(*x.shape[:2], -1), out=out)
 
 
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:

@@ -34,7 +34,7 @@ class ScanSteps:
     Args:
         scan: dt, A, B and C.
         stack: S.
-        longest: the most tokens at a time.
+        longest: the most tokens whose states are held at a time.
         transposed: whether this is the adjoint.
     """
 
@@ -59,15 +59,25 @@ class ScanSteps:
         self.each_key, self.each_value = self.keys.unbind(), self.values.unbind()
         self.carried = torch.zeros_like(self.states[0])
 
-    def __call__(self, x: Tensor, part: slice) -> Tensor:
-        """Vectors (S, B, T, H) of the tokens ``part`` to what these read, (T, S, B, H)."""
-        count = part.stop - part.start
+    def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
+        """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
+        longest = len(self.decays)
+        starts = range(0, x.shape[2], longest)
+        for start in reversed(starts) if self.transposed else starts:
+            stop = min(start + longest, x.shape[2])
+            vectors, outputs = (y[:, :, start:stop].permute(2, 0, 1, 3) for y in (x, out))
+            self._some(vectors, slice(part.start + start, part.start + stop), outputs)
+
+    def _some(self, x: Tensor, part: slice, out: Tensor) -> None:
+        """As many tokens as are held at a time, from and to (T, S, B, H)."""
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
-        x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
         self._set_decays(part)
         self._run(x if self.transposed else x * dt, self._time_first(self.key, part).mT)
-        out = _read(self._time_first(self.read, part), self.states[:count])
-        return out.mul_(dt) if self.transposed else out
+        read = _read(self._time_first(self.read, part), self.states[: len(x)])
+        if self.transposed:
+            torch.mul(read, dt, out=out)
+        else:
+            out.copy_(read)
 
     def _run(self, x: Tensor, keys: Tensor) -> None:
         """Set the states of the tokens of ``x`` (T, S, B, H), given keys (T, 1, B, N, 1 or H)."""

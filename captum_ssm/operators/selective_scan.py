@@ -21,17 +21,17 @@ from .chunks import Chunk, in_chunks
 from .fading import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
 from .grams import decayed
 from .maps import full_precision
-from .pivot import Fades, Heads, from_pivot
+from .pivot import Fades, Heads, from_pivot, picked
 from .scan_steps import ScanSteps, per_head
 from .scratch import Scratch
 from .semiseparable import BandFactors, semiseparable_strip
-from .streams import Stream
+from .streams import LARGE, Portion, Stream
 from .underflow import underflow_flushed
 
 #: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
 #: they and the decays fit into a processor's second cache.
 _SCAN_TOKENS = 32
-_SCAN_ELEMENTS = 2**19
+_SCAN_ELEMENTS = 2**18
 #: Fewest tokens of states, however large these are, so that carrying one over costs little.
 _SCAN_LEAST = 4
 #: Elements of the matrices of chunks formed at a time (64 MiB in float32).
@@ -121,7 +121,8 @@ class SelectiveScan(FadingRecurrence):
         Returns:
             A function from a slice of the tokens to (B, T, N, H).
         """
-        elapsed = from_pivot(self.dt[:, :tokens, heads], token, product=False).to(self.dtype)
+        elapsed = from_pivot(picked(self.dt[:, :tokens], heads), token, product=False)
+        elapsed = elapsed.to(self.dtype)
         rate = self.a[heads].T.contiguous()  # (N, H)
         least = 1 + math.log(torch.finfo(self.dtype).tiny)  # below, processors take far longer
         return lambda part: (elapsed[:, part, None] * rate).clamp_min_(least).exp_()
@@ -163,8 +164,18 @@ class SelectiveScan(FadingRecurrence):
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
             return None
-        steps = ScanSteps(self, 1, longest, transposed)
-        return lambda x, part: steps(x[None, ..., 0], part).permute(2, 0, 3, 1)
+        steps = self._steps(1, transposed)
+
+        def stream(x: Tensor, part: slice) -> Tensor:
+            out = self.dt.new_empty(x.shape)
+            steps(x[None, ..., 0], part, out[None, ..., 0])
+            return out
+
+        return stream
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
 
     def _forward(self, v: Tensor) -> Tensor:
         return self._run(v, transposed=False)
@@ -175,16 +186,15 @@ class SelectiveScan(FadingRecurrence):
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         if x.is_cuda:
             return _by_products(self, x, transposed)
-        stack = x.shape[:-4].numel()
-        out = x.new_empty(stack, *self.shape[:3])
-        flat = x.squeeze(-1).reshape(out.shape)
-        elements = stack * self.shape.batch * self.a.numel()
-        size = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
-        steps = ScanSteps(self, stack, size, transposed)
-        for start in _starts(self.shape.tokens, size, transposed):
-            part = slice(start, min(start + size, self.shape.tokens))
-            out[:, :, part] = steps(flat[:, :, part], part).permute(1, 2, 0, 3)
+        out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
+        steps = self._steps(len(out), transposed)
+        steps(x.squeeze(-1).reshape(out.shape), slice(0, self.shape.tokens), out)
         return out.view(x.shape)
+
+    def _steps(self, stack: int, transposed: bool) -> ScanSteps:
+        elements = stack * self.shape.batch * self.a.numel()
+        most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
+        return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
 
     def _factors_by_head(self, left: Tensor, band: Band) -> BandFactors:
         """Those of all channels, (B H, L, N)."""
@@ -206,10 +216,10 @@ class SelectiveScan(FadingRecurrence):
         for place, groups in _blocks(heads, states, batch * rows.stop):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
-            dt = _picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            above = _picked(row, part, scratch("above", batch, len(rows), width))
+            dt = picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
+            above = picked(row, part, scratch("above", batch, len(rows), width))
             sent = {
-                lag: _picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
+                lag: picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
             }
             b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
@@ -261,13 +271,6 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     return out
 
 
-def _picked(x: Tensor, heads: Heads, out: Tensor) -> Tensor:
-    """Some heads of (B, T, H)."""
-    if isinstance(heads, slice):
-        return out.copy_(x[:, :, heads])
-    return torch.index_select(x, 2, heads, out=out)
-
-
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
     """(B, T, h) times (..., n, 1 or h), into (B, T, n h)."""
     count = channels.shape[-1]
@@ -287,8 +290,3 @@ def _blocks(heads: int, states: int, tokens: int) -> Iterator[tuple[slice, list[
 
 def _lags(band: Band) -> range:
     return range(min(band), max(band) + 1)
-
-
-def _starts(tokens: int, size: int, backwards: bool) -> Sequence[int]:
-    starts = range(0, tokens, size)
-    return starts[::-1] if backwards else starts

@@ -7,7 +7,7 @@ no more memory than a few tokens do, and these stay in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,10 +20,12 @@ class Portion(NamedTuple):
     Attributes:
         elements: those of all channels of these tokens together.
         most: the most tokens.
+        multiple: a number of tokens of which they should be a multiple.
     """
 
     elements: int
     most: int
+    multiple: int = 1
 
 
 #: Few enough for the states of a selective scan to stay in a processor's second cache.
@@ -75,18 +77,37 @@ def channel_mean(operator: Streamed, x: Tensor, transposed: bool) -> Tensor:
 
     Computed from a few tokens at a time, or from all at once if the operator has no stream.
     """
+    return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
+
+
+def channel_sums(operator: Streamed, x: Tensor, transposed: bool, weights: Tensor) -> Tensor:
+    """As :func:`channel_mean`, but K sums over channels with weights (C, K), as (B, L, K)."""
+    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype))
+
+
+def _reduced(
+    operator: Streamed, x: Tensor, transposed: bool, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What becomes of the outputs (B, T, H, P) for ``x`` (B, L), over all tokens."""
     batch, tokens, heads, per_head = operator.shape
-    elements, most = operator.portion
+    elements, most, multiple = operator.portion
     size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
+    size = evenly(tokens, max(multiple, size - size % multiple), multiple)
     stream = operator.stream(transposed, size)
     if stream is None:
         mapped = operator.transpose if transposed else operator.apply
-        return mapped(x[..., None, None].expand(operator.shape)).mean((-1, -2))
-    out = torch.empty_like(x)
+        return reduce(mapped(x[..., None, None].expand(operator.shape)))
+    found = []
     for part in _parts(tokens, size, transposed):
         same = x[:, part, None, None].expand(-1, -1, heads, per_head)
-        out[:, part] = stream(same, part).mean((-1, -2))
-    return out
+        found.append(reduce(stream(same, part)))
+    return torch.cat(found[::-1] if transposed else found, 1)
+
+
+def evenly(tokens: int, most: int, multiple: int = 1) -> int:
+    """The size of as few parts as parts of ``most`` tokens make, but alike, a multiple each."""
+    each = -(-tokens // -(-tokens // most))
+    return -(-each // multiple) * multiple
 
 
 def _parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:

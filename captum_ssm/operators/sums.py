@@ -11,6 +11,7 @@ from torch import Tensor
 from .band import Band
 from .base import Operator
 from .composite import Composite
+from .diagonal import Diagonal
 from .streams import Stream, all_streams
 from .strips import Strip, total
 
@@ -50,10 +51,19 @@ class Sum(Composite):
         return added(part.mean_rmatvec(r) for part in self.parts)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        streams = all_streams(self.parts, transposed, longest)
+        scalings = [part for part in self.parts if isinstance(part, Diagonal)]
+        others = [part for part in self.parts if not isinstance(part, Diagonal)]
+        streams = all_streams(others or [scalings.pop()], transposed, longest)
         if streams is None:
             return None
-        return lambda x, part: added(stream(x, part) for stream in streams)
+
+        def summed(x: Tensor, part: slice) -> Tensor:
+            out = added(stream(x, part) for stream in streams)
+            for scaling in scalings:  # without a tensor of what each of them adds
+                out = torch.addcmul(out, scaling.factors(part), x)
+            return out
+
+        return summed
 
     def offset(self) -> Tensor | None:
         terms = [t for part in self.parts if (t := part.offset()) is not None]

@@ -23,10 +23,12 @@ from .diagonal import Diagonal
 from .fading_steps import FadingSteps
 from .grams import decayed
 from .recurrence import ElementwiseRecurrence
+from .scratch import Scratch
+from .streams import evenly
 from .strips import total
 
-#: Elements of the states of the tokens mapped at a time (256 KiB in float32).
-_STATE_ELEMENTS = 2**16
+#: Elements of the states of the tokens mapped at a time (512 KiB in float32).
+_STATE_ELEMENTS = 2**17
 
 
 class VectorDecayHeads(ChunkedHeads):
@@ -120,23 +122,24 @@ class VectorDecayHeads(ChunkedHeads):
         """
         x = v.reshape(-1, *v.shape[-4:]).movedim(-1, 1).flatten(0, 1)  # (S P, B, L, H)
         out = torch.empty_like(x)
-        steps = FadingSteps(self._decays, self.key, transposed)
+        steps, scratch = FadingSteps(self._decays, self.key, transposed), Scratch(v)
         written, read = self._keys, self._late_queries
         if transposed:
             written, read = read, written
         for part in self._parts(len(x), backwards=transposed):
             keys = written(part)
-            states = v.new_empty(len(x), *keys.shape)
-            torch.mul(x[:, :, part, :, None], keys, out=states)
-            steps(states.flatten(3), part, states.flatten(3))
-            out[:, :, part] = torch.linalg.vecdot(states, read(part))
+            states = scratch("states", len(x), *keys.shape[:2], keys[0, 0].numel())
+            by_head = torch.unflatten(states, -1, keys.shape[2:])
+            torch.mul(x[:, :, part, :, None], keys, out=by_head)
+            steps(states, part, states)
+            out[:, :, part] = by_head.mul_(read(part)).sum(-1)
         out = torch.unflatten(out, 0, (-1, v.shape[-1])).movedim(1, -1)
         return out.reshape(v.shape).contiguous()
 
     def _parts(self, stack: int, backwards: bool = False) -> Iterator[slice]:
         """Tokens whose states are held at a time, of so many vectors."""
         batch, tokens, heads, state = self.key.shape
-        size = max(1, _STATE_ELEMENTS // (stack * batch * heads * state))
+        size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
         starts = range(0, tokens, size)
         for start in reversed(starts) if backwards else starts:
             yield slice(start, min(start + size, tokens))

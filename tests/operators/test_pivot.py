@@ -146,3 +146,17 @@ def test_sums_and_products_from_a_token(multiply: bool, tokens: int, at: int) ->
         between = steps[:, min(t, at) + 1 : max(t, at) + 1].double()
         torch.testing.assert_close(found[:, t], combine(between, 1), rtol=1e-13, atol=0)
     assert torch.equal(steps, kept)
+
+
+@pytest.mark.parametrize("lags", [(63,), (64,), (100, 95), (140,)])
+def test_bands_that_reach_further_back_than_a_pivot_lies(lags: tuple[int, ...]) -> None:
+    operator, matrices = elementwise(150)
+    left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in lags}
+    wanted = torch.zeros(2, 150, 150, dtype=torch.float64)
+    for lag, factor in band.items():
+        product = torch.einsum("bic,bcij,bjc->bij", left[..., 0], matrices, factor[..., 0])
+        wanted[:, :, : 150 - lag] += product[:, :, lag:]
+    for rows in (range(64, 70), range(120, 150)):
+        found = operator.strip_of_product(left, band, rows).whole(150)
+        error = (found - wanted[:, rows.start : rows.stop]).abs().max()
+        assert error <= EXACT * wanted.abs().max()

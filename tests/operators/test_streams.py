@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from chunked_kinds import Make, kinds
 from oracles import relative_error
+from token_loops import Loop
 from torch import Tensor
 
 from captum_ssm.operators import (
@@ -20,8 +22,10 @@ from captum_ssm.operators import (
     Shape,
     ShortConv,
     Sum,
+    chunked_heads,
     streams,
 )
+from captum_ssm.operators.chunks import CHUNK
 from captum_ssm.operators.recurrent import Recurrent
 
 
@@ -68,6 +72,61 @@ def test_any_number_of_tokens_at_a_time(tokens: int, size: int, groups: int) -> 
     v = randn(*operator.shape)
     assert relative_error(streamed(operator, v, size, False), operator.apply(v)) <= 1e-12
     assert relative_error(streamed(operator, v, size, True), operator.transpose(v)) <= 1e-12
+
+
+def heads_of(make: Make, tokens: int) -> Operator:
+    """Heads as in a mixer, between what tells their channels apart."""
+    heads = make(tokens)
+    shape = heads.shape
+    return Chain(
+        Diagonal(randn(*shape), shape),
+        Sum(heads, Diagonal(randn(1, 1, shape.heads, 1), shape)),
+        Diagonal(randn(*shape[:3], 1), shape),
+        ShortConv(randn(*shape[2:], 3), shape),
+    )
+
+
+@pytest.mark.parametrize("size", [1, CHUNK, CHUNK + 3, 1000])
+@kinds
+def test_heads_any_number_of_tokens_at_a_time(make: Make, loop: Loop, size: int) -> None:
+    operator = heads_of(make, 2 * CHUNK + 5)
+    v = randn(*operator.shape)
+    assert relative_error(streamed(operator, v, size, False), operator.apply(v)) <= 1e-12
+    assert relative_error(streamed(operator, v, size, True), operator.transpose(v)) <= 1e-12
+
+
+@pytest.mark.parametrize("tokens", [1, CHUNK + 1, 3 * CHUNK + 7])
+@kinds
+def test_means_of_heads_a_chunk_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, make: Make, loop: Loop, tokens: int
+) -> None:
+    monkeypatch.setattr(chunked_heads, "LARGE", streams.Portion(1, 4))
+    operator = heads_of(make, tokens)
+    mean, x = mean_matrix(operator), randn(2, tokens)
+    assert relative_error(operator.mean_matvec(x), torch.einsum("bij,bj->bi", mean, x)) <= 1e-12
+    assert relative_error(operator.mean_rmatvec(x), torch.einsum("bi,bij->bj", x, mean)) <= 1e-12
+
+
+@pytest.mark.parametrize("lags", [(0, 1, 2), (3,), (-1, 0, 2), (4, 4), (50,)])
+def test_convolutions_at_either_end_of_what_is_summed_up(lags: tuple[int, ...]) -> None:
+    """They mix sums over channels; one that looks ahead is no obstacle there."""
+    tokens, shape = 37, Shape(2, 37, 6, 1)
+    conv = ShortConv(randn(6, 1, len(lags)), shape, lags=lags)
+    scan = ElementwiseRecurrence(torch.rand(2, tokens, 6, dtype=torch.float64))
+    gate = Diagonal(randn(*shape), shape)
+    for operator in (Chain(gate, scan, conv), Chain(conv, scan, gate), Chain(conv, conv), conv):
+        mean, x = mean_matrix(operator), randn(2, tokens)
+        wanted, adjoint = torch.einsum("bij,bj->bi", mean, x), torch.einsum("bi,bij->bj", x, mean)
+        assert relative_error(operator.mean_matvec(x), wanted) <= 1e-12
+        assert relative_error(operator.mean_rmatvec(x), adjoint) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "multiple", "size"),
+    [(10, 4, 1, 4), (9, 4, 1, 3), (1024, 341, 1, 256), (130, 128, 64, 128), (5, 64, 64, 64)],
+)
+def test_parts_of_like_size(tokens: int, most: int, multiple: int, size: int) -> None:
+    assert streams.evenly(tokens, most, multiple) == size
 
 
 @pytest.mark.parametrize("lags", [(0,), (2,), (5, 1)])

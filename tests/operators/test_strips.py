@@ -135,6 +135,16 @@ def test_blocks_of_channels_add_up(build: Build, monkeypatch: pytest.MonkeyPatch
     assert relative_error(case.operator.contract(left, right), wanted) <= EXACT
 
 
+def test_one_row_of_more_tokens_than_a_factor_holds(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = build(12)
+    left, right = randn(*case.shape), randn(*case.shape)
+    monkeypatch.setattr(compose, "_FACTOR_ELEMENTS", 1)
+    wanted = contracted(case, left, right)
+    check_rows(case.operator.strip(left, right, range(5, 6)), range(5, 6), wanted)
+
+
 # --- the ranges of rows and columns --------------------------------------------------------
 
 RANGES = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda ends: range(*sorted(ends)))
