@@ -12,6 +12,7 @@ nox.options.sessions = ["tests", "lint", "types", "strata"]
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+FLA = ("flash-linear-attention", "fla-core")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = "constraints.txt") -> None:
@@ -47,11 +48,24 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
-    install(session, "-e", ".[test]", "pytest-xdist", "flash-linear-attention", "fla-core")
+    install(session, "-e", ".[test]", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
     selection = "not gpu and not timm and not mambavision and not captum08"
     env = {**ONE_THREAD, **texts_of_others(session), "CAPTUM_SSM_NO_SKIPS": "1"}
     session.run("pytest", *PARALLEL, "-m", selection, *session.posargs, env=env)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """How much the quick tests run, with the special packages; setup.cfg sets the least."""
+    install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
+    install_mamba_ssm(session)
+    folder = Path(session.create_tmp(), "coverage").resolve()
+    env = {**ONE_THREAD, **texts_of_others(session), "COVERAGE_FILE": str(folder)}
+    session.run("coverage", "erase", env=env)
+    session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs, env=env)
+    session.run("coverage", "combine", "-q", env=env)
+    session.run("coverage", "report", env=env)
 
 
 @nox.session
@@ -72,7 +86,11 @@ def timm(session: nox.Session) -> None:
     install_mamba_ssm(session)
     vision = ("timm", "torchvision", "mambavision")
     session.install("-c", "constraints.txt", "--no-deps", *vision)
-    files = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
+    files = (
+        "tests/mixers/test_timm_attention.py",
+        "tests/mixers/test_mambavision.py",
+        "tests/fuzz/test_vision_mixers.py",
+    )
     session.run("pytest", "-m", "timm or mambavision", *files, *session.posargs)
 
 
@@ -94,15 +112,45 @@ def strata(session: nox.Session) -> None:
     session.run("python", "tools/check_strata.py")
 
 
+def pins_without(session: nox.Session, *names: str) -> str:
+    """A file of the constraints but for those of some packages."""
+    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = Path(session.create_tmp(), "constraints.txt").resolve()
+    kept.write_text("".join(pin for pin in pins if pin.partition("==")[0] not in names))
+    return str(kept)
+
+
+@nox.session
+def transformers4(session: nox.Session) -> None:
+    """The mixers of Mamba and Mamba-2 with the last version 4 of transformers."""
+    pins = pins_without(session, "transformers", "huggingface_hub", "tokenizers")
+    packages = ("-e", ".[test]", "pytest-xdist", "transformers==4.57.6")
+    install(session, *packages, constraints=pins)
+    mixers = ("tests/mixers/test_mamba.py", "tests/mixers/test_mamba2_models.py")
+    session.run("pytest", *PARALLEL, *(session.posargs or mixers), env=ONE_THREAD)
+
+
+@nox.session
+def dependencies(session: nox.Session) -> None:
+    """What the package imports, what is pinned, under which licences."""
+    install(session, "-e", ".[dev,docs]")
+    session.run("pip", "check")
+    session.run("python", "tools/check_dependencies.py")
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Known vulnerabilities of what is pinned."""
+    install(session, "pip-audit")
+    session.run("python", "tools/audit_dependencies.py", "constraints.txt")
+
+
 @nox.session
 def captum08(session: nox.Session) -> None:
     """The quick tests with the oldest Captum supported."""
-    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = Path(session.create_tmp(), "constraints.txt").resolve()
-    kept.write_text("".join(pin for pin in pins if not pin.startswith(("captum==", "numpy=="))))
     insights = ("flask", "flask-compress")
     packages = ("-e", ".[test]", "pytest-xdist", "captum==0.8.*", "numpy<2", *insights)
-    install(session, *packages, constraints=str(kept))
+    install(session, *packages, constraints=pins_without(session, "captum", "numpy"))
     folders = ("tests/attr", "tests/conformance", "tests/insights")
     core = (*folders, "tests/test_cli.py", "tests/test_documents.py")
     session.run("pytest", *PARALLEL, *(session.posargs or core), env=ONE_THREAD)

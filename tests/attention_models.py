@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
 from oracles import randomise
+from versions import VERSION_4, named, renamed
+
+from captum_ssm.mixers.registry import adapter_for
 
 #: Families whose attention the adapter for transformers serves: model, config, options.
 _BASE: dict[str, Any] = {
@@ -253,10 +255,11 @@ TRANSFORMERS = ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit")
 def attention_model(family: str, attention: str = "sdpa", **options: Any) -> Any:
     """The family's model with random parameters, running the given attention function."""
     model_class, config_class, small = FAMILIES[family]
-    config = getattr(transformers, config_class)(**small | options)
+    config = named(config_class)(**renamed(family, small | options))
     config._experts_implementation = "eager"  # the others know no float64
-    model = randomise(getattr(transformers, model_class)(config))
-    model.set_attn_implementation(attention)
+    model = randomise(named(model_class)(config))
+    if model._supports_sdpa or not VERSION_4:
+        model.set_attn_implementation(attention)
     for name, module in model.named_modules():
         if name.endswith("linear_attn"):  # runs on a GPU alone, and is not what is tested here
             module.forward = lambda hidden_states, **_: hidden_states
@@ -268,6 +271,7 @@ def attention_names(model: Any) -> list[str]:
     found = []
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind.endswith("Attention") and hasattr(module, "scaling"):
+        softmax = "Lightning" not in kind and "Delta" not in kind
+        if kind.endswith("Attention") and softmax and adapter_for(module) is not None:
             found.append(name)
     return found

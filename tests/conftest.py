@@ -7,11 +7,12 @@ import random
 from collections.abc import Generator, Iterator
 
 import fla_cpu
+import hypothesis
 import mamba_ssm_cpu
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
@@ -19,8 +20,9 @@ FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
 
 _seed_key = pytest.StashKey[int]()
 
-settings.register_profile("captum_ssm", deadline=None, print_blob=True)
-settings.load_profile("captum_ssm")
+settings.register_profile("quick", deadline=None, print_blob=True)
+settings.register_profile("long", settings.get_profile("quick"))
+settings.load_profile(os.environ.get("CAPTUM_SSM_FUZZ", "quick"))
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,21 @@ def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
     return mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if FIXED_SEED:
+        for test in {getattr(item, "function", None) for item in items}:
+            if is_hypothesis_test(test):
+                hypothesis.seed(int(FIXED_SEED))(test)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("transformers5"):
+        import transformers
+
+        if transformers.__version__.startswith("4."):
+            pytest.skip(f"not for transformers {transformers.__version__}, see CONTRIBUTING.md")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from mamba2_models import EPS, INFINITY
 from oracles import PRESETS, conv_matrices, diagonal_matrices
 from torch import Tensor
+from versions import VERSION_4
 
 
 @dataclass
@@ -32,6 +33,13 @@ class Form:
 
 def form_of(mixer: Any, config: Any) -> Form:
     """The form of a mixer of transformers, from the model's configuration."""
+    form = _newest_form(mixer, config)
+    if VERSION_4 and type(mixer).__name__ not in ("Zamba2MambaMixer", "FalconH1Mixer"):
+        form.norm_groups = 1
+    return form
+
+
+def _newest_form(mixer: Any, config: Any) -> Form:
     kind = type(mixer).__name__
     if kind == "Mamba2Mixer":
         eps, limit = config.layer_norm_epsilon, config.time_step_limit
@@ -43,7 +51,8 @@ def form_of(mixer: Any, config: Any) -> Form:
         eps, limit = config.layer_norm_epsilon, (config.time_step_min, INFINITY)
         return Form(config.n_groups, config.ssm_state_size, limit, config.n_groups, eps)
     groups, state = config.mamba_n_groups, config.mamba_d_state
-    form = Form(groups, state, config.time_step_limit, groups, config.rms_norm_eps)
+    limit = getattr(config, "time_step_limit", (0.0, INFINITY))
+    form = Form(groups, state, limit, groups, config.rms_norm_eps)
     if kind == "FalconH1Mixer":
         channels = config.mamba_d_ssm
         sizes = [channels, channels, groups * state, groups * state, config.mamba_n_heads]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import transformers
 from oracles import randomise
+from versions import named, renamed
 
 INFINITY = float("inf")
 #: Added to mean squares: norms of few features must not blow rounding errors up.
@@ -132,8 +132,8 @@ _CLASSES = (
 def make_model(family: str, **options: Any) -> Any:
     """The family's language model with random parameters."""
     model_class, config_class, small = FAMILIES[family]
-    config = getattr(transformers, config_class)(**small | options)
-    model = randomise(getattr(transformers, model_class)(config))
+    config = named(config_class)(**renamed(family, small | options))
+    model = randomise(named(model_class)(config))
     if family == "zamba2":  # not in its configuration
         for name in mixer_names(model):
             assert model.get_submodule(name).norm.variance_epsilon == 1e-5

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from versions import named
 
 COMPONENTS = {"conv", "activation", "scan", "skip", "gate", "norm"}
 PRESETS = {"s6": {"scan"}, "unified": COMPONENTS - {"skip"}, "exact": COMPONENTS}
@@ -117,7 +118,12 @@ def mamba1_parts(
         _weights(getattr(mixer, name), name in adapters)
         for name in ("in_proj", "x_proj", "dt_proj", "out_proj")
     )
-    x, z = F.linear(hidden * keep[:, :, None], *in_proj).chunk(2, dim=-1)
+    of_version_4 = hasattr(mixer, "slow_forward")  # there the mask silences x, not what enters
+    if of_version_4:
+        x, z = F.linear(hidden, *in_proj).chunk(2, dim=-1)
+        x = x * keep[:, :, None]
+    else:
+        x, z = F.linear(hidden * keep[:, :, None], *in_proj).chunk(2, dim=-1)
 
     taps = mixer.conv1d.weight.detach().double()[:, 0]  # (D, K); the last tap reads token t
     width = taps.shape[1]
@@ -141,7 +147,7 @@ def mamba1_parts(
     dt = torch.log1p(torch.exp(F.linear(t, *dt_proj)))
     a = -mixer.A_log.detach().double().exp()
     skip = mixer.D.detach().double()
-    gate = z * torch.sigmoid(z)
+    gate = mixer.act(z) if of_version_4 else z * torch.sigmoid(z)
 
     y = torch.zeros_like(v)
     h = torch.zeros(batch, *a.shape, dtype=torch.float64)
@@ -218,17 +224,8 @@ def randomise(model: nn.Module) -> nn.Module:
 
 def transformers_model(family: str = "mamba", **options: Any) -> Any:
     """A MambaForCausalLM or FalconMambaForCausalLM of two layers, of E = 5 and D = 10."""
-    from transformers import (
-        FalconMambaConfig,
-        FalconMambaForCausalLM,
-        MambaConfig,
-        MambaForCausalLM,
-    )
-
-    config, model = {
-        "mamba": (MambaConfig, MambaForCausalLM),
-        "falcon_mamba": (FalconMambaConfig, FalconMambaForCausalLM),
-    }[family]
+    name = {"mamba": "Mamba", "falcon_mamba": "FalconMamba"}[family]
+    config, model = named(f"{name}Config"), named(f"{name}ForCausalLM")
     small = {
         "vocab_size": 19,
         "hidden_size": 5,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -55,6 +57,24 @@ def test_version_is_that_of_the_metadata() -> None:
 
 def test_types_are_announced() -> None:
     assert files("captum_ssm").joinpath("py.typed").is_file()
+
+
+def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "captum_ssm", source / "captum_ssm", ignore=ignored)
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = (sys.executable, "-c", code, str(tmp_path))
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    shipped = set(zipfile.ZipFile(wheel).namelist())
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "captum_ssm").rglob("*.*")}
+    files = {name for name in files if "__pycache__" not in name}
+    assert any(name.endswith(".safetensors") for name in files)
+    assert files <= shipped, sorted(files - shipped)
 
 
 @pytest.mark.parametrize("command", README_COMMANDS)

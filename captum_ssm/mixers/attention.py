@@ -3,10 +3,11 @@
     alpha = softmax(scaling q k^T + mask)      output = o_proj(gate alpha v)
 
 One adapter serves every class that hands its queries, keys and values to transformers' attention
-interface: the recorded call is run again on a shallow copy of the module, under an attention
-function that only notes what it receives.  Rotations, norms of queries and keys, latent keys and
-values and adapters around the projections are thereby the module's own, whichever attention
-function (eager, sdpa, flash, flex) the model itself uses.
+interface, or, as in transformers 4, to torch's own attention: the recorded call is run again on a
+shallow copy of the module, under an attention function that only notes what it receives.
+Rotations, norms of queries and keys, latent keys and values and adapters around the projections
+are thereby the module's own, whichever attention function (eager, sdpa, flash, flex) the model
+itself uses.
 
 Frozen: the probabilities, and the gate where a model has one.
 """
@@ -19,7 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
@@ -51,6 +54,24 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
         return y.flatten(2) if output is None else run(output, y.flatten(2))
 
     return LinearMixer(values, operator, project, mask)
+
+
+def gpt2_attention(module: Any, call: Call) -> LinearMixer:
+    """GPT2Attention, whose eager attention scales and masks by itself in transformers 4."""
+    if not hasattr(module, "scaling") and module.config._attn_implementation == "eager":
+        raise UnsupportedMixerError(
+            "GPT2Attention with eager attention in transformers 4 has no adapter: load the model "
+            "with attn_implementation='sdpa', or use transformers 5."
+        )
+    return hf_attention(module, call)
+
+
+def vit_attention(module: Any, call: Call) -> LinearMixer:
+    """ViTAttention and DeiTAttention; in transformers 4, a module of attention and projection."""
+    if not hasattr(module, "attention"):
+        return hf_attention(module, call)
+    linear = hf_attention(module.attention, call)
+    return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
 
 
 def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:
@@ -91,6 +112,7 @@ class _Noted:
     scaling: float
     causal: bool
     window: int | None
+    by_torch: bool = False  # it is torch's own
 
 
 class _Settings:
@@ -107,22 +129,25 @@ class _Settings:
 
 def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
     """What the attention function received, and the factor (B, L, H P) put on what it returns."""
-    from transformers import AttentionInterface
+    import transformers
 
-    AttentionInterface.register(_NOTING, _note)
+    if hasattr(transformers, "AttentionInterface"):  # versions before 4.48 call torch's attention
+        transformers.AttentionInterface.register(_NOTING, _note)
     dtype = working_dtype(module, call.hidden_states)
     twin = copy.copy(module)
-    twin.config = _Settings(module.config)
+    if hasattr(module, "config"):
+        twin.config = _Settings(module.config)
     twin.training = False  # no dropout, and no random numbers drawn for it
     twin._modules = {name: _prepared(name, sub, dtype) for name, sub in module._modules.items()}
-    with torch.autocast(call.hidden_states.device.type, enabled=False):
+    with torch.autocast(call.hidden_states.device.type, enabled=False), _TorchsNoted(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     noted = twin.__dict__.get("noted")
     if noted is None:
         raise UnsupportedMixerError(
-            f"{type(module).__name__} does not use transformers' attention interface; is it of an "
-            "older version of transformers?"
+            f"{type(module).__name__} uses neither transformers' attention interface nor torch's "
+            "attention. In transformers 4, load the model with attn_implementation='sdpa' and ask "
+            "for no attentions; else use a newer version."
         )
     return noted, first_tensor(out)
 
@@ -160,6 +185,38 @@ def _note(
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
 
 
+class _TorchsNoted(TorchFunctionMode):
+    """Has :func:`_note` called in the place of torch's own attention."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attention(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        ones, _ = _note(
+            self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal
+        )
+        self._module.noted = replace(self._module.noted, by_torch=True)
+        return ones.transpose(1, 2)
+
+
 def _pairs(module: Any, noted: _Noted) -> Tensor | None:
     """The mask over pairs of tokens that the module's own attention function would have used.
 
@@ -172,7 +229,7 @@ def _pairs(module: Any, noted: _Noted) -> Tensor | None:
 
         batch = noted.query.shape[0]
         mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, noted.query.device.type)
-    implementation = module.config._attn_implementation or "eager"
+    implementation = "sdpa" if noted.by_torch else module.config._attn_implementation or "eager"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return mask[..., :tokens]
     if mask is None and implementation == "eager":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable
 
 import torch
@@ -96,20 +98,39 @@ def padding_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def hf_entering(
-    module: nn.Module, call: Call, cache: str = "cache_params"
+    module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The sequence entering a mixer of transformers, padding silenced, and the mask.
+    """The sequence entering a mixer of transformers, and the mask.
 
     Args:
         module: the mixer.
         call: its recorded call, without a cache.
         cache: what the class calls its cache. Default: ``"cache_params"``.
+        silent: whether padding is silenced. Default: True.
     """
     call.refuse_cache(cache, position=1)
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
-    mask = padding_mask(call.argument("attention_mask", 2), hidden)
-    return hidden if mask is None else hidden * mask[:, :, None], mask
+    mask = padding_mask(_heeded_mask(module, call), hidden)
+    return hidden if mask is None or not silent else hidden * mask[:, :, None], mask
+
+
+def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
+    """The mask of a call as far as the module's own code heeds it.
+
+    That of transformers 4 passes over the mask of a single example, and over one of pairs.
+    """
+    names = list(inspect.signature(type(module).forward).parameters)
+    if "attention_mask" not in names:  # as in the first versions
+        return None
+    mask: Tensor | None = call.argument("attention_mask", names.index("attention_mask") - 1)
+    code = sys.modules[type(module).__module__]
+    silence = getattr(code, "apply_mask_to_padding_states", None)
+    if mask is None or silence is None:
+        return mask
+    ones = torch.ones(*call.hidden_states.shape[:2], 1, device=mask.device)
+    heeded: Tensor = silence(ones, mask)[..., 0]
+    return heeded
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:

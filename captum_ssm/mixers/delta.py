@@ -125,7 +125,7 @@ def _linearize(
     if bias is not None:
         bias = bias[:, :, -width:].reshape(*bias.shape[:2], heads, per_head)
     operator = Chain(
-        Diagonal(_activation(norm.activation)(z), shape, "gate"),
+        Diagonal(_activation(getattr(norm, "activation", "silu"))(z), shape, "gate"),
         Diagonal(rms * norm.weight.to(rms), shape, "norm"),
         scan,
         Diagonal(ratio[:, :, -width:].view(shape), shape, "activation"),

@@ -5,7 +5,8 @@
     y = SiLU(z) (alpha + D) v          output = out_proj(y)
 
 Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalise t, B
-and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.
+and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.  In transformers 4 the
+mask silences x, not h, and the gate has the activation of the convolution.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ Selected = tuple[Tensor, Tensor, Tensor]
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """transformers' MambaMixer, FalconMambaMixer and JambaMambaMixer."""
-    projected, mask = _hf_projected(module, call)
-    return _linearize(module, projected, mask, _x_proj(module, as_module=True), run_out_proj=True)
+    x, z, mask = _hf_projected(module, call)
+    select = _x_proj(module, as_module=True)
+    return _linearize(module, (x, z), mask, select, run_out_proj=True)
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
     """transformers' ZambaMambaMixer, whose in_proj returns x and z channel by channel in turn."""
-    projected, mask = _hf_projected(module, call)
-    projected = torch.cat([projected[..., 0::2], projected[..., 1::2]], -1)
+    x, z, mask = _hf_projected(module, call, interleaved=True)
 
     def select(activated: Tensor) -> Selected:
         return _zamba_parameters(module, activated)
 
-    return _linearize(module, projected, mask, select, run_out_proj=True)
+    return _linearize(module, (x, z), mask, select, run_out_proj=True)
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
@@ -69,29 +70,40 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
     kernels = sys.modules[type(module).__module__]
     fused = module.use_fast_path and getattr(kernels, "causal_conv1d_fn", None) is not None
     select = _x_proj(module, as_module=not fused)
-    return _linearize(module, projected, None, select, run_out_proj=not fused)
+    x, z = projected.chunk(2, dim=-1)
+    return _linearize(module, (x, F.silu(z)), None, select, run_out_proj=not fused)
 
 
-def _hf_projected(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The output of in_proj (B, L, 2 D), and the mask."""
-    hidden, mask = hf_entering(module, call)
-    return run(module.in_proj, hidden), mask
+def _hf_projected(
+    module: Any, call: Call, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x and the gate (B, L, D), and the mask."""
+    of_version_4 = hasattr(module, "slow_forward")
+    hidden, mask = hf_entering(module, call, silent=not of_version_4)
+    projected = run(module.in_proj, hidden)
+    if interleaved:
+        x, z = projected[..., 0::2], projected[..., 1::2]
+    else:
+        x, z = projected.chunk(2, dim=-1)
+    if not of_version_4:
+        return x, F.silu(z), mask
+    return x if mask is None else x * mask[:, :, None], module.act(z), mask
 
 
 def _linearize(
     module: Any,
-    projected: Tensor,
+    projected: tuple[Tensor, Tensor],
     mask: Tensor | None,
     select: Callable[[Tensor], Selected],
     *,
     run_out_proj: bool,
 ) -> LinearMixer:
-    """The mixer from the output of in_proj (B, L, 2 D), with dt, B and C selected from v."""
-    x, z = projected.chunk(2, dim=-1)
+    """The mixer from x and the gate (B, L, D), with dt, B and C selected from v."""
+    x, gating = projected
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
     # first, while little else is held: of long inputs every tensor here takes much memory
-    gate = Diagonal(as_heads(F.silu(z)), shape, "gate")
+    gate = Diagonal(as_heads(gating), shape, "gate")
     conv, ratio, activated = _activated(module, values, mask, shape)
     dt, b, c = select(activated)
     a = -torch.exp(module.A_log.to(values)).flatten(0, -2)

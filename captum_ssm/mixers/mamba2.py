@@ -13,6 +13,7 @@ part of x belongs to the operator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape, ShortConv, Sum
 from .base import Call, LinearMixer
 from .common import (
@@ -53,11 +55,30 @@ class Norm:
 
 
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
-    """The Mamba-2 mixers of transformers, but for Falcon-H1's and Granite's."""
+    """The Mamba-2 mixers of transformers that need nothing else."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    norm = Norm(module.norm.weight, module.norm.variance_epsilon, module.n_groups)
+    own = module.norm
+    channels = own.weight.shape[0]
+    # in transformers 4 most norms know no groups
+    norm = Norm(own.weight, own.variance_epsilon, channels // getattr(own, "group_size", channels))
     return _hf_linearize(module, run(module.in_proj, hidden), mask, norm)
+
+
+def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
+    """Zamba2MambaMixer, refused where transformers 4 computes something else on a CPU.
+
+    Its code for CPUs mixes up the states of chunks, and lets padding into the scan.
+    """
+    linear = hf_mamba2(module, call)
+    slow = hasattr(module, "torch_forward") and linear.values.device.type == "cpu"
+    if slow and (linear.mask is not None or linear.values.shape[1] > module.chunk_size):
+        raise UnsupportedMixerError(
+            f"Zamba 2 on a CPU in transformers 4: beyond {module.chunk_size} tokens, and where a "
+            "batch is padded, the model computes something else than on a GPU, which has no "
+            "adapter. Use transformers 5, or shorter examples one by one."
+        )
+    return linear
 
 
 def granite_mamba2(module: Any, call: Call) -> LinearMixer:
@@ -89,7 +110,7 @@ def _hf_linearize(
         projected,
         mask,
         groups=module.n_groups,
-        dt_limit=module.time_step_limit,
+        dt_limit=module.time_step_limit or (module.time_step_min, math.inf),
         norm=norm,
         project=lambda y: run(module.out_proj, y.flatten(2)),
     )

@@ -100,11 +100,11 @@ BUILT_IN = (
     ),
     Line("BERT", "transformers", "bert.BertSelfAttention", "attention:hf_attention"),
     Line("GPT-NeoX", "transformers", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),
-    Line("GPT-2", "transformers", "gpt2.GPT2Attention", "attention:hf_attention"),
+    Line("GPT-2", "transformers", "gpt2.GPT2Attention", "attention:gpt2_attention"),
     Line("Llama", "transformers", "llama.LlamaAttention", "attention:hf_attention"),
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
-    Line("ViT", "transformers", "vit.ViTAttention", "attention:hf_attention"),
-    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:hf_attention"),
+    Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention"),
+    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention"),
     Line("ViT", "timm", "timm.layers.attention.Attention", "timm_attention:timm_attention"),
     Line(
         "MambaVision",
@@ -165,7 +165,7 @@ BUILT_IN = (
     ),
     Line("Mamba-2", "transformers", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
     Line("Bamba", "transformers", "bamba.BambaMixer", "mamba2:hf_mamba2"),
-    Line("Zamba 2", "transformers", "zamba2.Zamba2MambaMixer", "mamba2:hf_mamba2"),
+    Line("Zamba 2", "transformers", "zamba2.Zamba2MambaMixer", "mamba2:zamba2_mamba2"),
     Line(
         "Falcon-H1",
         "transformers",

@@ -647,3 +647,36 @@ def test_last_token_of_a_batch_padded_on_the_right() -> None:
     alone = rollout.attribute(ids[1:, :5], additional_forward_args=mask[1:, :5], query="last")
     assert relative_error(found[1:, :5], alone) <= 1e-5
     assert not found[1, 5:].any()
+
+
+def test_gpt2s_own_eager_attention_is_refused() -> None:
+    layer, *_ = record(attention_model("gpt2", "eager"), torch.randint(19, (1, 5)))
+    vars(layer.mixer.module).pop("scaling", None)  # as in version 4
+    with pytest.raises(UnsupportedMixerError, match="GPT2Attention with eager attention"):
+        _ = layer.linear
+
+
+def test_a_class_that_calls_torchs_attention() -> None:
+    """As classes of version 4 do, which know no interface to attention functions."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    class TorchsAttention(LlamaAttention):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+            shape = (*hidden_states.shape[:2], -1, self.head_dim)
+            query, key, value = (
+                projection(hidden_states).view(shape).transpose(1, 2)
+                for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+            return self.o_proj(mixed.transpose(1, 2).flatten(2)), None
+
+    model = attention_model("llama")
+    for block in model.model.layers:
+        block.self_attn.__class__ = TorchsAttention
+    layers = record(model, torch.randint(19, (2, 7)))
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.reconstruction_error() <= FLOAT32
+        assert not layer.operator.dense(None).triu(1).any()

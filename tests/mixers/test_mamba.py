@@ -12,6 +12,7 @@ import torch
 from hybrid_checks import check, record, record_one
 from oracles import alpha, mamba1_parts, padded_batch, randomise, relative_error, times
 from torch import Tensor
+from versions import continuing
 
 from captum_ssm.attr.components import parse_components
 from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
@@ -444,6 +445,7 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused() -> None:
 # --- what cannot be explained --------------------------------------------------------------------
 
 
+@pytest.mark.transformers5
 def test_a_cache_of_transformers_is_refused() -> None:
     model = oracles.transformers_model("mamba")
     ids = torch.randint(19, (1, 6))
@@ -464,7 +466,7 @@ def test_a_cache_given_to_the_mixer_is_refused(family: str, by_position: bool) -
         cache = model(ids, use_cache=True).cache_params
     mixer = model.backbone.layers[0].mixer
     args, kwargs = ((cache,), {}) if by_position else ((), {"cache_params": cache})
-    layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs)
+    layer, *_ = record(mixer, torch.randn(1, 1, 5), *args, **kwargs, **continuing(6))
     with pytest.raises(CachedStateError, match="cache"):
         _ = layer.operator
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+from pathlib import Path
 from typing import Any
 
 import mambavision_oracle as oracle
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import PRESETS, randomise, relative_error
+from pages import read_page
 from torch import Tensor, nn
 
 from captum_ssm import (
@@ -19,6 +21,7 @@ from captum_ssm import (
     LatimFlow,
     MambaAttribution,
     MambaLRP,
+    report,
     trace,
 )
 from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
@@ -362,3 +365,35 @@ def test_the_exact_flow_through_all_stages(mambavision: Any, size: tuple[int, in
         terms = terms + sum(bias.abs() for bias in found.biases.values())
         assert found.inputs.shape == pictures.shape
         assert (found.delta.abs() <= FLOAT32 * terms).all()
+
+
+# --- a report ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [WHOLE, FILLED_UP])
+def test_a_report(mambavision: Any, size: tuple[int, int], tmp_path: Path) -> None:
+    """Tokens are those of the first stage; later stages have maps at resolutions of their own."""
+    model, pictures = small_model(mambavision), images(size)
+    path = report(model, pictures, METHODS[1:], target=[1, 3], path=tmp_path / "report.html")
+    page = read_page(path)
+    with torch.no_grad():
+        logits = model(pictures)
+    for number, example in enumerate(page.facts["examples"]):
+        target, picture = [1, 3][number], pictures[number : number + 1]
+        wanted = METHODS[1](model).attribute(picture, per_token=True)[0]
+        assert example["explained"] == f"the logit of “{target}”"
+        said = {p["label"]: p["logit"] for p in example["predictions"]}
+        assert said[str(target)] == pytest.approx(float(logits[number, target]), rel=1e-3, abs=1e-4)
+        assert example["image"]["grid"] == list(wanted.shape)
+        assert example["tokens"][-1] == f"row {len(wanted) - 1}, column {wanted.shape[1] - 1}"
+        for method, kind in zip(example["methods"], METHODS[1:], strict=True):
+            found = kind(model).attribute(picture, target=target, per_token=True)[0].flatten()
+            shown = torch.tensor(method["values"])
+            assert relative_error(shown, found) <= 1e-4  # five digits
+        layers = example["maps"][0]["layers"]
+        exact = ImplicitAttention(model).matrices(picture)
+        assert [layer["size"] for layer in layers] == [len(matrix[0]) for matrix in exact]
+        assert layers[0]["size"] == wanted.numel() > layers[-1]["size"]
+        for layer, matrix in zip(layers, exact, strict=True):
+            limit = matrix[0].abs().amax(-1, keepdim=True).numpy() / 254
+            assert (abs(page.matrix(layer)[0] - matrix[0].numpy()) <= limit * 1.01 + 1e-6).all()

@@ -1,0 +1,26 @@
+"""How many cases fuzz tests draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+
+def fuzz(quick: int, long: int) -> Callable[[Any], Any]:
+    """Marks a test of random cases, and says how many it draws.
+
+    Args:
+        quick: how many by default.
+        long: how many with CAPTUM_SSM_FUZZ=long.
+    """
+    count = long if settings.get_current_profile_name() == "long" else quick
+
+    def mark(test: Any) -> Any:
+        # large cases take long to draw, and are wanted
+        drawn = settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+        return pytest.mark.fuzz(drawn(test))
+
+    return mark

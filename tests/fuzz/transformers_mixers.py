@@ -1,0 +1,37 @@
+"""Single mixers of transformers with random parameters, and what their options are drawn from."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import transformers
+from hypothesis import strategies as st
+from oracles import randomise
+from torch import Tensor
+
+#: Added to mean squares, so that norms of few features do not blow rounding errors up.
+EPS = 0.05
+BOOL, FEW = st.booleans(), st.integers(1, 4)
+KERNEL = st.integers(1, 5)
+ACTIVATION = st.sampled_from(["silu", "silu", "gelu", "relu", "tanh"])
+
+
+def mixer(path: str, config: str, options: dict[str, Any], **fixed: Any) -> Any:
+    """A mixer by ``"model.Class"``, with random parameters."""
+    model, name = path.split(".")
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    settings = getattr(transformers, config)(**fixed | options)
+    # what this one does first by itself works for another class alone
+    bare = {"initialize_mixer_weights": False} if model == "falcon_mamba" else {}
+    return randomise(getattr(modeling, name)(settings, layer_idx=0, **bare))
+
+
+def told(_: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """The arguments of a mixer that is told of padding."""
+    return {"attention_mask": mask}
+
+
+def sides(bias: bool, kernel: int) -> tuple[str, ...]:
+    """Padding on the left leaks a bias of the input projection through the convolution."""
+    return ("right",) if bias and kernel > 1 else ("left", "right")
