@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import OptionError
-from ..linear import Gate, linearised
-from ..operators.maps import unseen
+from ..linear import Gate
 from ..tracing import find_model
 from .base import ImplicitMethod
-from .batches import cuts
-from .contrast import contrasted
-from .decomposition import Decomposition, decompose, exact, not_linear, not_reached, stacked
-from .forward import as_tuple, call_model, check_batch, single_input
+from .decomposition import Decomposition
+from .forward import as_tuple, check_batch, single_input
 from .layout import PatchGrid
-from .targets import Against, as_asked, logits_of, several
+from .linear_runs import LinearRuns, Rules
+from .targets import Against, as_asked, several
 
 GATES = ("frozen", "half")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How the network is made linear.
-
-    Attributes:
-        gate: where the relevance of a gated product goes.
-        constants: whether biases and other constants are kept.
-        by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
-            which they are held in memory.
-        verify: whether operators are held to their modules; a number is the tolerance.
-    """
-
-    gate: Gate
-    constants: bool
-    by_layer: bool
-    verify: bool | float
 
 
 class LatimFlow(ImplicitMethod):
@@ -293,61 +270,6 @@ class LatimFlow(ImplicitMethod):
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         self._check_mode()
-        return self._in_parts(tensor, questions, additional, rules, grid, internal_batch_size)
-
-    def _in_parts(
-        self,
-        inputs: Tensor,
-        questions: Sequence[Against],
-        additional: tuple[Any, ...],
-        rules: Rules,
-        grid: PatchGrid | None,
-        size: int | None,
-    ) -> list[Decomposition]:
-        """One decomposition for each question, of at most ``size`` examples at a time."""
-        parts = []
-        for cut in cuts(len(inputs), size):
-            asked, rest = list(map(cut.target, questions)), tuple(map(cut, additional))
-            with cut.counting():
-                parts.append(self._explained(cut(inputs), asked, rest, rules, grid))
-        return [stacked(found) for found in zip(*parts, strict=True)]
-
-    def _explained(
-        self,
-        inputs: Tensor,
-        questions: Sequence[Against],
-        additional: tuple[Any, ...],
-        rules: Rules,
-        grid: PatchGrid | None,
-    ) -> list[Decomposition]:
-        """One forward run, and one backward pass for each question."""
         model = find_model(self.forward_func, self.model)
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            if grid is not None:
-                stack.enter_context(grid.watch())
-            network = stack.enter_context(
-                linearised(
-                    model,
-                    inputs,
-                    gate=rules.gate,
-                    constants=rules.constants,
-                    layers=self.layers,
-                    steps=rules.by_layer,
-                    verify=rules.verify,
-                )
-            )
-            start = network.mode.begun(inputs)
-            output = logits_of(call_model(self.forward_func, start, additional))
-            network.check_ran()
-            with unseen():
-                numbers = [contrasted(output, q.target, q.contrast) for q in questions]
-                if not output.requires_grad:
-                    raise not_reached()
-                found = [decompose(network, *number) for number in numbers]
-        if all(map(exact, found)):
-            return found
-        if len(inputs) == 1:
-            raise not_linear(output)
-        # constants that cannot be told apart by example, such as the biases of experts
-        return self._in_parts(inputs, questions, additional, rules, grid, 1)
+        runs = LinearRuns(self.forward_func, model, self.layers, rules, grid)
+        return runs.decompositions(tensor, questions, additional, internal_batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,11 @@ def load(source: Source) -> Loaded:
         vim = load_vim(path)
         return Loaded(vim, prepare=lambda files: torch.stack([for_vim(vim, f) for f in files]))
     if not path.is_dir() and not source.hub:
+        alike = get_close_matches(source.name, BUNDLED, n=1)
+        meant = f" Did you mean {alike[0]!r}?" if alike else ""
         raise DataNotFoundError(
             f"{source.name}: there is no such folder or file, and no bundled model of that name "
-            f"({', '.join(BUNDLED)}). To fetch a model of that name from the hub, add --hub."
+            f"({', '.join(BUNDLED)}).{meant} To fetch a model of that name from the hub, add --hub."
         )
     return _of_transformers(source)
 
@@ -174,7 +177,8 @@ def _bundled(name: str) -> Loaded:
         reader = recipe.reader(key)
         if not reader.encoder:
             model = SentenceClassifier(model, reader)
-        return Loaded(model, _Sentences(reader), labels=CLASS_WORDS)
+        classes = tuple(word.strip("<>") for word in CLASS_WORDS)
+        return Loaded(model, _Sentences(reader), labels=classes)
     return Loaded(model, key, is_language=True)
 
 

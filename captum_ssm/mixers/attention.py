@@ -129,10 +129,9 @@ class _Settings:
 
 def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
     """What the attention function received, and the factor (B, L, H P) put on what it returns."""
-    import transformers
+    from transformers import AttentionInterface
 
-    if hasattr(transformers, "AttentionInterface"):  # versions before 4.48 call torch's attention
-        transformers.AttentionInterface.register(_NOTING, _note)
+    AttentionInterface.register(_NOTING, _note)
     dtype = working_dtype(module, call.hidden_states)
     twin = copy.copy(module)
     if hasattr(module, "config"):

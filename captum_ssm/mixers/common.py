@@ -121,8 +121,6 @@ def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
     That of transformers 4 passes over the mask of a single example, and over one of pairs.
     """
     names = list(inspect.signature(type(module).forward).parameters)
-    if "attention_mask" not in names:  # as in the first versions
-        return None
     mask: Tensor | None = call.argument("attention_mask", names.index("attention_mask") - 1)
     code = sys.modules[type(module).__module__]
     silence = getattr(code, "apply_mask_to_padding_states", None)

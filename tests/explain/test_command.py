@@ -165,11 +165,11 @@ def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
 @pytest.mark.parametrize("name", ["valence-mamba", "valence-rwkv", "valence-bert"])
 def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
     out = tmp_path / "sentence.json"
-    words = ["explain", name, "--text", "a truly wonderful film", "--target", "<positive>"]
+    words = ["explain", name, "--text", "a truly wonderful film", "--target", "positive"]
     assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
     (example,) = read(out)["examples"]
-    assert "<positive>" in example["explained"]
-    assert {each["label"] for each in example["predictions"]} == {"<negative>", "<positive>"}
+    assert "positive" in example["explained"]
+    assert {each["label"] for each in example["predictions"]} == {"negative", "positive"}
     first = example["tokens"].index("a")
     assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
     assert len(example["tokens"]) == 5  # and the mark
@@ -198,6 +198,7 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> N
         (["recall-mamba", "--text", "a", "--out", "x.pdf"], ".html (a report)"),
         (["recall-mamba", "--text", "anna", "--method", "Magic"], "no such method"),
         (["no-such-model", "--text", "anna"], "add --hub"),
+        (["recal-mamba", "--text", "anna"], "Did you mean 'recall-mamba'?"),
         (["recall-mamba", "--image", "x.png"], "reads texts"),
         (["recall-mamba", "--text", "zebra"], "unknown word 'zebra'"),
         (["recall-mamba", "--text", "anna", "--target", "anna bob"], "is 2 tokens"),
@@ -209,7 +210,7 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> N
         (["recall-mamba", "--text", "anna", "--target", "zebra"], "--target 'zebra': unknown word"),
         (["recall-mamba", "--text", "anna", "--layers", "0", "--out", "x.json"], "--layers says"),
         (["recall-mamba", "--text", "anna", "--maps", "--out", "x.png"], "--maps says"),
-        (["valence-bert", "--text", "good", "--target", "x"], "classes (<negative>, <positive>)"),
+        (["valence-bert", "--text", "good", "--target", "x"], "classes (negative, positive)"),
     ],
 )
 def test_errors_are_a_sentence(

@@ -272,6 +272,6 @@ def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
     visualizer.config = FilterConfig("LATIM Flow", num_examples=2)
     shown = visualizer.visualize()
     assert len(shown) == 2
-    for outputs, label in zip(shown, ("<positive>", "<negative>"), strict=True):
+    for outputs, label in zip(shown, ("positive", "negative"), strict=True):
         assert [output.predicted[0].label for output in outputs] == [label, label]
         assert all(len(output.predicted) == 2 for output in outputs)
