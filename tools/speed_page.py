@@ -50,7 +50,8 @@ layers but the last, which takes the time of some 35 passes through the layer at
 
 ## Long inputs
 
-A model of four such layers, on one thread of a machine that had other work beside it:
+A model of four such layers, on one thread; during the last half of the run the machine had other
+work beside it:
 
 {long}
 
