@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..attr.sharing import Kept, shared_forward
 from ..metrics.classes import class_logits
-from ..models.bundled import BUNDLED, weights_of
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .experiment import Cell, Experiment, Subject
 from .image_baselines import Explain, picture_maps
@@ -29,8 +28,8 @@ class OnScenes(Experiment):
     """Base of the experiments whose examples are scenes.
 
     Args:
-        models: names of bundled models; those that do not ship are left out.
-            Default: Vision Mamba with the cls token in the middle, and a transformer.
+        models: names of bundled models. Default: Vision Mamba with the cls token in the middle, and
+            a transformer.
         task: draws the scenes. Default: that which the models learned.
     """
 
@@ -39,8 +38,7 @@ class OnScenes(Experiment):
         self.task = task
 
     def subjects(self) -> Sequence[Subject]:
-        there = [name for name in self._models if name in BUNDLED and weights_of(name).is_file()]
-        return [bundled(name) for name in there]
+        return [bundled(name) for name in self._models]
 
     def example(self, subject: Subject, index: int, seed: int) -> Any:
         """A :class:`~captum_ssm.tasks.scenes.SceneBatch` of one scene, of a held-out background."""

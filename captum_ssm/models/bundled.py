@@ -32,10 +32,10 @@ def load_bundled(
             ``NUMBER_WORDS``; ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each
             with ``"mamba"`` and ``"mamba2"``, answer the questions of ``ONE_PASSKEY``,
             ``TWO_PASSKEYS`` and ``FREQUENT_WORD``, all of :mod:`captum_ssm.tasks`.  Of the image
-            classifiers, ``"scenes-vim"``, a :class:`~captum_ssm.models.VisionMamba` with the cls
-            token in the middle, and ``"scenes-vit"``, a ``ViTForImageClassification`` of
-            transformers, tell the shapes of ``SCENES``; ``"scenes-vim-first"``, with the cls token
-            in front, is to be trained first, its weights do not ship.
+            classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``, each a
+            :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in front,
+            and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes
+            of ``SCENES``.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
             positive sentences, see :class:`~captum_ssm.tasks.TextReader`.
             Default: ``"recall-mamba"``.

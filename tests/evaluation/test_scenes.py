@@ -10,6 +10,7 @@ pytest.importorskip("skimage")
 
 from vision_models import SCENES, vim
 
+from captum_ssm.errors import OptionError
 from captum_ssm.evaluation import EXPERIMENTS, Subject
 from captum_ssm.evaluation.images import ImagePerturbation
 from captum_ssm.evaluation.scenes import OnScenes, image_of, predicted
@@ -37,8 +38,9 @@ def test_the_experiments_are_known_by_name() -> None:
         assert all(subject.name in BUNDLED for subject in experiment.subjects())
 
 
-def test_models_that_are_not_bundled_are_left_out() -> None:
-    assert not ImagePerturbation(models=("no-such-model",)).subjects()
+def test_models_that_are_not_bundled_are_refused() -> None:
+    with pytest.raises(OptionError, match="'no-such-model': no such bundled model"):
+        ImagePerturbation(models=("no-such-model",)).subjects()
 
 
 def test_the_predicted_class() -> None:
