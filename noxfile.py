@@ -126,7 +126,11 @@ def transformers4(session: nox.Session) -> None:
     pins = pins_without(session, "transformers", "huggingface_hub", "tokenizers")
     packages = ("-e", ".[test]", "pytest-xdist", "transformers==4.57.6")
     install(session, *packages, constraints=pins)
-    mixers = ("tests/mixers/test_mamba.py", "tests/mixers/test_mamba2_models.py")
+    tests = (
+        "tests/mixers/test_mamba.py",
+        "tests/mixers/test_mamba2_models.py",
+        "tests/conformance",
+    )
     session.run("pytest", *PARALLEL, *(session.posargs or mixers), env=ONE_THREAD)
 
 

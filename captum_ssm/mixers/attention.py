@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
+from ..operators.maps import unseen
 from .base import Call, LinearMixer, first_tensor
 from .common import as_heads, run, working_dtype
 from .softmax import softmax_attention
@@ -138,7 +141,7 @@ def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
         twin.config = _Settings(module.config)
     twin.training = False  # no dropout, and no random numbers drawn for it
     twin._modules = {name: _prepared(name, sub, dtype) for name, sub in module._modules.items()}
-    with torch.autocast(call.hidden_states.device.type, enabled=False), _TorchsNoted(twin):
+    with torch.autocast(call.hidden_states.device.type, enabled=False), _torchs_noted(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     noted = twin.__dict__.get("noted")
@@ -184,19 +187,34 @@ def _note(
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
 
 
-class _TorchsNoted(TorchFunctionMode):
-    """Has :func:`_note` called in the place of torch's own attention."""
+@contextmanager
+def _torchs_noted(module: Any) -> Iterator[None]:
+    """Have :func:`_note` called in the place of torch's own attention, also where all is unseen."""
+    mode = _TorchsNoted(module, hidden=not torch._C._is_torch_function_enabled())
+    with torch._C._EnableTorchFunction(), mode:
+        yield
 
-    def __init__(self, module: Any) -> None:
+
+class _TorchsNoted(TorchFunctionMode):
+    """Sees torch's own attention.
+
+    Args:
+        module: the one that calls it.
+        hidden: whether other modes are to see nothing.
+    """
+
+    def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()
         self._module = module
+        self._hidden = hidden
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        with unseen() if self._hidden else nullcontext():
             return func(*args, **(kwargs or {}))
-        return self._attention(*args, **(kwargs or {}))
 
     def _attention(
         self,
