@@ -122,16 +122,13 @@ def pins_without(session: nox.Session, *names: str) -> str:
 
 @nox.session
 def transformers4(session: nox.Session) -> None:
-    """The mixers of Mamba and Mamba-2 with the last version 4 of transformers."""
+    """The mixers of Mamba and Mamba-2, and conformance, with the last version 4 of transformers."""
     pins = pins_without(session, "transformers", "huggingface_hub", "tokenizers")
     packages = ("-e", ".[test]", "pytest-xdist", "transformers==4.57.6")
     install(session, *packages, constraints=pins)
-    tests = (
-        "tests/mixers/test_mamba.py",
-        "tests/mixers/test_mamba2_models.py",
-        "tests/conformance",
-    )
-    session.run("pytest", *PARALLEL, *(session.posargs or mixers), env=ONE_THREAD)
+    mixers = ("tests/mixers/test_mamba.py", "tests/mixers/test_mamba2_models.py")
+    chosen = session.posargs or (*mixers, "tests/conformance")
+    session.run("pytest", *PARALLEL, *chosen, env=ONE_THREAD)
 
 
 @nox.session
