@@ -16,6 +16,9 @@ from ..operators import Diagonal, Operator, Shape, ShortConv
 from ..operators.maps import unseen
 from .base import Call
 
+#: Where the mixers of transformers 5 take their mask.
+_MASK = 2
+
 
 def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
     """float64 for a float64 module or input, else float32, in which half precision is computed."""
@@ -121,7 +124,9 @@ def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
     That of transformers 4 passes over the mask of a single example, and over one of pairs.
     """
     names = list(inspect.signature(type(module).forward).parameters)
-    mask: Tensor | None = call.argument("attention_mask", names.index("attention_mask") - 1)
+    # a subclass may hand on whatever it is given
+    place = names.index("attention_mask") - 1 if "attention_mask" in names else _MASK
+    mask: Tensor | None = call.argument("attention_mask", place)
     code = sys.modules[type(module).__module__]
     silence = getattr(code, "apply_mask_to_padding_states", None)
     if mask is None or silence is None:

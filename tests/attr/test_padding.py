@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import classifier, falcon_lm, mamba_lm, token_ids
+from small_models import classifier, falcon_lm, mamba_lm, mixers_of, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
@@ -137,3 +137,16 @@ def test_padded_tokens_may_not_be_asked_for(method):
         method(model).attribute(ids, (8, 2), mask)
     with pytest.raises(ValueError, match=r"query position 6 is a padded token of example 1"):
         method(model).attribute(ids, (0, 2), mask, query=-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mixers_that_hand_on_whatever_they_are_given(method):
+    model = mamba_lm()
+    for mixer in mixers_of(model):
+
+        class Wrapped(type(mixer)):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **kwargs)
+
+        mixer.__class__ = Wrapped
+    check(method, model, "left", target=(-1, 3))
