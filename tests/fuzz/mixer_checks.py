@@ -239,7 +239,7 @@ def same(made: Made, own: Layer, among: Layer, rows: slice, tokens: slice) -> No
     if not made.double:
         limit = LIMIT[torch.float32]
     if half and not made.upcast:
-        limit = HALF_LIMIT  # what enters it is rounded
+        limit = 2 * HALF_LIMIT  # what enters it was rounded in both runs
     mine, all_ = (x.linear.operator.per_channel().dense(None) for x in (own, among))
     pairs = {
         "matrices": (mine, all_[rows][:, :, tokens, tokens]),

@@ -165,6 +165,7 @@ def test_some_heads(case: Case, data: st.DataObject, small: bool) -> None:
     chosen = order[: data.draw(st.integers(1, len(order)))]
     part = check.operator.select(chosen)
     assert part.shape == case.shape._replace(heads=len(chosen))
+    check.coefficients = bool(part.tensors())
     matrices, bound = (
         x.unflatten(1, case.shape[2:])[:, chosen] for x in (check.node.matrices, check.node.bound)
     )
@@ -266,6 +267,7 @@ def test_some_components(case: Case, names: set[str]) -> None:
     if left is None or kept is None:
         assert left is kept is None
         return
+    check.coefficients = bool(left.tensors())
     v = case.randn(*case.shape)
     check.close(left.affine(v), kept.affine(v), kept.affine(v.abs(), True))
     check.close(left.per_channel().dense(None), kept.matrices, kept.bound)
