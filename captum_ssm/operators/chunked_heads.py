@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .band import Band
 from .chunk_tree import chunks_up_to, matrices, sum_over_heads, sums_over_channels, weighted
-from .chunks import CHUNK, Chunk, ChunkSteps, Steps, chunk_length, in_steps
+from .chunks import CHUNK, Chunk, ChunkSteps, Steps, in_steps, mapped
 from .heads import HeadOperator, common_to_channels
 from .maps import full_precision
 from .recurrent import Recurrent
@@ -74,15 +74,10 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return LARGE._replace(multiple=CHUNK)
 
     def _forward(self, v: Tensor) -> Tensor:
-        return self._all_tokens(v, transposed=False)
+        return mapped(self._steps, v, transposed=False)
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        return self._all_tokens(u, transposed=True)
-
-    def _all_tokens(self, v: Tensor, transposed: bool) -> Tensor:
-        length = chunk_length(v)
-        steps = self._steps(length, transposed)
-        return in_steps(steps, v, slice(0, self.shape.tokens), length, transposed)
+        return mapped(self._steps, u, transposed=True)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
         """The map, or its adjoint, in chunks of so many tokens."""

@@ -134,16 +134,16 @@ class ChunkSteps:
         return before
 
 
-def mapped(cut: Cut, v: Tensor, transposed: bool) -> Tensor:
+def mapped(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
     """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
 
     Args:
-        cut: the chunks of some tokens; their carries are diagonal.
+        make: from the tokens of a whole chunk, and which of the two, to the steps.
         v: the values.
         transposed: which of the two.
     """
     length = chunk_length(v)
-    steps = ChunkSteps(cut, length, transposed)
+    steps = make(length, transposed)
     return in_steps(steps, v, slice(0, v.shape[-3]), length, transposed)
 
 

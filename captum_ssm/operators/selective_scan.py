@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -266,8 +267,8 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     for start in range(0, heads, size):
         part = range(start, min(start + size, heads))
         some = scan if len(part) == heads else scan.select(part)
-        values = x[..., start : part.stop, :]
-        out[..., start : part.stop, :] = chunks.mapped(some.chunk, values, transposed)
+        make, values = partial(chunks.ChunkSteps, some.chunk), x[..., start : part.stop, :]
+        out[..., start : part.stop, :] = chunks.mapped(make, values, transposed)
     return out
 
 
