@@ -103,6 +103,18 @@ def inputs() -> st.SearchStrategy[Inputs]:
     )
 
 
+def check_any(
+    options: dict[str, Any],
+    make: Callable[[dict[str, Any]], Made],
+    data: st.DataObject,
+    drawn: Inputs,
+) -> None:
+    """Check a mixer of options that are drawn."""
+    chosen = data.draw(st.fixed_dictionaries(options), label="options")
+    torch.manual_seed(drawn.seed)
+    check(make(chosen), drawn)
+
+
 def check(made: Made, drawn: Inputs) -> None:
     """All that holds of any mixer, at one input."""
     dtype = torch.float32 if drawn.dtype == HALF and not made.half else drawn.dtype

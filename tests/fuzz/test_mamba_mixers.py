@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check, inputs
+from mixer_checks import Inputs, Made, check_any, inputs
 from transformers_mixers import ACTIVATION, BOOL, EPS, FEW, KERNEL, mixer, sides, told
 
 LIMITS = st.sampled_from([(0.0, float("inf")), (0.2, 1.5), (0.0, 0.8)])
@@ -225,7 +224,4 @@ SUBJECTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Made]]] = {
 @fuzz(quick=3, long=50)
 @given(st.data(), inputs())
 def test_mixers(name: str, data: st.DataObject, drawn: Inputs) -> None:
-    options, make = SUBJECTS[name]
-    chosen = data.draw(st.fixed_dictionaries(options), label="options")
-    torch.manual_seed(drawn.seed)
-    check(make(chosen), drawn)
+    check_any(*SUBJECTS[name], data, drawn)

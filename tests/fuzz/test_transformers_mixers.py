@@ -14,7 +14,7 @@ from delta_models import Family
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check, inputs, randomised
+from mixer_checks import Inputs, Made, check_any, inputs, randomised
 from oracles import randomise
 from torch import Tensor
 from transformers_mixers import ACTIVATION, BOOL, EPS, KERNEL, mixer, sides, told
@@ -191,7 +191,4 @@ def own_functions() -> Iterator[None]:
 @fuzz(quick=3, long=50)
 @given(st.data(), inputs())
 def test_mixers(name: str, data: st.DataObject, drawn: Inputs) -> None:
-    options, make = SUBJECTS[name]
-    chosen = data.draw(st.fixed_dictionaries(options), label="options")
-    torch.manual_seed(drawn.seed)
-    check(make(chosen), drawn)
+    check_any(*SUBJECTS[name], data, drawn)
