@@ -9,6 +9,7 @@ from .experiment import Experiment
 from .images import ImagePerturbation
 from .masks import PseudoMasks, Segmenting
 from .repeated_words import RepeatedWords
+from .retrieval import Retrieval
 from .texts import TextClasses
 from .tokens import FindingSources
 from .vision_layers import ClsInfluence, Oversmoothing
@@ -16,19 +17,19 @@ from .vision_layers import ClsInfluence, Oversmoothing
 _TITLES = {
     "copying": "Sources of copied tokens (after LATIM, table 2)",
     "translation": "Alignment of number words in two languages (after LATIM, table 3)",
-    "passkey": "Sources of a passkey in filler text (after LATIM, table 5)",
-    "two-passkeys": "Sources of the passkey asked for, of two (after LATIM, table 5)",
-    "frequent-word": "Occurrences of the most frequent word (after LATIM, table 6)",
+    "passkey": "Sources of a passkey in filler text (after LATIM, figures 3 and 8)",
+    "two-passkeys": "Sources of the passkey asked for, of two (after LATIM, figures 3 and 8)",
+    "frequent-word": "Occurrences of the most frequent word (after LATIM, figures 3 and 9)",
     "recall": "Sources of recalled facts",
 }
 
 
-def _tasks(name: str) -> dict[str, LinkedTask]:
+def _tasks(*names: str) -> dict[str, LinkedTask]:
     """By the name of a bundled model, what it was trained on."""
     return {
         each: recipe.task
         for each, recipe in LANGUAGE_RECIPES.items()
-        if each.rpartition("-mamba")[0] == name
+        if each.rpartition("-mamba")[0] in names
     }
 
 
@@ -43,6 +44,11 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "repeated-words",
         "Relevance of a word each time it occurs again (after LATIM, figure 9)",
         _tasks("frequent-word"),
+    ),
+    Retrieval(
+        "retrieval",
+        "Answers to texts with one or more passkeys (after LATIM, tables 5 and 6)",
+        _tasks("passkey", "two-passkeys"),
     ),
 )
 

@@ -9,6 +9,15 @@ from __future__ import annotations
 from itertools import product
 
 from .repeated_words import FIRST, LAST
+from .retrieval import (
+    FIRST_OF_FOUR,
+    FIRST_OF_TWO,
+    FOUR,
+    LATER_OF_FOUR,
+    LATER_OF_TWO,
+    ONE,
+    TWO,
+)
 from .verdicts import BEST, Comparison, Side, stated
 
 #: What the names of models of one architecture end with.
@@ -89,11 +98,38 @@ _SILU = Side("Latim", "silu", "mean")
 _OTHERS = [Side("Latim", name, "mean") for name in ("taylor1", "taylor2", "relu", "identity")]
 _FIRST, _SECOND = (Side("Latim", "silu", f"layer {i}") for i in range(2))
 _EARLY, _LATE = (Side("LatimNorm l2", "silu", row) for row in (FIRST, LAST))
+_ONE, _TWO, _FOUR = (Side(*cell) for cell in (ONE, TWO, FOUR))
+_FIRST_OF_TWO, _LATER_OF_TWO = Side(*FIRST_OF_TWO), Side(*LATER_OF_TWO)
+_FIRST_OF_FOUR, _LATER_OF_FOUR = Side(*FIRST_OF_FOUR), Side(*LATER_OF_FOUR)
 
 _RETRIEVAL = [
     Comparison("passkey", "AP", NORM, ATTENTION, "LATIM, figure 8", models=MAMBA2),
     Comparison("two-passkeys", "AP", NORM, ATTENTION, "LATIM, figure 8", models=MAMBA2),
     Comparison("repeated-words", "multiple", _EARLY, _LATE, "LATIM, figure 9"),
+]
+#: Ranges over sizes of models, of texts with 1024 tokens; the rows are of the models' answers.
+_ANSWERS = [
+    *stated(
+        "retrieval",
+        "LATIM, table 5",
+        ("accuracy",),
+        {_ONE: ("99.3-100",), _TWO: ("57.6-68.1",), _FOUR: ("28.1-60.2",)},
+        [(_ONE, _TWO), (_ONE, _FOUR), (_TWO, _FOUR)],
+        MAMBA2,
+    ),
+    *stated(
+        "retrieval",
+        "LATIM, table 6",
+        ("accuracy",),
+        {
+            _FIRST_OF_TWO: ("65.4-81.7",),
+            _LATER_OF_TWO: ("41.2-59.1",),
+            _FIRST_OF_FOUR: ("46.9-82.0",),
+            _LATER_OF_FOUR: ("22.2-53.4",),
+        },
+        [(_FIRST_OF_TWO, _LATER_OF_TWO), (_FIRST_OF_FOUR, _LATER_OF_FOUR)],
+        MAMBA2,
+    ),
 ]
 _ERRORS = [
     *(Comparison("decomposition-error", "error", _SILU, s, "LATIM, figure 4") for s in _OTHERS),
@@ -107,4 +143,4 @@ _ERRORS = [
 ]
 
 #: All that is said of tokens.
-TOKENS: tuple[Comparison, ...] = (*_COPYING, *_ALIGNMENT, *_RETRIEVAL, *_ERRORS)
+TOKENS: tuple[Comparison, ...] = (*_COPYING, *_ALIGNMENT, *_RETRIEVAL, *_ANSWERS, *_ERRORS)

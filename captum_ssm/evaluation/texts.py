@@ -1,4 +1,4 @@
-"""Which words of a text a class follows from (after HA table 3, UN table 2).
+"""Which words of a text a class follows from (after HA tables 3 and 9, UN table 2 and figure 6).
 
 Maps are of the true class.  Three questions are asked of each: how soon the most relevant words
 alone make the model tell the class, and how little it minds to lose the least relevant ones; what
@@ -34,7 +34,15 @@ from .experiment import Cell, Column, Experiment, Subject
 from .linked_texts import device_of
 from .records import Rows
 from .subjects import bundled
-from .token_maps import ABLATIONS, ACTIVATIONS, COMPONENTS, Target, TokenMap, token_maps
+from .token_maps import (
+    ABLATIONS,
+    ACTIVATIONS,
+    COMPONENTS,
+    Target,
+    TokenMap,
+    choice_maps,
+    token_maps,
+)
 from .word_weights import WordWeights
 
 RANDOM, WORD_WEIGHTS = Cell("random"), Cell("TF-IDF regression")
@@ -72,7 +80,10 @@ class TextClasses(Experiment):
     """Maps of every method against what classifiers of texts make of changed texts."""
 
     name = "valence"
-    title = "Words that the class of a text follows from (after HA table 3 and UN table 2)"
+    title = (
+        "Words that the class of a text follows from (after HA tables 3 and 9 and figure 5, UN "
+        "table 2 and figure 6)"
+    )
     columns = (
         Column("AUAC", ("auac",)),
         Column("AU-MSE", ("au_mse",), "low"),
@@ -155,7 +166,7 @@ class TextClasses(Experiment):
 
     @cached_property
     def _maps(self) -> dict[Cell, TokenMap]:
-        return token_maps()
+        return {**token_maps(), **choice_maps()}
 
 
 def example_of(
@@ -231,7 +242,9 @@ def says_more(cell: Cell, components: frozenset[str]) -> bool:
         cell: a method in a formulation.
         components: of the mixers.
     """
-    variant = cell.formulation
+    variant, _, choice = cell.formulation.partition(", ")
+    if choice:
+        return says_more(Cell(cell.method, variant), components)
     if variant in ACTIVATIONS:
         return variant == ACTIVATIONS[0] or "activation" in components
     known = ("unified", *(each for each in (*COMPONENTS, *ABLATIONS) if each != "unified"))

@@ -37,6 +37,9 @@ ABLATIONS = ("unified-conv", "unified-gate", "unified-activation")
 ACTIVATIONS = ("linearized", "silu", "taylor1", "taylor2", "relu", "identity")
 #: Of the integral of integrated gradients.
 STEPS = 20
+#: In HA table 9 rollout takes these of all channels in place of their mean.
+REDUCTIONS = ("max", "min")
+NO_CLAMP = "no clamp"
 
 
 def token_maps() -> dict[Cell, TokenMap]:
@@ -73,6 +76,20 @@ def token_maps() -> dict[Cell, TokenMap]:
     return maps
 
 
+def choice_maps() -> dict[Cell, TokenMap]:
+    """The choices that HA table 9 compares with the method's own, in its formulation."""
+    maps: dict[Cell, TokenMap] = {
+        Cell("ImplicitAttentionRollout", f"s6, {name}"): partial(
+            _attention_rollout, components="s6", reduce=name
+        )
+        for name in REDUCTIONS
+    }
+    maps[Cell("MambaAttribution", f"s6, {NO_CLAMP}")] = partial(
+        _by_target, kind=MambaAttribution, components="s6", clamp="none"
+    )
+    return maps
+
+
 def _attention(
     model: nn.Module, ids: Tensor, targets: Sequence[Target], components: str
 ) -> dict[str, Tensor]:
@@ -81,10 +98,10 @@ def _attention(
 
 
 def _attention_rollout(
-    model: nn.Module, ids: Tensor, targets: Sequence[Target], components: str
+    model: nn.Module, ids: Tensor, targets: Sequence[Target], **options: Any
 ) -> dict[str, Tensor]:
     """:class:`ImplicitAttentionRollout` of all queries at once."""
-    matrices = ImplicitAttention(model).matrices(ids, components=components)
+    matrices = ImplicitAttention(model).matrices(ids, **options)
     own = torch.eye(ids.shape[1]).to(matrices[0])
     return {"": _product([own + matrix[0] for matrix in matrices])[_positions(targets)]}
 

@@ -182,20 +182,51 @@ class PasskeyTask(RetrievalTask):
 
     def text(self, rng: random.Random, length: int) -> LinkedText:
         """One text of ``length`` tokens; the statements stand between sentences of the filler."""
+        context, passkeys = self._stated(rng, length)
+        asked = list(passkeys)[rng.randrange(self.keys)]
+        return self._asking(context, asked, passkeys[asked])
+
+    def questions(self, rng: random.Random, length: int) -> list[LinkedText]:
+        """One text with each of its passkeys asked for in turn, in the order of their statements.
+
+        Args:
+            rng: draws the text.
+            length: its tokens.
+
+        Returns:
+            As many texts as it has keys, all alike up to the question.
+
+        Example:
+            >>> import random
+            >>> from captum_ssm.tasks import PasskeyTask
+            >>> first, second = PasskeyTask(keys=2).questions(random.Random(0), 64)
+            >>> first.sure[0][1] < second.sure[0][1]  # the digits asked for stand earlier
+            True
+        """
+        context, passkeys = self._stated(rng, length)
+        stated = sorted(passkeys, key=context.index)
+        return [self._asking(context, name, passkeys[name]) for name in stated]
+
+    def _stated(
+        self, rng: random.Random, length: int
+    ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The words before the question, and the passkeys by the names of their owners."""
         sentences = _filler(rng, length - self.least)
         names = rng.sample(NAMES, self.keys)
         passkeys = [tuple(rng.choices(DIGITS, k=self.digits)) for _ in names]
         for name, passkey in zip(names, passkeys, strict=True):
             place = rng.randint(0, len(sentences))
             sentences.insert(place, (*OWNED, name, IS, *passkey, STOP))
-        context = tuple(chain.from_iterable(sentences))
-        asked = rng.randrange(self.keys)
-        owner = context.index(names[asked])  # names stand in statements alone
+        return tuple(chain.from_iterable(sentences)), dict(zip(names, passkeys, strict=True))
+
+    def _asking(self, context: tuple[str, ...], name: str, passkey: tuple[str, ...]) -> LinkedText:
+        owner = context.index(name)  # names stand in statements alone
         stated = range(owner + 2, owner + 2 + self.digits)
-        question = (ASK, *OWNED, names[asked], IS)
-        answer = range(len(context) + len(question), length)
+        question = (ASK, *OWNED, name, IS)
+        begin = len(context) + len(question)
+        answer = range(begin, begin + self.digits)
         return LinkedText(
-            words=(*context, *question, *passkeys[asked]),
+            words=(*context, *question, *passkey),
             answer=answer.start,
             context=range(len(context)),
             sure=tuple(zip(answer, stated, strict=True)),

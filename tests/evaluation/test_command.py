@@ -114,7 +114,7 @@ def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     arguments = ["evaluate", "passkey", "--models", "passkey-mamba", "--examples", "2"]
     assert main([*arguments, "--methods", "LatimFlow", "Saliency", "--out", str(tmp_path)]) == 0
     title, model, head, *rows = capsys.readouterr().out.splitlines()
-    assert title == "Sources of a passkey in filler text (after LATIM, table 5)"
+    assert title == "Sources of a passkey in filler text (after LATIM, figures 3 and 8)"
     assert model == "passkey-mamba, 2 examples"
     assert head.split() == ["method", "formulation", "top", "1", "AER", "AUC", "AP", "R@K"]
     assert {row.split()[0] for row in rows[:2]} == {"LatimFlow", "Saliency"}

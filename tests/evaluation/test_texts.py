@@ -31,7 +31,7 @@ from captum_ssm.evaluation.texts import (
     says_more,
     scores,
 )
-from captum_ssm.evaluation.token_maps import STEPS, token_maps
+from captum_ssm.evaluation.token_maps import STEPS, choice_maps, token_maps
 from captum_ssm.evaluation.word_weights import TRUST, WordWeights
 from captum_ssm.models import load_bundled
 from captum_ssm.models.text_recipes import TEXT_RECIPES
@@ -225,6 +225,8 @@ def test_which_formulations_say_more(case: tuple[Any, Example]) -> None:
     assert found["LatimNorm l2"] == everything
     for cell in (Cell("LatimFlow", "frozen"), Cell("Saliency"), RANDOM, WORD_WEIGHTS):
         assert says_more(cell, components)
+    for cell in choice_maps():
+        assert says_more(cell, components) == (kind != "BertForSequenceClassification")
 
 
 def test_what_says_nothing_more_has_no_row(bert: tuple[Any, Example]) -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 import mamba2_models
 import oracles
 
-from captum_ssm import ImplicitAttentionRollout, LatimALTI
+from captum_ssm import ImplicitAttentionRollout, LatimALTI, MambaAttribution
 from captum_ssm.attr.sharing import Kept, shared_forward
 from captum_ssm.evaluation import Cell
-from captum_ssm.evaluation.token_maps import STEPS, token_maps
+from captum_ssm.evaluation.token_maps import NO_CLAMP, REDUCTIONS, STEPS, choice_maps, token_maps
 
 Case = tuple[Any, Tensor, list[tuple[int, int]]]
 
@@ -46,6 +46,29 @@ def test_rollout_of_attention(case: Case, components: str) -> None:
     explain = ImplicitAttentionRollout(model)
     wanted = [explain.attribute(ids, query=p, components=components)[0] for p, _ in targets]
     assert_same(found(Cell("ImplicitAttentionRollout", components), case), wanted)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_rollout_of_another_reduction(case: Case, reduce: Any) -> None:
+    model, ids, targets = case
+    explain = ImplicitAttentionRollout(model)
+    wanted = [
+        explain.attribute(ids, query=p, components="s6", reduce=reduce)[0] for p, _ in targets
+    ]
+    (only,) = choice_maps()[Cell("ImplicitAttentionRollout", f"s6, {reduce}")](*case).values()
+    assert_same(only, wanted)
+
+
+def test_attribution_without_a_clamp(case: Case) -> None:
+    model, ids, targets = case
+    explain = MambaAttribution(model)
+    wanted = [
+        explain.attribute(ids, target=target, components="s6", clamp="none")[0]
+        for target in targets
+    ]
+    (only,) = choice_maps()[Cell("MambaAttribution", f"s6, {NO_CLAMP}")](*case).values()
+    assert_same(only, wanted)
+    assert float(only.min()) < 0
 
 
 @pytest.mark.parametrize("activation", ["linearized", "silu"])

@@ -11,8 +11,8 @@ import pytest
 from captum_ssm.errors import OptionError
 from captum_ssm.evaluation import EXPERIMENTS, Cell, Column, Experiment, Key, Rows, Subject
 from captum_ssm.evaluation.beyond import BEYOND
-from captum_ssm.evaluation.published_images import IMAGES, VIM
-from captum_ssm.evaluation.published_texts import TEXTS
+from captum_ssm.evaluation.published_images import IMAGES, VIM, VIT
+from captum_ssm.evaluation.published_texts import RWKV, TEXTS
 from captum_ssm.evaluation.published_tokens import MAMBA, MAMBA2, TOKENS
 from captum_ssm.evaluation.verdicts import (
     BEST,
@@ -174,7 +174,7 @@ def test_all_comparisons_are_of_rows_and_columns_that_are_there(
         assert comparison.column in [column.name for column in experiment.columns]
         for side in (comparison.better, comparison.worse):
             assert Cell(*side[:2]) in cells[experiment.name], side
-        assert comparison.models in ("", MAMBA, MAMBA2, VIM, f"{VIM}-first")
+        assert comparison.models in ("", MAMBA, MAMBA2, RWKV, VIM, VIT, f"{VIM}-first")
 
 
 @pytest.mark.parametrize("comparisons", [TOKENS, TEXTS, IMAGES, BEYOND])

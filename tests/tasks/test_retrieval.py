@@ -133,6 +133,21 @@ def test_gold_is_the_digits_that_were_asked_for(task: PasskeyTask) -> None:
             assert sorted(possible) == [owner, *(d for d in digits if d != digits[i])]
 
 
+@pytest.mark.parametrize("task", PASSKEYS)
+def test_every_passkey_is_asked_for_in_its_turn(task: PasskeyTask) -> None:
+    seed = random.randrange(10**9)
+    rng = random.Random(seed)
+    for _ in range(20):
+        texts = task.questions(rng, task.longest)
+        stated = _statements(texts[0].words)[:-1]
+        assert len({text.words[: text.context.stop] for text in texts}) == 1
+        for text, (_, owner, digits) in zip(texts, stated, strict=True):
+            assert _statements(text.words)[-1][1:] == (owner, digits)
+            assert len(text.words) == task.longest
+    (drawn,) = task.draw(1, seed, task.longest)
+    assert drawn in task.questions(random.Random(seed), task.longest)
+
+
 def _passkey(prompt: Sequence[str]) -> Sequence[str]:
     *stated, (_, name, _) = _statements(prompt)
     return {owner: digits for _, owner, digits in stated}[name]
