@@ -122,12 +122,16 @@ def pins_without(session: nox.Session, *names: str) -> str:
 
 @nox.session
 def transformers4(session: nox.Session) -> None:
-    """The mixers of Mamba and Mamba-2, and conformance, with the last version 4 of transformers."""
+    """The mixers, the whole network, and conformance, with the last version 4 of transformers."""
     pins = pins_without(session, "transformers", "huggingface_hub", "tokenizers")
     packages = ("-e", ".[test]", "pytest-xdist", "transformers==4.57.6")
     install(session, *packages, constraints=pins)
-    mixers = ("tests/mixers/test_mamba.py", "tests/mixers/test_mamba2_models.py")
-    chosen = session.posargs or (*mixers, "tests/conformance")
+    folders = ("mixers", "linear", "tracing", "conformance")
+    methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
+    chosen = session.posargs or (
+        *(f"tests/{folder}" for folder in folders),
+        *(f"tests/attr/test_{method}.py" for method in methods),
+    )
     session.run("pytest", *PARALLEL, *chosen, env=ONE_THREAD)
 
 

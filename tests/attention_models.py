@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from oracles import randomise
-from versions import VERSION_4, named, renamed
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from versions import VERSION_4, named, not_in_4, renamed
 
 from captum_ssm.mixers.registry import adapter_for
 
@@ -248,12 +254,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 IMAGES = ("vit", "deit")
 TEXTS = tuple(family for family in FAMILIES if family not in IMAGES)
+#: Those whose eager attention is refused in version 4 of transformers.
+REFUSED_EAGER = ("bert", "gpt2", "jamba")
 #: Models of attention alone.
 TRANSFORMERS = ("bert", "gpt_neox", "gpt2", "llama", "mistral", "vit", "deit")
 
 
 def attention_model(family: str, attention: str = "sdpa", **options: Any) -> Any:
     """The family's model with random parameters, running the given attention function."""
+    if attention == "eager":
+        not_in_4(family, *REFUSED_EAGER)
     model_class, config_class, small = FAMILIES[family]
     config = named(config_class)(**renamed(family, small | options))
     config._experts_implementation = "eager"  # the others know no float64
@@ -275,3 +285,53 @@ def attention_names(model: Any) -> list[str]:
         if kind.endswith("Attention") and softmax and adapter_for(module) is not None:
             found.append(name)
     return found
+
+
+def eagerly(model: Any) -> Any:
+    """A copy that runs eager attention, so that its modules return their probabilities."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    eager.config.use_cache = False
+    for module in eager.modules() if VERSION_4 else ():
+        written_out = type(module).__mro__[1]  # a few classes of version 4 choose theirs when made
+        if "Sdpa" in type(module).__name__ and written_out is not nn.Module:
+            module.__class__ = written_out
+        if type(module).__name__ == "JambaAttention":
+            module.register_forward_pre_hook(_asked_for_weights, with_kwargs=True)
+    return eager
+
+
+def _asked_for_weights(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"output_attentions": True}
+
+
+def note_probabilities(module: Any, note: Callable[[Tensor], None]) -> None:
+    """Have the probabilities (B, H, L, L) of every call of a module of :func:`eagerly` noted."""
+    if type(module).__name__ == "RecurrentGemmaSdpaAttention":  # of version 4, returns none
+        forward = module.forward
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            with _Probabilities(note):
+                return forward(*args, **kwargs)
+
+        module.forward = noting
+    else:  # the second output; of ViT in version 4, that of a module inside
+        inner = getattr(module, "attention", module)
+        inner.register_forward_hook(lambda _, __, out: note(out[1]))
+
+
+class _Probabilities(TorchFunctionMode):
+    """Works out the probabilities of torch's own attention."""
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            scores = args[0] @ args[1].mT * kwargs["scale"] + kwargs["attn_mask"]
+            self._note(torch.softmax(scores, -1))
+        return func(*args, **kwargs)

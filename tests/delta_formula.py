@@ -23,7 +23,8 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
     mixed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
     conv = causal_taps(module.conv1d, tokens)
     u = torch.einsum("xcij,bjc->bic", conv, mixed)
-    act = {"silu": F.silu, "gelu": F.gelu}[module.activation]
+    of_version_4 = hasattr(module, "causal_conv1d_fn")  # which knows but one activation
+    act = {"silu": F.silu, "gelu": F.gelu}["silu" if of_version_4 else module.activation]
     s = act(u)
     q, k = (
         x.reshape(batch, tokens, key_heads, state) for x in s[..., : -v[0, 0].numel()].chunk(2, -1)
@@ -41,7 +42,7 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
     y = times(mixing, v)
     norm = getattr(module, "norm", None) or module.o_norm
     sigmoid = 1 / (1 + torch.exp(-z))
-    gate = sigmoid if norm.activation == "sigmoid" else z * sigmoid
+    gate = sigmoid if getattr(norm, "activation", "silu") == "sigmoid" else z * sigmoid
     rms = (y.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     alpha = diagonal_matrices(gate * norm.weight.detach().double() / rms, v.shape) @ mixing
     out_proj = getattr(module, "out_proj", None) or module.o_proj

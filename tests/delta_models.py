@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import transformers
 from oracles import randomise
+from versions import named
 
 _KERNELS = (
     "torch_chunk_gated_delta_rule",
@@ -99,11 +99,11 @@ class Family:
     """The classes of one model, with the functions that fla's kernels replace in their place."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name, mixer, model, config, self._options = _CLASSES[name]
+        self._model, self._config = named(model), named(config)
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         without_kernels(modeling, monkeypatch)
-        self.name, mixer, model, config, self._options = _CLASSES[name]
         self.mixer_class = getattr(modeling, mixer)
-        self._model, self._config = getattr(modeling, model), getattr(transformers, config)
 
     def config(self, **options: Any) -> Any:
         return self._config(**_COMMON | self._options | options)

@@ -20,7 +20,7 @@ def named(name: str) -> Any:
 
 
 def not_in_4(family: str, *families: str) -> None:
-    """Skip the test for families that version 4 of transformers computes wrongly on a CPU."""
+    """Skip the test for families that version 4 computes wrongly on a CPU, or that are refused."""
     if VERSION_4 and family in families:
         pytest.skip(f"{family} of transformers {transformers.__version__}, see CONTRIBUTING.md")
 
@@ -33,6 +33,12 @@ def renamed(family: str, options: dict[str, Any]) -> dict[str, Any]:
         options = {"use_mamba_kernels": False} | options
     if family == "zamba2":  # on a CPU version 4 mixes up the chunks
         options = options | {"chunk_size": 512}
+    if family == "recurrent_gemma":  # refused beyond its window
+        options = options | {"attention_window_size": 512}
+    if family == "gpt2":  # which all but its eager attention pass over
+        options = options | {"scale_attn_by_inverse_layer_idx": False}
+    if family == "qwen3_next":  # whose cache wants a recurrent layer
+        options = options | {"use_cache": False}
     old = {"linear_attention": "mamba", "full_attention": "attention"}
     lists = ("layer_types", "layers_block_type")
     if family not in ("granitemoehybrid", "zamba", "zamba2"):
@@ -41,6 +47,14 @@ def renamed(family: str, options: dict[str, Any]) -> dict[str, Any]:
         name: [old.get(kind, kind) for kind in value] if name in lists else value
         for name, value in options.items()
     }
+
+
+def recurrent_gemma_block(config: Any) -> Any:
+    """RecurrentGemma's recurrent block, which version 4 does not number."""
+    from transformers.models.recurrent_gemma import modeling_recurrent_gemma
+
+    block = modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock
+    return block(config) if VERSION_4 else block(config, 0)
 
 
 def continuing(position: int) -> dict[str, Any]:

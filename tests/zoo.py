@@ -17,6 +17,7 @@ import torch
 import transformers
 import vim_oracle
 from torch import Tensor, nn
+from versions import renamed
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.models import VisionMamba
@@ -80,13 +81,14 @@ def jamba(_: pytest.MonkeyPatch) -> Case:
 
 
 def recurrent_gemma(_: pytest.MonkeyPatch) -> Case:
-    config = transformers.RecurrentGemmaConfig(
-        **_SMALL,
-        head_dim=6,
-        lru_width=10,
-        attention_window_size=5,
-        block_types=["recurrent", "recurrent", "attention"],
-    )
+    options = _SMALL | {
+        "num_attention_heads": 3,
+        "head_dim": 4,
+        "lru_width": 9,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }
+    config = transformers.RecurrentGemmaConfig(**renamed("recurrent_gemma", options))
     return language(oracles.randomise(transformers.RecurrentGemmaForCausalLM(config)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing import unwrap
-from ..tracing.hooks import in_this_thread
+from ..tracing.hooks import hooked
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -106,9 +106,5 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
         raise InputError("inputs are floating, but the model takes input_ids and embeds nothing.")
-    after = in_this_thread(lambda module, args, output: embeddings)
-    handle = layer.register_forward_hook(after)
-    try:
+    with hooked(layer.register_forward_hook, lambda module, args, output: embeddings):
         yield
-    finally:
-        handle.remove()

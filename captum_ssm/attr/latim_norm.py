@@ -123,13 +123,12 @@ class LatimNorm(LatimMethod):
         def relevance(run: Run) -> Tensor:
             used = from_layer(run.layers, start_layer)
             weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
-            with torch.no_grad():
-                for layer in shown(used[::-1], self.name, show_progress):
-                    verify_layer(layer, verify)
-                    weights = carry(weights.to(layer.values), at, layer)
-                    total = carry(total.to(weights), at, layer) + self._row(layer, weights)
-                    at = layer
-                return carry(total, at, run.layers[0]) / len(used)
+            for layer in shown(used[::-1], self.name, show_progress):
+                verify_layer(layer, verify)
+                weights = carry(weights.to(layer.values), at, layer)
+                total = carry(total.to(weights), at, layer) + self._row(layer, weights)
+                at = layer
+            return carry(total, at, run.layers[0]) / len(used)
 
         return self._attribute(
             inputs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing.find import registered_mixers
-from ..tracing.hooks import in_this_thread
+from ..tracing.hooks import hooked
 from .forward import call_model
 
 
@@ -49,14 +49,12 @@ class PatchGrid:
             reached = True
 
         convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
-        seen, entered = in_this_thread(see_grid), in_this_thread(see_block)
-        handles = [m.register_forward_hook(seen) for m in convolutions]
-        handles += [m.register_forward_pre_hook(entered) for m in self.blocks]
-        try:
+        with ExitStack() as stack:
+            for convolution in convolutions:
+                stack.enter_context(hooked(convolution.register_forward_hook, see_grid))
+            for block in self.blocks:
+                stack.enter_context(hooked(block.register_forward_pre_hook, see_block))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def sums(self, pixels: Tensor) -> Tensor:
         """What each patch holds of (B, C, H, W) in all, (B, h, w)."""
@@ -126,16 +124,15 @@ class ImageProbe(PatchGrid):
             values = (*args, *kwargs.values())
             raise _Reached(next(v for v in values if isinstance(v, Tensor)))
 
-        before = in_this_thread(stop)
-        handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in self.blocks]
-        try:
-            with torch.no_grad():
-                call_model(forward_func, image, additional)
-        except _Reached as reached:
-            return reached.stream
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for block in self.blocks:
+                register = block.register_forward_pre_hook
+                stack.enter_context(hooked(register, stop, with_kwargs=True))
+            try:
+                with torch.no_grad():
+                    call_model(forward_func, image, additional)
+            except _Reached as reached:
+                return reached.stream
         raise InputError("The model's blocks did not run when its patch tokens were looked for.")
 
 

@@ -194,6 +194,4 @@ def _direct(run: LogitRun, question: Question) -> _Direct:
     embedding = (
         added.pop() if paths.entry is not None else torch.zeros_like(paths.outputs[0][..., 0])
     )
-    return _Direct(
-        gradients[: len(layers)], added, embedding.detach(), biases, question.selected.detach()
-    )
+    return _Direct(gradients[: len(layers)], added, embedding, biases, question.selected.detach())

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..tracing import Mixer, find_mixers
-from ..tracing.hooks import in_this_thread
+from ..tracing.hooks import hooked
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
 _OPENING_NORMS = ("pre_ln", "pre_norm")
@@ -38,13 +38,12 @@ def residual_streams(
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
         for block in {block for mixer in mixers for block in mixer.blocks}:
-            before = in_this_thread(_block_hook(entered))
-            handle = block.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            before, register = _block_hook(entered), block.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
-            before = in_this_thread(_mixer_hook(mixer, entered, found))
-            handle = mixer.module.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            before = _mixer_hook(mixer, entered, found)
+            register = mixer.module.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
         yield found
 
 

@@ -141,6 +141,7 @@ def run(options: argparse.Namespace) -> None:
         methods,
         matrices=maps if is_page else False,
         shown_layers=options.layers,
+        accounts=options.out.suffix.lower() == ".json",
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     _tell(found)

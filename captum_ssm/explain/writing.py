@@ -40,7 +40,10 @@ def check_format(out: Path) -> None:
 
 
 def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path]:
-    """Tokens, predictions and relevances of each example.
+    """Tokens, predictions and relevances of each example, in full precision.
+
+    Where a method decomposes the output, ``accounts`` says what it is: the sum of all relevance,
+    ``bias``, what constants add, and ``delta``, what is missing.
 
     Args:
         found: the explanations.
@@ -65,6 +68,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
             "predictions": explanation.facts["predictions"],
             "tokens": explanation.tokens,
             "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
+            "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},
         }
         for explanation in found
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 #: Models are hooked while they run, so that one runs at a time.
 _RUNNING = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """Of a forked process: nobody came along who would open the one that another thread held."""
+    global _RUNNING
+    _RUNNING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class AttributionVisualizer:

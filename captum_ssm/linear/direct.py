@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers
-from ..tracing.hooks import in_this_thread, swap_first
+from ..tracing.hooks import hooked, swap_first
 from .mode import Linearising
 from .network import under_rules
 from .substitution import substituted
@@ -114,9 +114,8 @@ def direct_paths(
             return paths.outputs[-1]
 
         for block in {block for mixer in mixers for block in mixer.blocks}:
-            before = in_this_thread(_entry_hook(paths))
-            handle = block.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            before, register = _entry_hook(paths), block.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
             stack.enter_context(substituted(mixer, cut, {}))
         for part in _within_tokens(model, mixers):
@@ -151,10 +150,8 @@ def _cut_if_bent(part: nn.Module, paths: DirectPaths, stack: ExitStack) -> None:
         paths.locals.append(Local(leaf, len(paths.outputs)))
         return leaf
 
-    handle = part.register_forward_pre_hook(in_this_thread(before))
-    stack.callback(handle.remove)
-    handle = part.register_forward_hook(in_this_thread(after), always_call=True)
-    stack.callback(handle.remove)
+    stack.enter_context(hooked(part.register_forward_pre_hook, before))
+    stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
 
 
 def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:

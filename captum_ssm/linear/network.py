@@ -23,7 +23,7 @@ from ..operators.maps import full_precision, unseen
 from ..tracing import Mixer, find_mixers, repaired_scans, require_real_tokens
 from ..tracing.eager import eagerly
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import in_this_thread, without_caches
+from ..tracing.hooks import hooked, without_caches
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
 from ..tracing.verification import relative_error, require_same, tolerance_for
@@ -174,9 +174,9 @@ def linearised(
             return out
 
         for block in {block for mixer in mixers for block in mixer.blocks}:
-            before = in_this_thread(_block_hook(entering, mode if steps else None))
-            handle = block.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            before = _block_hook(entering, mode if steps else None)
+            register = block.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
             stack.enter_context(substituted(mixer, frozen, entering))
         yield network
@@ -258,8 +258,8 @@ class _Running:
     def watch(self, stack: ExitStack) -> None:
         for name, module in self._model.named_modules():
             enter, leave = self._hooks(name)
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(hooked(module.register_forward_pre_hook, enter))
+            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
 
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def enter(module: nn.Module, args: Any) -> None:
@@ -269,4 +269,4 @@ class _Running:
             if self._names and self._names[-1] == name:  # else a hook before ours raised
                 self._names.pop()
 
-        return in_this_thread(enter), in_this_thread(leave)
+        return enter, leave

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..mixers.base import Call
 from ..operators.maps import unseen
 from ..tracing import Mixer
-from ..tracing.hooks import in_this_thread, swap_first
+from ..tracing.hooks import hooked, swap_first
 
 
 @contextmanager
@@ -46,16 +46,19 @@ def substituted(
         out = form(mixer, call)
         return swap_first(output, lambda _: out.to(call.output_tensor.dtype))[0]
 
-    handles = (
-        mixer.module.register_forward_pre_hook(in_this_thread(before)),
-        mixer.module.register_forward_hook(
-            in_this_thread(after), with_kwargs=True, always_call=True, prepend=True
-        ),
-    )
+    module = mixer.module
     try:
-        yield
+        with (
+            hooked(module.register_forward_pre_hook, before),
+            hooked(
+                module.register_forward_hook,
+                after,
+                with_kwargs=True,
+                always_call=True,
+                prepend=True,
+            ),
+        ):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         while entered:  # an interrupt calls no hooks
             entered.pop().close()

@@ -37,8 +37,8 @@ from .softmax import softmax_attention
 _NOTING = "captum_ssm"
 #: What the classes call their output projection; a class that has none leaves it to its parent.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
-#: Arguments of attention functions that change the scores in ways not covered here.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes")
+#: Arguments of attention functions that change scores or probabilities in ways not covered here.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
 
 def hf_attention(module: Any, call: Call) -> LinearMixer:
@@ -73,6 +73,8 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
     """ViTAttention and DeiTAttention; in transformers 4, a module of attention and projection."""
     if not hasattr(module, "attention"):
         return hf_attention(module, call)
+    if call.argument("head_mask", 1) is not None:  # which stands where others have their mask
+        raise _unknown(module, "head_mask")
     linear = hf_attention(module.attention, call)
     return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
 
@@ -166,7 +168,7 @@ def _note(
     """An attention function that returns ones, so that a gate behind it shows."""
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
-            raise UnsupportedMixerError(f"{type(module).__name__}: attention with {name}.")
+            raise _unknown(module, name)
     batch, heads, tokens, width = query.shape
     if key.shape[-2] != tokens:
         raise UnsupportedMixerError(
@@ -185,6 +187,10 @@ def _note(
         kwargs.get("sliding_window"),
     )
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
+
+
+def _unknown(module: Any, name: str) -> UnsupportedMixerError:
+    return UnsupportedMixerError(f"{type(module).__name__}: attention with {name}.")
 
 
 @contextmanager

@@ -108,7 +108,8 @@ def _linearize(
     width = heads * per_head  # the values come last
     channels = as_heads(mixed)
     conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
-    ratio = activation_ratio(_activation(module.activation), module.activation, u)
+    name = _after_convolution(module)
+    ratio = activation_ratio(_activation(name), name, u)
     query, key = (u * ratio)[:, :, :-width, 0].chunk(2, -1)
     value = (u * ratio)[:, :, -width:].view(shape)
     key_heads = getattr(module, "num_k_heads", heads)
@@ -141,6 +142,15 @@ def _unit(x: Tensor, key_heads: int, heads: int) -> Tensor:
     x = as_heads(x, key_heads)
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
     return x.repeat_interleave(heads // key_heads, 2)
+
+
+def _after_convolution(module: Any) -> str:
+    """The activation's name; without its kernel transformers 4 knows but one."""
+    of_version_4 = hasattr(module, "causal_conv1d_fn")
+    if of_version_4 and module.causal_conv1d_fn is None:
+        return "silu"
+    name: str = module.activation
+    return name
 
 
 def _activation(name: str) -> Any:

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from .attention import hf_attention
 from .base import Call, LinearMixer
 from .common import as_heads, causal_conv, linear, run, working_dtype
 
@@ -40,6 +42,22 @@ def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
         conv,
     )
     return LinearMixer(values, operator, lambda y: run(module.linear_out, y.flatten(2)))
+
+
+def sdpa_attention(module: Any, call: Call) -> LinearMixer:
+    """RecurrentGemmaSdpaAttention of transformers 4, refused beyond its window.
+
+    There it reads all tokens without a cache, and with one the wrong ones.
+    """
+    linear = hf_attention(module, call)
+    window = module.config.attention_window_size
+    if linear.values.shape[1] > window:
+        raise UnsupportedMixerError(
+            f"RecurrentGemma in transformers 4: beyond its window of {window} tokens it computes "
+            "something else without a cache than with one, which has no adapter. Use transformers "
+            "5, or shorter examples."
+        )
+    return linear
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
     B, C, x = W (mask h)          y = C (conv(B x) + b)          output = W_o y
 
-Frozen: the mask and the gates B and C.  The convolution is all of the token mixing.
+Frozen: the mask and the gates B and C.  The convolution is all of the token mixing.  The models of
+transformers 4 hand it a mask of pairs, which it passes over: there padded tokens take part.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 
 Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalise t, B
 and C; Zamba cuts v into a few heads, each with W, t, B and C of its own.  In transformers 4 the
-mask silences x, not h, and the gate has the activation of the convolution.
+mask silences x, not h, the gate has the activation of the convolution, and adapters (LoRA) around W
+take part wherever W is called.
 """
 
 from __future__ import annotations
@@ -154,9 +155,18 @@ def _selective_parameters(module: Any, selected: Tensor) -> Selected:
             rms_norm(s, norm.variance_epsilon) * norm.weight.to(s)
             for s, norm in zip((t, b, c), norms, strict=True)
         )
-    # the models read dt_proj by its weight too, so an adapter around it would change nothing
-    dt = F.softplus(linear(t, module.dt_proj.weight, module.dt_proj.bias))
-    return dt, b, c
+    return F.softplus(_call(module.dt_proj, t, _calls_dt_proj(module, t))), b, c
+
+
+def _calls_dt_proj(module: Any, t: Tensor) -> bool:
+    """Whether the model calls dt_proj; else it reads the weight, past an adapter around it."""
+    if not hasattr(module, "slow_forward"):
+        return False
+    if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):
+        return True
+    code = sys.modules[type(module).__module__]
+    kernels = (code.mamba_inner_fn, *code._lazy_load_causal_conv1d())
+    return any(kernel is None for kernel in kernels)
 
 
 def _zamba_parameters(module: Any, activated: Tensor) -> Selected:

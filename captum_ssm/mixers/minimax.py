@@ -14,6 +14,7 @@ factor alpha; beta / alpha is therefore the scale of the branch.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
     u = as_heads(run(module.qkv_proj, hidden), heads)  # (B, L, H, 3 P)
     name = type(module.act_fn).__name__.removesuffix("Activation")
     ratio = activation_ratio(module.act_fn, name.lower(), u)
-    activated = u * ratio if mask is None else u * ratio * mask[:, :, None, None]
-    query, key, value = torch.split(activated, per_head, -1)
+    query, key, value = torch.split(u * ratio, per_head, -1)
+    if mask is not None:
+        keep = mask[:, :, None, None]
+        query, value = query if _padding_reads(module) else query * keep, value * keep
     values, shape = u[..., 2 * per_head :], Shape(*value.shape)
     slope = module.slope_rate.to(u).view(1, 1, heads)
     scan = ScalarDecayHeads(query, key, -slope.expand(shape[:3]), None, per_head)
@@ -54,6 +57,11 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
         return run(module.out_proj, y.flatten(2))
 
     return LinearMixer(values, operator, project, mask, _branch_scale(call.block))
+
+
+def _padding_reads(module: Any) -> bool:
+    """Whether padded tokens, which none reads, read others: in transformers 4 they do."""
+    return "cache_position" in inspect.signature(type(module).forward).parameters
 
 
 def _branch_scale(block: Any) -> float:

@@ -44,7 +44,11 @@ class Architecture:
 
 _architectures = {
     line.class_path: Architecture(
-        line.family, line.package, line.class_path, VERSIONS[line.package], line.joins
+        line.family,
+        line.package,
+        line.class_path,
+        line.tested or VERSIONS[line.package],
+        line.joins,
     )
     for line in BUILT_IN
 }

@@ -22,6 +22,8 @@ class Line(NamedTuple):
             ``transformers.models.mamba.modeling_mamba.MambaMixer``.
         adapter: module of this package and function.
         joins: how the mixer's output joins the residual stream.
+        tested: version of the package that the tests run against, where it is an older one.
+            Default: None, that of :data:`VERSIONS`.
     """
 
     family: str
@@ -29,6 +31,7 @@ class Line(NamedTuple):
     path: str
     adapter: str
     joins: Joins = "residual"
+    tested: str | None = None
 
     @property
     def class_path(self) -> str:
@@ -38,6 +41,9 @@ class Line(NamedTuple):
         model, name = self.path.split(".")
         return f"transformers.models.{model}.modeling_{model}.{name}"
 
+
+#: The last version 4, of which some classes were replaced.
+TRANSFORMERS_4 = "4.57.6"
 
 #: Versions that the tests run against.
 VERSIONS = {
@@ -97,6 +103,13 @@ BUILT_IN = (
         "transformers",
         "recurrent_gemma.RecurrentGemmaAttention",
         "attention:hf_attention",
+    ),
+    Line(
+        "Griffin",
+        "transformers",
+        "recurrent_gemma.RecurrentGemmaSdpaAttention",
+        "griffin:sdpa_attention",
+        tested=TRANSFORMERS_4,
     ),
     Line("BERT", "transformers", "bert.BertSelfAttention", "attention:hf_attention"),
     Line("GPT-NeoX", "transformers", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -144,13 +144,9 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
         CheckpointError: naming the weights, and those whose shape is another than the model's.
     """
     kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
-    shapes = {name: (found, own) for name, found, own in loading_info.get("mismatched_keys", ())}
     complaints = [
         _listed("they lack", [repr(k) for k in sorted(loading_info["missing_keys"]) if k in kept]),
-        _listed(
-            "shapes differ in",
-            [f"{k!r} ({tuple(a)} instead of {tuple(b)})" for k, (a, b) in sorted(shapes.items())],
-        ),
+        _listed("shapes differ in", _misshapen(model, loading_info.get("mismatched_keys", ()))),
     ]
     if any(complaints):
         raise CheckpointError(
@@ -158,6 +154,13 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
             f"random: {'; '.join(c for c in complaints if c)}. Was it saved without its head, or "
             "by another class? Save the whole model, or name its class in config.json."
         )
+
+
+def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
+    """Names and shapes of weights; transformers 4 tells the names alone."""
+    named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
+    own = model.state_dict()
+    return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import NoMixerError
+from .changes import Undo, lasting
 
-_lock = threading.Lock()
 _users = 0
 _stance: Any = None
 
@@ -29,28 +28,24 @@ def eagerly(model: nn.Module) -> Iterator[None]:
             )
         yield
         return
-    _enter()
-    try:
+    with lasting(_enter):
         yield
-    finally:
-        _leave()
 
 
-def _enter() -> None:
+def _enter() -> Undo:
     global _users, _stance
-    with _lock:
-        if _users == 0:
-            _stance = torch.compiler.set_stance("force_eager")
-        _users += 1
+    if _users == 0:
+        _stance = torch.compiler.set_stance("force_eager")
+    _users += 1
+    return _leave
 
 
 def _leave() -> None:
     global _users, _stance
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            _stance.__exit__(None, None, None)
-            _stance = None
+    _users -= 1
+    if _users == 0:
+        _stance.__exit__(None, None, None)
+        _stance = None
 
 
 def _has_compiled_parts(model: nn.Module) -> bool:

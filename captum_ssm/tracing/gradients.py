@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from .changes import Undo, lasting
+from .hooks import swap_first
 
 Function = Callable[..., Any]
 #: Parameters or buffers of a module, as it holds them.
@@ -17,8 +21,6 @@ Named = dict[str, Any]
 
 #: Where modules of transformers keep what they checkpoint with.
 _CHECKPOINTING = "_gradient_checkpointing_func"
-#: Held while what threads have in common changes.
-_lock = threading.RLock()
 
 
 @contextmanager
@@ -57,13 +59,24 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
         False
     """
     before = {module: _graph_attributes(module) for module in model.modules()}
-    try:
-        yield
-    finally:
+
+    def drop() -> None:
         for module, held in before.items():
             for name, tensor in _graph_attributes(module).items():
                 if held.get(name) is not tensor:
                     setattr(module, name, tensor.detach())
+
+    with lasting(lambda: drop):
+        yield
+
+
+def in_graph(x: Tensor) -> Tensor:
+    """The same values as part of an autograd graph.
+
+    A frozen model on token ids records nothing by itself; a new leaf does not change what is
+    computed.
+    """
+    return x if x.requires_grad else x.detach().clone().requires_grad_()
 
 
 def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
@@ -77,10 +90,20 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             mine = _checkpointing(module)
-            if isinstance(mine, functools.partial) and mine.keywords.get("use_reentrant"):
-                other = functools.partial(mine, use_reentrant=False)
+            if isinstance(mine, functools.partial) and "use_reentrant" in mine.keywords:
+                other = functools.partial(_from_live, functools.partial(mine, use_reentrant=False))
                 stack.enter_context(_checkpointed_by(module, other))
         yield
+
+
+def _from_live(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a function of what joins the graph before.
+
+    In transformers 4 hooks on a layer run inside its checkpoint.  One that lets a graph begin there
+    is gone when the backward pass runs the layer again.
+    """
+    live = swap_first(args, in_graph)[0] if torch.is_grad_enabled() else args
+    return checkpoint(function, *live, **kwargs)
 
 
 @contextmanager
@@ -123,24 +146,26 @@ def _checkpointing(module: nn.Module) -> Any:
     return held.current() if isinstance(held, _Checkpointing) else held
 
 
-@contextmanager
-def _checkpointed_by(module: nn.Module, function: Function) -> Iterator[None]:
+def _checkpointed_by(module: nn.Module, function: Function) -> AbstractContextManager[None]:
     """Let the calling thread checkpoint the module with ``function``."""
     thread, attributes = threading.get_ident(), vars(module)
-    with _lock:
+
+    def replace() -> Undo:
         if not isinstance(attributes[_CHECKPOINTING], _Checkpointing):
             attributes[_CHECKPOINTING] = _Checkpointing(attributes[_CHECKPOINTING])
         held = attributes[_CHECKPOINTING]
         held.others.setdefault(thread, []).append(function)
-    try:
-        yield
-    finally:
-        with _lock:
+
+        def restore() -> None:
             held.others[thread].pop()
             if not held.others[thread]:
                 del held.others[thread]
             if not held.others:
                 attributes[_CHECKPOINTING] = held.original
+
+        return restore
+
+    return lasting(replace)
 
 
 @dataclass
@@ -154,21 +179,23 @@ class _Lent:
 _lent: dict[tuple[int, str], _Lent] = {}
 
 
-@contextmanager
-def _ordinary_tensors(model: nn.Module) -> Iterator[None]:
+def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
     """Copies in place of parameters and buffers that are inference tensors, shared ones once.
 
     They stay until the last thread leaves.
     """
-    copies: dict[int, Tensor] = {}
-    with ExitStack() as stack:
-        with _lock:
+
+    def lend() -> Undo:
+        copies: dict[int, Tensor] = {}
+        with ExitStack() as stack:
             for module in model.modules():
                 for named in (module._parameters, module._buffers):
                     for name, tensor in named.items():
                         if tensor is not None and _lend(named, name, tensor, copies):
                             stack.callback(_take_back, named, name)
-        yield
+            return stack.pop_all().close
+
+    return lasting(lend)
 
 
 def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
@@ -189,10 +216,9 @@ def _lend(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) ->
 def _take_back(named: Named, name: str) -> None:
     """Put the inference tensor back, unless another thread still has its copy."""
     key = (id(named), name)
-    with _lock:
-        _lent[key].users -= 1
-        if not _lent[key].users:
-            named[name] = _lent.pop(key).original
+    _lent[key].users -= 1
+    if not _lent[key].users:
+        named[name] = _lent.pop(key).original
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

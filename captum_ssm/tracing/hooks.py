@@ -6,10 +6,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..mixers.base import Call
+from .changes import Undo, lasting
 
 #: A forward hook or pre-hook.
 Hook = Callable[..., Any]
@@ -24,6 +27,20 @@ def in_this_thread(hook: Hook) -> Hook:
         return hook(*args) if threading.get_ident() == owner else None
 
     return own
+
+
+def hooked(
+    register: Callable[..., Any], hook: Hook, **options: bool
+) -> AbstractContextManager[None]:
+    """A context in which this thread's calls of a module meet a hook.
+
+    Args:
+        register: the module's method, such as ``module.register_forward_hook``.
+        hook: the hook.
+        options: of the method.
+    """
+    own = in_this_thread(hook)
+    return lasting(lambda: register(own, **options).remove)
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
@@ -59,15 +76,38 @@ def without_caches(model: nn.Module, stack: ExitStack) -> None:
     """Ask every module that offers a cache not to use it, until ``stack`` is closed."""
     for module in model.modules():
         if "use_cache" in _parameters(type(module).forward):
-            before = in_this_thread(_without_cache)
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            register = module.register_forward_pre_hook
+            stack.enter_context(hooked(register, _without_cache, with_kwargs=True))
+        if hasattr(module, "recurrent_states"):
+            stack.enter_context(lasting(functools.partial(_set_aside, module)))
+            stack.enter_context(hooked(module.register_forward_pre_hook, _forget))
+
+
+def _set_aside(module: Any) -> Undo:
+    """Put back, at the end, the state that RecurrentGemma keeps by itself.
+
+    In transformers 4 it does so without a cache, too: the next call goes on from it, and a batch of
+    another size fails.
+    """
+    kept = module.recurrent_states
+
+    def restore() -> None:
+        module.recurrent_states = kept
+
+    return restore
+
+
+def _forget(module: Any, *_: Any) -> None:
+    module.recurrent_states = None
 
 
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    position = _parameters(type(module).forward).index("use_cache") - 1
+    names = _parameters(type(module).forward)
+    if "cache_params" in names:  # which Mamba of transformers 4 drops if asked to use no cache
+        Call(args, kwargs, None).refuse_cache("cache_params", names.index("cache_params") - 1)
+    position = names.index("use_cache") - 1
     if position < len(args):
         args = (*args[:position], False, *args[position + 1 :])
         return args, kwargs

@@ -14,8 +14,8 @@ from ..mixers.base import Call, LinearMixer
 from ..operators.maps import full_precision
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
-from .gradients import recordable
-from .hooks import Hook, detached, in_this_thread, swap_first, without_caches
+from .gradients import in_graph, recordable
+from .hooks import Hook, detached, hooked, swap_first, without_caches
 from .layer import Layer
 from .offload import linearize
 from .repair import repaired_scans
@@ -152,13 +152,11 @@ def trace(
         blocks = {block for mixer in mixers for block in mixer.blocks}
         for outer in {outer for mixer in mixers for outer in mixer.around}:
             kept = graph if outer in blocks else "none"
-            before = in_this_thread(_stream_hook(streams, kept))
-            handle = outer.register_forward_pre_hook(before, with_kwargs=True)
-            stack.callback(handle.remove)
+            before, register = _stream_hook(streams, kept), outer.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
-            after = in_this_thread(_mixer_hook(record, mixer, streams, graph, mixers[-1]))
-            handle = mixer.module.register_forward_hook(after, with_kwargs=True)
-            stack.callback(handle.remove)
+            after = _mixer_hook(record, mixer, streams, graph, mixers[-1])
+            stack.enter_context(hooked(mixer.module.register_forward_hook, after, with_kwargs=True))
         stack.enter_context(repaired_scans())  # forwards, too, in memory linear in the length
         if graph != "none":
             stack.enter_context(recordable(module))
@@ -210,7 +208,7 @@ def _mixer_hook(
         if graph == "tail" and mixer is last:
             torch.set_grad_enabled(True)  # undone when the trace ends
         joins = graph == "all" or (graph == "tail" and mixer is last)
-        kept = swap_first(output, _in_graph)[0] if joins else detached(output)
+        kept = swap_first(output, in_graph)[0] if joins else detached(output)
         # the block entered last is the one that runs, also for a mixer shared by several
         block = next((b for b in reversed(streams) if b in mixer.blocks), None)
         around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}
@@ -229,7 +227,7 @@ def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        swap = _in_graph if graph == "all" else _itself
+        swap = in_graph if graph == "all" else _itself
         (args, kwargs), stream = swap_first((args, kwargs), swap)
         streams.pop(module, None)
         if stream is not None:
@@ -242,12 +240,3 @@ def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-def _in_graph(x: Tensor) -> Tensor:
-    """The same values as part of an autograd graph.
-
-    A frozen model on token ids records nothing by itself; a new leaf does not change what is
-    computed.
-    """
-    return x if x.requires_grad else x.detach().clone().requires_grad_()

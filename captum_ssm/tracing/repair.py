@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .changes import Undo, lasting
 from .recurrences import rg_lru, wkv
 from .scan import selective_scan
 
 Function = Callable[..., Any]
 
-_lock = threading.Lock()
 _users = 0
 _originals: list[tuple[Any, str, Function]] = []
 
@@ -49,18 +48,23 @@ def repaired_scans() -> Iterator[None]:
         >>> torch.allclose(logits, model(ids).logits, atol=1e-4)
         True
     """
-    global _users
-    with _lock:
-        if _users == 0:
-            _replace()
-        _users += 1
-    try:
+    with lasting(_enter):
         yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _restore()
+
+
+def _enter() -> Undo:
+    global _users
+    if _users == 0:
+        _replace()
+    _users += 1
+    return _leave
+
+
+def _leave() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        _restore()
 
 
 def _replace() -> None:

@@ -18,6 +18,7 @@ from small_models import mixers_of
 from torch import Tensor, nn
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
+from versions import VERSION_4
 
 S6 = {"scan"}
 UNIFIED = {"conv", "activation", "scan", "gate", "norm"}
@@ -73,7 +74,8 @@ class Run:
             handles.append(block.register_forward_pre_hook(self._keep_stream, with_kwargs=True))
         for mixer in self.mixers:
             handles.append(mixer.register_forward_hook(self._keep, with_kwargs=True))
-        in_double = next(model.parameters()).dtype == torch.float64
+        # in version 4 the loop is part of the mixer, and rounds under the package too
+        in_double = next(model.parameters()).dtype == torch.float64 and not VERSION_4
         try:
             with torch.enable_grad(), scans_in_double() if in_double else nullcontext():
                 output = model(*args, **kwargs)
@@ -124,7 +126,11 @@ def channel_matrices(
     keep = torch.ones(batch, tokens) if mask is None else mask
     keep = keep.double()
     weights = mixer.in_proj.weight, mixer.in_proj.bias
-    x, z = F.linear(hidden * keep[..., None], *weights).transpose(1, 2).chunk(2, dim=1)
+    if hasattr(mixer, "slow_forward"):  # in version 4 the mask silences x, not what enters
+        x, z = F.linear(hidden, *weights).transpose(1, 2).chunk(2, dim=1)
+        x = x * keep[:, None]
+    else:
+        x, z = F.linear(hidden * keep[..., None], *weights).transpose(1, 2).chunk(2, dim=1)
     channels, state = mixer.A_log.shape
     eye = torch.eye(tokens).double()
 

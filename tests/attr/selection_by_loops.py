@@ -119,6 +119,8 @@ def mamba(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> list[Select
     if hasattr(mixer, "dt_layernorm"):
         norms = mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm
         t, b, c = (_rms(x, norm) for x, norm in zip((t, b, c), norms, strict=True))
+    elif hasattr(mixer, "rms_eps"):  # falcon_mamba of version 4
+        t, b, c = (s / (s.pow(2).mean(-1, keepdim=True) + mixer.rms_eps).sqrt() for s in (t, b, c))
     b, c = _shared(b, x.shape[-1]), _shared(c, x.shape[-1])
     return [Selection(mixer.dt_proj(t), b, c, -mixer.A_log.exp(), keep)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import mamba2_models
@@ -57,5 +58,8 @@ CHANNELS = [7, 0, -1]
 
 def explain(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
     """The method on the bare mixer, and the arguments with which to call it."""
-    additional = None if mask is None else (None, mask)
-    return ImplicitAttention(mixer), {"inputs": hidden, "additional_forward_args": additional}
+    call = {"inputs": hidden}
+    if mask is not None:  # it comes behind a cache and, in some classes of version 4, positions
+        names = list(inspect.signature(type(mixer).forward).parameters)
+        call["additional_forward_args"] = (*(None,) * (names.index("attention_mask") - 2), mask)
+    return ImplicitAttention(mixer), call

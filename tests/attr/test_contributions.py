@@ -15,6 +15,7 @@ import zoo
 from latim_models import a_model, all_vectors, layer_of, record
 from oracles import padded_batch, relative_error
 from torch import Tensor
+from versions import not_in_4
 
 from captum_ssm.attr import contributions
 from captum_ssm.attr.contributions import Contributions, tiles
@@ -59,6 +60,7 @@ def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -
     "name", ["jamba", "qwen3_next", "lfm2", "llama", *heavy(["zamba", "bamba"])]
 )
 def test_padding_contributes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_in_4(name, "lfm2")
     case = a_model(name, monkeypatch)
     ids, mask = padded_batch([9, 4, 1], 15)
     for layer in record(case.model, ids, attention_mask=mask):

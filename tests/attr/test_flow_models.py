@@ -211,6 +211,7 @@ def test_experts_with_biases():
     assert close(found.tokens, alone)
 
 
+@pytest.mark.transformers5
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers(implementation):
     model, ids = attention_models.attention_model("jamba"), token_ids(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import attention_models
@@ -12,7 +13,7 @@ import oracles
 import pytest
 import torch
 import zoo
-from latim_models import a_model, all_vectors, record
+from latim_models import a_model, all_vectors, layer_of, record
 from oracles import padded_batch, relative_error
 from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
 from torch import Tensor
@@ -22,6 +23,7 @@ from captum_ssm.attr import contributions, latim
 from captum_ssm.attr.alti import StageMixing
 from captum_ssm.attr.streams import residual_streams
 from captum_ssm.errors import InputError, OptionError, ReconstructionError
+from captum_ssm.operators import DenseHeads
 
 EXACT = 1e-11  # of rows divided by sums of differences
 
@@ -155,6 +157,18 @@ def test_parallel_mixers_have_one_map() -> None:
             assert relative_error(one, wanted) <= 1e-5
 
 
+def fed(vectors: Tensor, stream: Tensor, feeding: Tensor) -> Tensor:
+    """The mixing of a mixer fed by another: the stream is one source more, behind the tokens."""
+    total = vectors.sum(2) + stream
+    sources = torch.cat([vectors, stream[:, :, None]], 2)
+    near = total.abs().sum(-1)[..., None] - (total[:, :, None] - sources).abs().sum(-1)
+    shares = near.clamp_min(0)
+    nothing = shares.sum(-1) == 0  # the stream and the mixer cancel
+    shares[..., -1][nothing] = 1
+    shares = shares / shares.sum(-1, keepdim=True)
+    return shares[..., :-1] @ feeding + torch.diag_embed(shares[..., -1])
+
+
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
 def test_mixers_that_feed_others(family: str) -> None:
     """The mamba layer mixes what attention made of the tokens; the stream goes around both."""
@@ -167,20 +181,37 @@ def test_mixers_that_feed_others(family: str) -> None:
             feeding = oracle.alti(all_vectors(layer), stream)
             continue
         vectors = all_vectors(layer)
-        if feeding is None:
-            wanted = oracle.alti(vectors, stream)
-        else:  # the stream as one source more, behind the tokens
-            total = vectors.sum(2) + stream
-            sources = torch.cat([vectors, stream[:, :, None]], 2)
-            near = total.abs().sum(-1)[..., None] - (total[:, :, None] - sources).abs().sum(-1)
-            shares = near.clamp_min(0)
-            nothing = shares.sum(-1) == 0  # the stream and the mixer cancel
-            shares[..., -1][nothing] = 1
-            shares = shares / shares.sum(-1, keepdim=True)
-            wanted = shares[..., :-1] @ feeding + torch.diag_embed(shares[..., -1])
+        wanted = oracle.alti(vectors, stream) if feeding is None else fed(vectors, stream, feeding)
         assert relative_error(next(found), wanted) <= 1e-9, layer.name
         feeding = None
     assert next(found, None) is None
+
+
+class Recorded(SimpleNamespace):
+    """A layer as far as its mixing looks at it."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_mixers_that_feed_those_that_feed_others(masked: bool) -> None:
+    """Nothing is left of a padded token, whatever its mixers make of it."""
+    layers = []
+    for joins in ("feeds", "feeds", "residual"):
+        operator = DenseHeads(torch.rand(2, 3, 5, 5), 4)
+        layers.append(Recorded(**vars(layer_of(operator, None)), joins=joins, name=joins))
+    streams = {layer: torch.randn(2, 5, 12) for layer in layers}
+    mask = torch.tensor([[True] * 5, [False, False, True, True, True]]) if masked else None
+    found = StageMixing(layers, streams, mask=mask).matrix()
+    first, second = (oracle.alti(all_vectors(x), streams[x]) for x in layers[:2])
+    vectors = all_vectors(layers[2]).double()
+    if mask is None:
+        wanted = fed(vectors, streams[layers[2]], second @ first)
+        assert relative_error(found, wanted) <= 1e-5
+    else:
+        assert not found[1, 2:, :2].any()
+        assert torch.equal(found[1, :2], torch.eye(5)[:2])
+        assert relative_error(found.sum(-1), torch.ones(2, 5)) <= 1e-5
 
 
 #: What reads the stream after the mixer's output has joined it.

@@ -179,6 +179,17 @@ def test_a_mixer_without_a_stream_cannot_be_traced_through() -> None:
         LatimLogit(model).attribute(torch.randn(2, 5, model[0].hidden_size), target=(-1, 0))
 
 
+def test_a_mixer_alone() -> None:
+    """No stream passes it by: its output is all there is."""
+    model = torch.nn.Sequential(mixers_of(mamba_lm())[0])
+    inputs = torch.randn(2, 5, model[0].hidden_size)
+    found = LatimLogit(model).decompose(inputs, target=(3, 1))
+    (layer,) = record(model, inputs)
+    assert relative_error(found.layers[0], all_vectors(layer)[:, 3, :, 1]) <= 1e-5
+    assert found.embedding.shape == (2, 5) and not found.embedding.any()
+    assert relative_error(found.tokens.sum(-1) + found.bias, model(inputs)[:, 3, 1]) <= 1e-5
+
+
 # --- as Captum's methods ------------------------------------------------------------------------
 
 

@@ -43,6 +43,16 @@ def test_contributions_are_multiplied_by_the_input(name: str) -> None:
     assert relevance[~silent].all()
 
 
+@pytest.mark.parametrize("name", CONTRIBUTIONS)
+def test_contributions_have_a_delta(name: str) -> None:
+    """Captum asks before it computes one."""
+    asked, ids = method(name, mamba_lm()), torch.arange(6)[None]
+    assert asked.has_convergence_delta()
+    relevance, delta = asked.attribute(ids, target=(-1, 3), return_convergence_delta=True)
+    assert relevance.shape == ids.shape and delta.shape == (1,)
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_not(name: str) -> None:
-    assert not method(name, mamba_lm()).multiplies_by_inputs
+    asked = method(name, mamba_lm())
+    assert not asked.multiplies_by_inputs and not asked.has_convergence_delta()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import every_method
@@ -12,7 +13,7 @@ import torch
 from small_models import mamba_lm, token_ids
 from torch import Tensor, nn
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, compare, trace
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, compare, report, trace
 from captum_ssm.errors import InputError, PaddedExampleError
 
 #: The id that stands for padding.
@@ -43,9 +44,7 @@ def padded(*examples: int, batch: int = 4) -> Tensor:
 def test_by_every_method(name: str) -> None:
     model = Masking(mamba_lm())
     assert every_method.call(name, model, padded(batch=3), (-1, 3))
-    # a report explains one example at a time
-    number = 0 if name == "report" else 1
-    with pytest.raises(PaddedExampleError, match=f"^Example {number} of the batch is padding"):
+    with pytest.raises(PaddedExampleError, match=r"^Example 1 of the batch is padding"):
         every_method.call(name, model, padded(1, 2, batch=3), (-1, 3))
     with pytest.raises(InputError, match=r"^Example 0 of the batch is padding"):
         every_method.call(name, model, padded(0, batch=1), (-1, 3))
@@ -74,6 +73,16 @@ def test_the_example_is_counted_in_the_whole_batch(method: Any, size: int) -> No
     with pytest.raises(PaddedExampleError, match="Example 4 of the batch") as caught:
         compare(model, [method], ids, target=(-1, 3), internal_batch_size=size)
     assert caught.value.example == 4
+
+
+@pytest.mark.parametrize("target", [None, (-1, 3), [(-1, 3)] * 6])
+def test_a_report_counts_in_the_whole_batch(target: Any, tmp_path: Path) -> None:
+    """It explains one example at a time, and finds out before the first one what it can explain."""
+    path = tmp_path / "report.html"
+    with pytest.raises(PaddedExampleError, match=r"^Example 4 of the batch is padding") as caught:
+        report(Masking(mamba_lm()), padded(4, 5, batch=6), [LatimFlow], target=target, path=path)
+    assert caught.value.example == 4
+    assert not path.exists()
 
 
 def test_a_trace_still_shows_what_the_mixers_did() -> None:

@@ -9,6 +9,7 @@ from captum._utils.common import _select_targets
 from small_models import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm.attr import target_errors
 
 BATCH = 4
 #: name: (target, the class it means for each example)
@@ -162,7 +163,7 @@ BAD = {
     "nested": ([[0], [[1]]], r"holds \[1\], of class list"),
     "list of another length": ([0, 1, 2], rf"3 entries for a batch of 2 examples. {INT}"),
     "tensor of another length": (torch.tensor([0, 1, 2]), r"Tensor of shape \(3,\).*3 entries for"),
-    "one entry": ([0], r"1 entry for a batch of 2"),
+    "one entry": ([0], rf"1 entry for a batch of 2 examples\. {INT}"),
     "long list": ([7] * 300, r"target=\[7, 7, .{60,80}\.\.\. has 300 entries for a batch of 2"),
     "empty list": ([], r"0 entries for a batch of 2"),
     "pair": ((0, 1), rf"names 2 indices.*\(2, 5\), \(batch, classes\), which takes 1. {INT}"),
@@ -207,14 +208,18 @@ PAIR = r"Pass a tuple \(position, token\), for example target=\(-1, 0\), or one 
 PAIR += r"example as a list or a tensor of shape \(2, 2\)\."
 BAD_PAIRS = {
     "triple": ((1, 2, 3), rf"names 3 indices per example.*vocabulary\), which takes 2. {PAIR}"),
-    "list of triples": ([(1, 2, 3)] * 2, rf"names 3 indices.*{PAIR}"),
+    "list of triples": ([(1, 2, 3)] * 2, rf"names 3 indices.*which takes 2\. {PAIR}"),
+    "list of three": ([1, 2, 3], rf"3 entries for a batch of 2 examples\. {PAIR}"),
     "one of the list": ([(1, 2), (1, 2, 3)], r"names 3 indices"),
     "list in place of a tuple": (
         [-1, 3],
         r"if \(-1, 3\) is meant for all examples, it must be a tup",
     ),
     "tensor in place of a tuple": (torch.tensor([-1, 3]), r"if \(-1, 3\) is meant for all"),
-    "tensor of triples": (torch.ones(2, 3).long(), rf"Tensor of shape \(2, 3\).*3 indices.*{PAIR}"),
+    "tensor of triples": (
+        torch.ones(2, 3).long(),
+        rf"Tensor of shape \(2, 3\).*3 indices.*takes 2\. {PAIR}",
+    ),
     "tensor of another batch": (torch.ones(3, 2).long(), rf"3 entries for a batch of 2.*{PAIR}"),
     "float": ((-1, 3.0), rf"holds 3.0, of class float. {PAIR}"),
     "bool": ((-1, True), rf"holds True, of class bool. {PAIR}"),
@@ -232,13 +237,20 @@ def test_bad_positions_and_tokens(name):
 
 
 @pytest.mark.parametrize(
-    ("target", "token"), [(3, 3), ([5, 4], 5), (99, 0), (torch.tensor(18), 18)]
+    ("target", "token"),
+    [(3, 3), ([5, 4], 5), (99, 0), (torch.tensor(18), 18), (VOCABULARY, 0), (-1, 0)],
 )
 def test_what_is_suggested_for_an_int_is_accepted(target, token):
     model, ids = mamba_lm(), token_ids(2, 6)
     with pytest.raises(ValueError, match=rf"for example target=\(-1, {token}\)"):
         MambaAttribution(model).attribute(ids, target=target)
     assert MambaAttribution(model).attribute(ids, target=(-1, token)).any()
+
+
+def test_long_targets_are_cut():
+    """To 80 characters, the marks of what is left out among them."""
+    assert target_errors.shown("x" * 78) == repr("x" * 78)
+    assert target_errors.shown("x" * 79) == "'" + "x" * 76 + "..."
 
 
 def test_a_target_of_one_number_per_example():
@@ -252,9 +264,8 @@ def test_a_target_of_one_number_per_example():
 def test_a_target_of_more_dimensions():
     model, ids = classifier(), token_ids(2, 6)
     cubes = MambaAttribution(lambda x: model(x)[:, :, None, None].expand(2, 5, 3, 4), model=model)
-    message = (
-        r"\(2, 5, 3, 4\).*takes 3. Pass a tuple \(3 indices\), for example target=\(-1, -1, 0\)"
-    )
+    message = r"\(2, 5, 3, 4\), \(batch and 3 more\), which takes 3. Pass a tuple \(3 indices\), "
+    message += r"for example target=\(-1, -1, 0\)"
     with pytest.raises(ValueError, match=message):
         cubes.attribute(ids, target=(1, 2))
     with pytest.raises(ValueError, match=r"index 5 is not in \[-5, 5\)"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from small_models import mamba_lm, randomise
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import captum_ssm
-from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.attr.base import ImplicitMethod
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
@@ -78,6 +79,29 @@ def test_numbers_are_those_of_the_methods(
             assert line.startswith(f"  {method.name}{left_out}")
             assert line.split(": ", 1)[1].startswith(f"{best} (")
             printed = printed.replace(line, "", 1)  # the next example's comes first
+
+
+def test_numbers_are_whole_and_add_up(tmp_path: Path) -> None:
+    out, texts = tmp_path / "numbers.json", [PROMPT, "bob owns the kite"]
+    decomposing: list[Any] = [LatimFlow, MambaLRP, LatimLogit]
+    chosen = [method.__name__ for method in (*decomposing, ImplicitAttentionRollout)]
+    arguments = ["--text", *texts, "--method", *chosen, "--target", "lamp", "--dtype", "float64"]
+    assert main(["explain", "recall-mamba", *arguments, "--out", str(out)]) == 0
+    model, vocabulary = load_bundled()
+    target = (-1, vocabulary.encode("lamp")[0])
+    for example, text in zip(read(out)["examples"], texts, strict=True):
+        ids = torch.tensor([vocabulary.encode(text)])
+        for method in (*decomposing, ImplicitAttentionRollout):
+            wanted = method(model.double()).attribute(ids, target=target)[0].numpy()
+            np.testing.assert_allclose(example["relevance"][method.name], wanted, rtol=1e-12)
+        assert list(example["accounts"]) == [method.name for method in decomposing]
+        for method in decomposing:
+            sums, found = example["accounts"][method.name], method(model).decompose(ids, target)
+            assert sums["output"] == pytest.approx(found.output.item(), rel=1e-12)
+            assert sums["bias"] == pytest.approx(found.bias.item(), rel=1e-9) and sums["bias"]
+            total = sum(example["relevance"][method.name]) + sums["bias"] + sums["delta"]
+            assert total == pytest.approx(sums["output"], rel=1e-12)
+            assert abs(sums["delta"]) <= 1e-5 * abs(sums["output"])
 
 
 def test_reports(tmp_path: Path) -> None:
@@ -160,6 +184,8 @@ def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
     assert {each["label"] for each in example["predictions"]} <= set(classes)
     relevance = example["relevance"]["LATIM Flow"]
     assert len(relevance) == 65 and relevance.count(None) == 1  # 64 patches and the cls token
+    sums, shares = example["accounts"]["LATIM Flow"], [x for x in relevance if x is not None]
+    assert sum(shares) + sums["bias"] + sums["delta"] == pytest.approx(sums["output"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["valence-mamba", "valence-rwkv", "valence-bert"])

@@ -20,6 +20,7 @@ import transformers
 from hostile_weights import BROKEN
 from little_memory import at_most
 from safetensors.torch import load_file, save_file
+from versions import VERSION_4
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError
@@ -47,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     [
         ({"hidden_size": 10**9}, "mine: its configuration and its weights make no model"),
         ({"vocab_size": 10**13}, "mine: its configuration and its weights make no model"),
-        ({"state_size": -1}, "make no model.*negative"),
+        ({"state_size": -1}, "make no model.*(negative|lower bound)"),
         ({"hidden_size": "wide"}, "mine has no usable configuration"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 4096"),
         ({"num_labels": 10**10}, "num_labels = 10000000000; at most 1000000"),
@@ -121,7 +122,8 @@ def test_missing_weights_are_named_and_not_filled_at_random(
 def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
     folder = saved(language_model(tie_word_embeddings=False), tmp_path / "mine")
     changed(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(19, 5)}))
-    message = r"shapes differ in 'lm_head\.weight' \(\(19, 5\) instead of \(19, 8\)\)"
+    found = "another" if VERSION_4 else r"\(19, 5\)"  # version 4 does not tell it
+    message = rf"shapes differ in 'lm_head\.weight' \({found} instead of \(19, 8\)\)"
     with pytest.raises(CheckpointError, match=message):
         load(Source(str(folder)))
 
@@ -191,7 +193,10 @@ def test_no_code_of_pickled_weights_runs(folder: Path) -> None:
     made = folder / "made"
     with (folder / "pytorch_model.bin").open("wb") as file:
         pickle.dump(Touch(made), file, protocol=2)
-    with pytest.raises(CheckpointError, match="UnpicklingError"):
+    refused: Any = (CheckpointError, "UnpicklingError")
+    if VERSION_4:
+        refused = (OSError, "Unable to load weights")
+    with pytest.raises(refused[0], match=refused[1]):
         load(Source(str(folder)))
     assert not made.exists()
     with (folder / "pytorch_model.bin").open("rb") as file:  # the trap is a real one

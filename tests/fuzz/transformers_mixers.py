@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import transformers
 from hypothesis import strategies as st
 from oracles import randomise
 from torch import Tensor
+from versions import VERSION_4, named, recurrent_gemma_block, renamed
 
 #: Added to mean squares, so that norms of few features do not blow rounding errors up.
 EPS = 0.05
@@ -20,10 +20,13 @@ ACTIVATION = st.sampled_from(["silu", "silu", "gelu", "relu", "tanh"])
 def mixer(path: str, config: str, options: dict[str, Any], **fixed: Any) -> Any:
     """A mixer by ``"model.Class"``, with random parameters."""
     model, name = path.split(".")
+    settings = named(config)(**renamed(model, fixed | options))
+    if model == "recurrent_gemma":
+        return randomise(recurrent_gemma_block(settings))
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    settings = getattr(transformers, config)(**fixed | options)
     # what this one does first by itself works for another class alone
-    bare = {"initialize_mixer_weights": False} if model == "falcon_mamba" else {}
+    by_itself = model == "falcon_mamba" and not VERSION_4
+    bare = {"initialize_mixer_weights": False} if by_itself else {}
     return randomise(getattr(modeling, name)(settings, layer_idx=0, **bare))
 
 

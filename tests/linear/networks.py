@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,7 @@ import torch
 import vim_oracle
 import zoo
 from torch import Tensor
-from transformers.models.kimi_linear import modeling_kimi_linear
-from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from versions import named
 
 from captum_ssm.models import VisionMamba
 
@@ -88,10 +88,9 @@ def xlstm(patch: pytest.MonkeyPatch) -> zoo.Case:
 
 
 def olmo_hybrid(patch: pytest.MonkeyPatch) -> zoo.Case:
-    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
-
-    _use_references(patch, modeling_olmo_hybrid)
-    config = OlmoHybridConfig(
+    model_class = named("OlmoHybridForCausalLM")
+    _use_references(patch, model_class)
+    config = named("OlmoHybridConfig")(
         **_DELTA,
         num_key_value_heads=1,
         linear_num_key_heads=2,
@@ -99,14 +98,13 @@ def olmo_hybrid(patch: pytest.MonkeyPatch) -> zoo.Case:
         linear_key_head_dim=3,
         linear_value_head_dim=5,
     )
-    return zoo.language(oracles.randomise(OlmoHybridForCausalLM(config)))
+    return zoo.language(oracles.randomise(model_class(config)))
 
 
 def kimi_linear(patch: pytest.MonkeyPatch) -> zoo.Case:
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
-
-    _use_references(patch, modeling_kimi_linear)
-    config = KimiLinearConfig(
+    model_class = named("KimiLinearForCausalLM")
+    _use_references(patch, model_class)
+    config = named("KimiLinearConfig")(
         **_DELTA,
         num_key_value_heads=2,
         linear_num_heads=2,
@@ -117,11 +115,12 @@ def kimi_linear(patch: pytest.MonkeyPatch) -> zoo.Case:
         kv_lora_rank=6,
         mlp_layer_types=["dense", "dense"],
     )
-    return zoo.language(oracles.randomise(KimiLinearForCausalLM(config)))
+    return zoo.language(oracles.randomise(model_class(config)))
 
 
-def _use_references(patch: pytest.MonkeyPatch, module: Any) -> None:
+def _use_references(patch: pytest.MonkeyPatch, model_class: Any) -> None:
     """The models' own torch functions in place of kernels."""
+    module = sys.modules[model_class.__module__]
     for name in (
         "torch_chunk_gated_delta_rule",
         "torch_recurrent_gated_delta_rule",

@@ -9,6 +9,7 @@ import torch
 import zoo
 from networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
 from torch import Tensor
+from versions import not_in_4
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.decomposition import Decomposition
@@ -99,6 +100,7 @@ def test_ids_are_their_embeddings_and_examples_are_alone(name, monkeypatch):
 
 @every(MASKED)
 def test_left_padding(name, monkeypatch):
+    not_in_4(name, "lfm2", "zamba2")
     case = networks.make(name, monkeypatch)
     mask = torch.ones_like(case.inputs)
     mask[0, :4] = mask[2, :1] = 0

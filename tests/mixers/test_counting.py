@@ -162,7 +162,7 @@ def attention_head(query: float, key: float, value: float) -> Any:
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
     config = transformers.GPT2Config(n_embd=1, n_head=1, n_layer=1)
-    config._attn_implementation = "eager"
+    config._attn_implementation = "sdpa"
     head = GPT2Attention(config, layer_idx=0).eval()
     with torch.no_grad():
         head.c_attn.weight.copy_(torch.tensor([[query, key, value]]))

@@ -18,6 +18,7 @@ from hybrid_checks import Formula, causal_taps, check, check_formula, record_one
 from mixing_oracle import TOKENS, Observed, observe
 from oracles import conv_matrices, diagonal_matrices, randomise, relative_error, times
 from torch import Tensor, nn
+from versions import continuing, recurrent_gemma_block
 
 from captum_ssm import ImplicitAttention, register_mixer
 from captum_ssm.mixers import Call, LinearMixer, registry
@@ -295,12 +296,8 @@ def rwkv() -> Any:
 
 
 def griffin() -> Any:
-    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
-        RecurrentGemmaRecurrentBlock,
-    )
-
     small = {"hidden_size": WIDTH, "lru_width": 4, "num_attention_heads": 2}
-    return randomise(RecurrentGemmaRecurrentBlock(transformers.RecurrentGemmaConfig(**small), 0))
+    return randomise(recurrent_gemma_block(transformers.RecurrentGemmaConfig(**small)))
 
 
 def lfm2() -> Any:
@@ -313,7 +310,7 @@ def lfm2() -> Any:
 def attention() -> Any:
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-    config = transformers.GPT2Config(n_embd=6, n_head=3, n_layer=1, attn_implementation="eager")
+    config = transformers.GPT2Config(n_embd=6, n_head=3, n_layer=1, attn_implementation="sdpa")
     return randomise(GPT2Attention(config, layer_idx=0))
 
 
@@ -349,7 +346,8 @@ def operator_at(module: Any, hidden: Tensor) -> Operator:
     if type(module).__name__ != "RecurrentGemmaRecurrentBlock":
         return record_one(module, hidden).operator
     positions = torch.arange(hidden.shape[1])[None]
-    return record_one(module, hidden, positions, None, use_cache=False).operator
+    arguments = {"use_cache": False} | continuing(0)
+    return record_one(module, hidden, positions, None, **arguments).operator
 
 
 def look(layer: Layer, module: Any) -> Observed:

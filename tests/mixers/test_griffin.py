@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from oracles import diagonal_matrices, randomise, relative_error, times
 from torch import Tensor
+from versions import continuing, recurrent_gemma_block, renamed
 
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call
@@ -27,14 +28,14 @@ def config(**options: Any) -> Any:
         "hidden_size": 12,
         "intermediate_size": 18,
         "num_hidden_layers": 3,
-        "num_attention_heads": 2,
+        "num_attention_heads": 3,
         "num_key_value_heads": 1,
-        "head_dim": 6,
-        "lru_width": 10,
+        "head_dim": 4,
+        "lru_width": 9,
         "attention_window_size": 5,
         "block_types": ["recurrent", "recurrent", "attention"],
     }
-    return transformers.RecurrentGemmaConfig(**small | options)
+    return transformers.RecurrentGemmaConfig(**renamed("recurrent_gemma", small | options))
 
 
 def spread_decays(model: Any) -> Any:
@@ -57,13 +58,13 @@ def block_class() -> Any:
 
 
 def make_block(**options: Any) -> Any:
-    return spread_decays(block_class()(config(**options), 0))
+    return spread_decays(recurrent_gemma_block(config(**options)))
 
 
 def run_block(block: Any, hidden: Tensor, positions: Tensor | None = None) -> Any:
     if positions is None:
         positions = torch.arange(hidden.shape[1])[None]
-    return hybrid.record_one(block, hidden, positions, None, use_cache=False)
+    return hybrid.record_one(block, hidden, positions, None, use_cache=False, **continuing(0))
 
 
 def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> hybrid.Formula:
@@ -122,7 +123,7 @@ def test_reproduces_the_module(tokens: int, batch: int) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 5])
 @pytest.mark.parametrize("kernel", [1, 2, 4, 7])
 def test_sizes(kernel: int, heads: int) -> None:
-    block = make_block(conv1d_width=kernel, num_attention_heads=heads, head_dim=2)
+    block = make_block(conv1d_width=kernel, num_attention_heads=heads, head_dim=2, lru_width=10)
     for tokens in (1, max(1, kernel - 1), 9):
         hybrid.check(run_block(block, torch.randn(2, tokens, 12)), FLOAT32)
 
@@ -195,6 +196,23 @@ def test_an_earlier_generation_leaves_no_trace() -> None:
         hybrid.check(layer, FLOAT32)
     with torch.no_grad():
         assert torch.equal(model(ids, use_cache=False).logits, fresh)
+
+
+def test_batches_of_other_sizes() -> None:
+    """In version 4 a block goes on from the last call's state, also without a cache."""
+    model = make_model()
+    ids, later = torch.randint(3, 19, (4, 9)), torch.arange(3, 12)[None]
+    with torch.no_grad():
+        model(ids[:1])
+    states = {m: m.recurrent_states for m in model.modules() if hasattr(m, "recurrent_states")}
+    for batch in (3, 2):
+        for layer in hybrid.record(model, ids[:batch]):
+            hybrid.check(layer, FLOAT32)
+    for layer in hybrid.record(model, ids[:2], position_ids=later):  # no reset at the beginning
+        hybrid.check(layer, FLOAT32)
+    assert all(module.recurrent_states is state for module, state in states.items())
+    with torch.no_grad():
+        model(ids, use_cache=False)
 
 
 def test_methods() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import oracles
@@ -9,8 +11,10 @@ import pytest
 import torch
 from oracles import alpha, mamba1_parts, padded_batch, randomise, relative_error
 from torch import Tensor, nn
+from versions import VERSION_4
 
 from captum_ssm import trace
+from captum_ssm.mixers.mamba import _calls_dt_proj
 from captum_ssm.tracing import Layer
 
 peft = pytest.importorskip("peft")
@@ -65,15 +69,29 @@ def test_adapters_count(family: str, targets: list[str]) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
-def test_adapters_around_dt_proj_do_nothing(family: str) -> None:
-    """The models read dt_proj by its weight, past the adapter."""
+def test_adapters_around_dt_proj_count_where_it_is_called(family: str) -> None:
+    """Version 5 reads its weight, past the adapter."""
     model = oracles.transformers_model(family)
     ids = torch.randint(19, (2, 7))
     plain = record(model, ids)
     with_lora(model.backbone.layers, ["dt_proj"])
     for before, layer in zip(plain, record(model, ids), strict=True):
-        assert relative_error(before.output, layer.output) <= 5e-6
-        check(layer, layer.call.hidden_states, None, [])
+        changed = relative_error(before.output, layer.output)
+        assert changed > 1e-4 if VERSION_4 else changed <= 5e-6
+        check(layer, layer.call.hidden_states, None, ["dt_proj"] if VERSION_4 else [])
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_kernels_of_version_4_read_dt_proj_by_its_weight(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code: Any = ModuleType("code_of_version_4")
+    code.mamba_inner_fn = print
+    code._lazy_load_causal_conv1d = lambda: (print, print if found else None)
+    monkeypatch.setitem(sys.modules, code.__name__, code)
+    mixer = type("MambaMixer", (), {"slow_forward": None, "__module__": code.__name__})()
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert _calls_dt_proj(mixer, on_gpu) != found
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import diagonal_matrices, padded_batch, randomise, relative_error, times
 from torch import Tensor
+from versions import VERSION_4
 
 from captum_ssm import ImplicitAttentionRollout
 from captum_ssm.errors import CachedStateError
@@ -64,6 +65,8 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> hybrid.Formu
     u = hybrid.apply_linear(module.qkv_proj, hidden).view(batch, tokens, heads, 3 * per_head)
     ratio = module.act_fn(u) / u
     q, k, v = (keep * ratio * u).split(per_head, -1)
+    if VERSION_4:  # padded tokens read
+        q = (ratio * u)[..., :per_head]
     slope = module.slope_rate.double().flatten()
     core = torch.zeros(batch, heads, tokens, tokens, dtype=torch.float64)
     for i in range(tokens):

@@ -203,6 +203,23 @@ def test_fit_names_every_difference() -> None:
     )
 
 
+def test_of_many_differences_some_are_named() -> None:
+    weights = {name: torch.empty(2, device="meta") for name in "abcdefghi"}
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(weights, {"i": weights["i"]})
+    assert str(caught.value) == "it lacks 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'."
+    with pytest.raises(CheckpointError, match=r"^it lacks 'a'.* 'g', 'h' and 1 more\.$"):
+        check_fit(weights, {})
+
+
+def test_a_folder_without_its_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        DataNotFoundError, match=r"model\.safetensors does not exist\. Pass the fol"
+    ):
+        load_bundled("recall-mamba", folder)
+
+
 @pytest.mark.parametrize("error", [OptionError("x"), ImportError("x"), OSError("x"), MemoryError()])
 def test_errors_that_speak_for_themselves_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, naming("the model"):

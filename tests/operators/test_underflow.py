@@ -41,6 +41,20 @@ def test_undone_after_an_error() -> None:
     assert half_of_the_smallest() > 0
 
 
+def test_whatever_tensors_are_made_of_by_default() -> None:
+    """Of float32 on the CPU it is told, where most tensors may be wider or on no device at all."""
+    before = torch.get_default_dtype()
+    torch.set_flush_denormal(True)
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"), underflow_flushed():
+                pass
+        finally:
+            torch.set_default_dtype(before)
+        assert half_of_the_smallest() == 0, "it was on"
+
+
 def test_left_on_where_it_was_on() -> None:
     torch.set_flush_denormal(True)
     with underflow_flushed():

@@ -100,19 +100,34 @@ def test_ordinary_tensors_stay() -> None:
         assert all(inside[name] is tensor for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("reentrant", [True, False, None])
-def test_checkpoints_have_a_graph_inside(reentrant: bool | None) -> None:
-    """Other arguments of the user's are kept, and so is what the user set to False."""
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_have_a_graph_inside(reentrant: bool) -> None:
+    """It begins before them; other arguments of the user's are kept."""
     model: Any = nn.Linear(3, 3)
-    given = {} if reentrant is None else {"use_reentrant": reentrant}
-    mine = functools.partial(checkpoint, preserve_rng_state=False, **given)
+    options: list[dict[str, Any]] = []
+
+    def noting(function: Any, *args: Any, **given: Any) -> Any:
+        options.append(given)
+        return checkpoint(function, *args, **given)
+
+    mine = functools.partial(noting, preserve_rng_state=False, use_reentrant=reentrant)
     model._gradient_checkpointing_func = mine
+    x, passed = torch.randn(2, 3), torch.randn(2, 3)
     with recordable(model):
-        inside = _checkpointing(model)
-        assert (inside is mine) == (reentrant is not True)
-        assert inside.func is checkpoint and inside.keywords["preserve_rng_state"] is False
-        assert not inside.keywords.get("use_reentrant")
+        out = model._gradient_checkpointing_func(lambda _, x: (x.requires_grad, 2 * x), None, x)
+        with torch.no_grad():
+            assert model._gradient_checkpointing_func(lambda x: x, passed) is passed
+    assert out[0] and not x.requires_grad and torch.equal(out[1], 2 * x)
+    assert out[1].requires_grad
+    assert options == [{"preserve_rng_state": False, "use_reentrant": False}] * 2
     assert model._gradient_checkpointing_func is mine
+
+
+def test_checkpoints_of_no_stated_form_stay() -> None:
+    model: Any = nn.Linear(3, 3)
+    model._gradient_checkpointing_func = mine = functools.partial(checkpoint, debug=False)
+    with recordable(model):
+        assert _checkpointing(model) is mine
 
 
 @pytest.mark.parametrize("graph", ["tail", "all"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracles import mamba1_parts, padded_batch, relative_error
 from torch import Tensor, nn
+from versions import VERSION_4
 
 from captum_ssm import trace
 from captum_ssm.errors import (
@@ -185,9 +186,10 @@ def test_arguments_by_position_and_by_name() -> None:
     (mixer,) = mixers(1)
     hidden = torch.randn(2, 4, 5)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    before = (None,) * (2 if VERSION_4 else 1)  # a cache and, in version 4, positions
     outputs = []
     for args, kwargs in [
-        ((hidden, None, mask), {}),
+        ((hidden, *before, mask), {}),
         ((hidden,), {"attention_mask": mask}),
         ((), {"attention_mask": mask, "hidden_states": hidden}),
     ]:

@@ -101,6 +101,9 @@ def test_whole_models_and_their_gradients(make: Any, monkeypatch: pytest.MonkeyP
     parameters = list(model.parameters())
 
     def gradients() -> list[Tensor]:
+        for module in model.modules():
+            if hasattr(module, "recurrent_states"):  # in version 4 the next call goes on from them
+                module.recurrent_states = None
         loss = model(ids, use_cache=False).logits[:, -1].square().sum()
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         return [loss.detach(), *(g for g in found if g is not None)]

@@ -23,12 +23,14 @@ from transformers import (
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
+from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
 
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.scan import selective_scan
 
-reference = modeling_mamba.mamba_selective_scan
+#: In version 4 of transformers the loop is no function of its own, and is left as it is.
+reference = getattr(modeling_mamba, "mamba_selective_scan", None)
 
 
 def interface() -> Any:
@@ -53,6 +55,7 @@ def arguments(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.requires_grad_() for name, value in drawn.items()}
 
 
+@pytest.mark.transformers5
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 70])
 @pytest.mark.parametrize("softplus", [True, False])
 def test_equals_the_reference(tokens: int, softplus: bool) -> None:
@@ -114,12 +117,14 @@ def test_small_gradients_leave_the_processor_as_it_was() -> None:
     assert torch.tensor(torch.finfo(torch.float32).tiny).mul(0.5) > 0
 
 
+@pytest.mark.transformers5
 def test_optional_parts_can_be_left_out() -> None:
     given = arguments(9, torch.float32)
     core: dict[str, Any] = {k: given[k] for k in ("hidden_states", "dt", "A", "B", "C")}
     torch.testing.assert_close(selective_scan(**core), reference(**core))
 
 
+@pytest.mark.transformers5
 @pytest.mark.parametrize(
     ("model_class", "config_class", "module", "options"),
     [
@@ -219,16 +224,18 @@ def test_other_forms_are_left_to_mamba_ssm(mamba_ssm: MambaSSM) -> None:
 
 
 def test_undone_after_errors_and_when_nested() -> None:
+    original = modeling_rwkv.rwkv_linear_attention_cpu
     with repaired_scans():
-        inner = modeling_mamba.mamba_selective_scan
-        assert inner is not reference
+        inner = modeling_rwkv.rwkv_linear_attention_cpu
+        assert inner is not original
         with pytest.raises(KeyboardInterrupt), repaired_scans():
             raise KeyboardInterrupt
-        assert modeling_mamba.mamba_selective_scan is inner
-    assert modeling_mamba.mamba_selective_scan is reference
+        assert modeling_rwkv.rwkv_linear_attention_cpu is inner
+    assert modeling_rwkv.rwkv_linear_attention_cpu is original
 
 
 def test_threads_share_it() -> None:
+    original = modeling_rwkv.rwkv_linear_attention_cpu
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -241,7 +248,7 @@ def test_threads_share_it() -> None:
     assert entered.wait(10)
     with repaired_scans():
         pass
-    assert modeling_mamba.mamba_selective_scan is not reference
+    assert modeling_rwkv.rwkv_linear_attention_cpu is not original
     leave.set()
     thread.join()
-    assert modeling_mamba.mamba_selective_scan is reference
+    assert modeling_rwkv.rwkv_linear_attention_cpu is original

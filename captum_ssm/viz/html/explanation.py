@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +28,7 @@ from ...errors import InputError
 from ..figure import numbers
 from ..images import picture_of
 from ..labels import spelled
+from .account import Account, account_of
 from .example import Example, Subject
 from .outline import LayerOutline, Outline
 from .packing import PackedMap, pack
@@ -56,6 +57,8 @@ class Wanted:
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
+        accounts: whether the accounts of methods that decompose the output are; they explain once
+            more for it.
         show_progress: show progress bars.
     """
 
@@ -64,6 +67,7 @@ class Wanted:
     maps: Sequence[str]
     shown_layers: Sequence[int]
     kept: int
+    accounts: bool
     show_progress: bool
 
 
@@ -76,12 +80,24 @@ class Explanation:
         tokens: the tokens as they are; those of ``facts`` are spelled.
         layers: the mixers, in the order in which they ran.
         blocks: the maps' numbers, by the names that ``facts`` gives them.
+        accounts: what the explained number is made of, by the names of methods that say it.
+            Default: empty.
     """
 
     facts: dict[str, Any]
     tokens: list[str]
     layers: list[LayerOutline]
     blocks: dict[str, bytes]
+    accounts: dict[str, Account] = field(default_factory=dict)
+
+    @property
+    def page_facts(self) -> dict[str, Any]:
+        """The facts in as many digits as a page has use for."""
+        methods = [
+            method | {"values": [None if v is None else _short(v) for v in method["values"]]}
+            for method in self.facts["methods"]
+        ]
+        return self.facts | {"methods": methods}
 
 
 def explain(
@@ -127,7 +143,23 @@ def explain(
             blocks[block] = packed.data
             layers.append(_layer(known, index, packed, block))
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
-    return Explanation(facts, names, known.layers, blocks)
+    accounts = _accounts(subject, example, known, wanted, list(found)) if wanted.accounts else {}
+    return Explanation(facts, names, known.layers, blocks, accounts)
+
+
+def _accounts(
+    subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
+) -> dict[str, Account]:
+    """The accounts of the methods that have one."""
+    made = {
+        spelled(name): account_of(method, subject, example, known.target)
+        for name, method in zip(names, _listed(wanted.methods), strict=True)
+    }
+    return {name: account for name, account in made.items() if account is not None}
+
+
+def _listed(methods: Methods) -> list[Any]:
+    return list(methods.values() if isinstance(methods, Mapping) else methods)
 
 
 def _names(example: Example, known: Outline) -> list[str]:
@@ -166,14 +198,13 @@ def _direction(text: str) -> str:
 
 def _methods(found: Mapping[str, Tensor], methods: Methods, known: Outline) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
-    kinds = methods.values() if isinstance(methods, Mapping) else methods
     return [
         {
             "name": spelled(name),
             "values": _values(name, relevance, known),
             "own": known.asking if _holds_identity(kind) else None,
         }
-        for (name, relevance), kind in zip(found.items(), kinds, strict=True)
+        for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
 
 
@@ -188,14 +219,14 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
         placed: list[float | None] = [None] * len(known.real)
         for token, score in zip(known.grid.tokens.tolist(), scores.flatten().tolist(), strict=True):
-            placed[token] = _short(score)
+            placed[token] = score
         return placed
     if scores.dim() != 1 or len(scores) != known.layers[0].tokens:
         raise InputError(
             f"{name} returned relevance of shape {tuple(relevance.shape)}, which is not one number "
             f"for each of the {known.layers[0].tokens} tokens."
         )
-    return [_short(score) for score in scores[known.real].tolist()]
+    return list(scores[known.real].tolist())
 
 
 def _short(score: float) -> float:

@@ -17,7 +17,7 @@ from ...attr.layout import ImageProbe
 from ...attr.query import query_weights
 from ...attr.targets import logits_of, target_index
 from ...errors import InputError, QueryError
-from ...tracing import Trace, require_layers, trace
+from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import Example, Subject
 
 #: How many of the likeliest classes are named.
@@ -96,6 +96,7 @@ def outline(subject: Subject, example: Example) -> Outline:
             else:
                 grid = _grid(probe, subject, example, first.tokens)
         mask = record.mask
+    require_real_tokens(mask)
     real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
     positions = real.nonzero().flatten().tolist()
     target = _predicted(output, positions) if example.target is None else example.target

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
 from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from ...attr.batches import cuts
 from ...attr.fold import shown
 from ...attr.latim import wanted as layers_wanted
 from ...errors import OptionError
@@ -136,6 +137,7 @@ def explain_all(
     matrices: bool | Sequence[str] = True,
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
+    accounts: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
     """What a report holds, example by example.
@@ -145,17 +147,20 @@ def explain_all(
         examples: the examples.
         methods, options, matrices, shown_layers, megabytes, show_progress: as in :func:`report`,
             with the same defaults.
+        accounts: also say what else the explained number is made of; of methods without options.
+            Default: False.
     """
     kinds = _kinds(matrices)
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
-    outlines = [
-        outline(subject, example)
-        for example in shown(examples, "Report, forward runs", show_progress)
-    ]
+    parts = list(zip(cuts(len(examples), 1), examples, strict=True))
+    outlines = []
+    for cut, example in shown(parts, "Report, forward runs", show_progress):
+        with cut.counting():
+            outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
     kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, show_progress)
+    asked = Wanted(methods, options, kinds, chosen, kept, accounts, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)
@@ -176,7 +181,7 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
         "model": type(subject.module).__name__,
         "layers": len(found[0].layers),
         "families": list(dict.fromkeys(layer.architecture for layer in found[0].layers)),
-        "examples": [explanation.facts for explanation in found],
+        "examples": [explanation.page_facts for explanation in found],
     }
     blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
     write_whole(path, page(title, facts, blocks))

@@ -1,0 +1,92 @@
+"""A process that forks while another of its threads explains: its child has nothing of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from every_method import NAMES, OF_TEXTS, call
+from forks import FORKS, in_a_fork, in_another_thread
+from insights_examples import table, table_model
+from oracles import relative_error
+from snapshots import hooks, process_state
+from torch import Tensor, nn
+
+from captum_ssm.insights import Batch
+
+pytest.importorskip("transformers")
+pytestmark = FORKS
+
+#: Between them they change all that any method does.
+QUICK = {"LatimFlow", "LatimLogit", "MambaAttribution", "TransformerAttribution", "matrices"}
+CASES = [
+    pytest.param(make, name, id=f"{make.__name__}-{name}", marks=() if quick else pytest.mark.heavy)
+    for make in (zoo.mamba, zoo.jamba, zoo.vim)
+    for name in NAMES
+    if make is not zoo.vim or name not in OF_TEXTS
+    for quick in [name in QUICK]
+]
+
+
+def close(found: list[Any], wanted: list[Tensor]) -> bool:
+    tensors = [torch.as_tensor(x) for x in found]
+    return all(
+        torch.equal(a, b) or relative_error(a, b) <= 1e-5
+        for a, b in zip(tensors, wanted, strict=True)
+    )
+
+
+def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
+    """The child finds what its parent does, in a model and a process that nobody has changed."""
+    wanted = call(name, model, inputs, target)
+    before, process = hooks(model), process_state(model)
+    held = list(model.parameters()), [dict(vars(module)) for module in model.modules()]
+
+    def work() -> list[Any]:
+        added = [key for kind, now in hooks(model).items() for key in now.keys() - before[kind]]
+        assert len(added) == 1, "hooks of a thread that is gone"  # one is the test's own
+        assert process_state(model) == process
+        assert all(a is b for a, b in zip(model.parameters(), held[0], strict=True))
+        for module, attributes in zip(model.modules(), held[1], strict=True):
+            assert all(vars(module)[key] is value for key, value in attributes.items())
+        return [x.numpy() for x in call(name, model, inputs, target)]
+
+    with in_another_thread(model, lambda: call(name, model, inputs, target)) as found:
+        forked = in_a_fork(work)
+    assert close(forked, wanted)
+    assert close(found[0], wanted)
+    assert hooks(model) == before
+    assert process_state(model) == process
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_every_method(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(monkeypatch)
+    check(name, case.model, case.inputs, case.target["target"])
+
+
+@pytest.mark.parametrize("name", ["LatimFlow", "MambaAttribution"])
+def test_checkpointing_is_the_models_own_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = zoo.jamba(monkeypatch)
+    case.model.train()
+    case.model.gradient_checkpointing_enable({"use_reentrant": True})
+    check(name, case.model, case.inputs, case.target["target"])
+
+
+def test_parameters_made_in_inference_mode_are_their_own_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.inference_mode():
+        case = zoo.mamba(monkeypatch)
+    check("LatimFlow", case.model, case.inputs.clone(), case.target["target"])
+
+
+def test_examples_are_looked_through() -> None:
+    """By the parent's thread in one model, by the child in another."""
+    model, batch = table_model(), Batch(torch.rand(2, 3), labels=None)
+    other = table(table_model(), [batch])
+    with in_another_thread(model, table(model, [batch]).visualize) as found:
+        assert in_a_fork(lambda: len(other.visualize())) == 2
+    assert len(found[0]) == 2
