@@ -61,7 +61,10 @@ The models here are small, with one to four layers and 12 to 300 thousand parame
 one task each; those of the papers have up to 48 layers. An ordering refuted here may hold there.
 LATIM's tables are of its maps with `silu` and of the formulation `s6` of the hidden-attention
 paper (HA); UN is the unified paper. What they say of images comes from their scripts
-(`published code`), which differ from their equations; both are compared.
+(`published code`), which differ from their equations; both are compared. The activation maps (CAM)
+of UN's table 6 are a transformer's, here both sides are of one model; the reductions of HA's table
+9 are taken for those of rollout, as in its table 5; and LATIM's tables 5 and 6 are of models that
+were not trained for retrieval, unlike those here.
 
 {published}
 
@@ -105,6 +108,8 @@ What is above is of one training of each model. Here models were trained with se
 weights and data (`captum-ssm train NAME --seed 1 --out FOLDER`), and explained together
 (`captum-ssm evaluate --models NAME NAME=FOLDER --out RESULTS/trainings`); the intervals are over
 trainings and their examples, so that what they exclude does not hang on one training.
+
+{counts}
 
 {published}
 
@@ -161,8 +166,10 @@ def trained_again(results: Results) -> str:
         section(EXPERIMENTS[name], lines(EXPERIMENTS[name], found), linked=False)
         for name, found in results.items()
     ]
+    published = judged(results, PUBLISHED)
     return _AGAIN.format(
-        published=by_source(judged(results, PUBLISHED)),
+        counts=counts(published),
+        published=by_source(published),
         asked=answered(judged(results, BEYOND)),
         tables="\n\n".join(parts),
     )
