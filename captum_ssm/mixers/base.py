@@ -81,9 +81,9 @@ class Call:
         cache = self.argument(name, position)
         if cache is not None:
             raise CachedStateError(
-                f"The mixer was called with {name}={type(cache).__name__}: it continues from a "
-                "cache, and tokens read earlier cannot be attributed. Pass the whole sequence in "
-                "one call, without a cache."
+                f"{name}={type(cache).__name__} was passed: the call continues from a cache, and "
+                "tokens read earlier cannot be attributed. Pass the whole sequence in one call, "
+                "without a cache."
             )
 
 
