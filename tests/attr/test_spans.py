@@ -75,6 +75,32 @@ def test_pieces_that_read_otherwise_by_themselves() -> None:
     assert spans == [(0, 0), (0, 4), (4, 7), (9, 12), (12, 13)]
 
 
+def test_a_text_that_is_tidied_when_more_is_read() -> None:
+    """Decoding takes away the space before a stop, so that the text before changes."""
+    words = ["", "go ", "."]
+
+    def read(ids: Any) -> str:
+        return "".join(words[i] for i in ids).replace(" .", ".")
+
+    assert find_spans("go.", [1, 2], read, set()) == [(0, 2), (2, 3)]
+
+
+def test_nothing_is_read_across_a_mark() -> None:
+    words = ["[SEP]", "play", "##ing"]
+
+    def read(ids: Any) -> str:
+        return " ".join(words[i] for i in ids).replace(" ##", "")
+
+    assert find_spans("play ##ing", [1, 0, 2], read, {0}) == [(0, 4), (4, 4), (5, 10)]
+
+
+def test_spaces_that_the_text_does_not_have() -> None:
+    """Some tokenizers begin with one, and drop those at the end."""
+    words = [" ", "go", "on"]
+    spans = find_spans("go on ", [0, 1, 2], lambda ids: "".join(words[i] for i in ids), set())
+    assert spans == [(0, 0), (0, 2), (3, 5)]
+
+
 @pytest.mark.parametrize(
     ("text", "ids", "message"),
     [

@@ -23,7 +23,7 @@ from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.evaluation.subjects import retrained
 from captum_ssm.models import VisionMamba, bundled, load_bundled, load_vim
-from captum_ssm.models.checks import check_counts, check_fit, naming
+from captum_ssm.models.checks import check_complete, check_counts, check_fit, naming
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -234,3 +234,20 @@ def test_other_errors_are_named() -> None:
     ):
         nn.Linear(1 // 0, 1)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_buffers_that_are_never_saved_cannot_be_missed() -> None:
+    model = nn.Linear(2, 3)
+    model.register_buffer("positions", torch.arange(3), persistent=False)
+    check_complete(model, {"missing_keys": {"positions"}}, "a folder")
+    with pytest.raises(CheckpointError, match=r"they lack 'bias'\. Was it saved"):
+        check_complete(model, {"missing_keys": {"positions", "bias"}}, "a folder")
+
+
+@pytest.mark.parametrize("told", [("weight", (3, 5), (3, 2)), "weight"], ids=["5", "4"])
+def test_shapes_that_differ_as_versions_of_transformers_tell_them(told: Any) -> None:
+    found = {"missing_keys": set(), "mismatched_keys": [told]}
+    given = "another" if told == "weight" else r"\(3, 5\)"
+    message = rf"a folder: .*shapes differ in 'weight' \({given} instead of \(3, 2\)\)"
+    with pytest.raises(CheckpointError, match=message):
+        check_complete(nn.Linear(2, 3), found, "a folder")

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register_mixer, trace
 from captum_ssm.errors import AdapterError, CachedStateError
 from captum_ssm.mixers import Call, LinearMixer
+from captum_ssm.mixers.token_map import TokenMap, square_windows
 from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Shape
+from captum_ssm.tracing import find_mixers
+from captum_ssm.tracing.adapter import linear_form
 
 pytestmark = pytest.mark.usefixtures("private_registry")
 WIDTH, BATCH, TOKENS = 4, 2, 5
@@ -223,6 +226,38 @@ def test_what_no_gradient_gets_through(case: str) -> None:
     assert_named(lambda: LatimFlow(model).attribute(x, target=(-1, 2)), message)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_right_adapter_serves_with_and_without_gradients(recorded: bool, asked: bool) -> None:
+    """Whether they are wanted may change between the adapter's call and that of its projection."""
+    model, x = model_with(right), inputs().requires_grad_()
+    mixer = find_mixers(model)[0]
+    with torch.set_grad_enabled(recorded):
+        linear = linear_form(mixer, Call((x,), {}, mixer.module(x)))
+    with torch.set_grad_enabled(asked):
+        out = linear.project(linear.operator.affine(linear.values))
+        torch.testing.assert_close(out, mixer.module(x))
+    assert out.requires_grad == asked
+
+
+def test_windows_of_a_map_have_tokens_of_their_own() -> None:
+    """Four windows of one token each in the place of one example of four tokens."""
+
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        values = call.hidden_states.reshape(4 * BATCH, 1, WIDTH, 1)
+        shape = (BATCH, 4, WIDTH)
+        return LinearMixer(
+            values,
+            identity(tuple(values.shape)),
+            lambda y: y.reshape(shape),
+            map=TokenMap((2, 2), square_windows((2, 2), 1, values.device)),
+        )
+
+    model, x = model_with(adapter), torch.randn(BATCH, 4, WIDTH)
+    mixer = find_mixers(model)[0]
+    assert linear_form(mixer, Call((x,), {}, x)).values.shape == (4 * BATCH, 1, WIDTH, 1)
+
+
 def test_the_exception_itself_is_the_cause() -> None:
     error = AttributeError("no such gate")
     model = model_with(raising(error))
@@ -231,9 +266,21 @@ def test_the_exception_itself_is_the_cause() -> None:
     assert caught.value.__cause__ is error
 
 
+class EndOfARepeatedRun(Exception):
+    """As torch's checkpoints raise it inside of a forward that they run again."""
+
+    __module__ = "torch.utils.checkpoint"
+
+
 @pytest.mark.parametrize(
     "error",
-    [CachedStateError("a cache"), MemoryError(), ImportError("kernels"), torch.OutOfMemoryError()],
+    [
+        CachedStateError("a cache"),
+        MemoryError(),
+        ImportError("kernels"),
+        torch.OutOfMemoryError(),
+        EndOfARepeatedRun(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_errors_that_say_something_else_stay_what_they_are(error: Exception) -> None:
