@@ -103,8 +103,9 @@ def test_mamba_by_hand(activation: str) -> None:
     mixings = LatimALTI(model, activation=activation).maps(ids)
     found = LatimLogit(model, activation=activation).decompose(ids, **TARGET)
     wanted = by_hand(model, ids, activation, mixings)
-    assert relative_error(found.layers, wanted[:-1]) <= 1e-6
-    assert relative_error(found.embedding, wanted[-1]) <= 1e-6
+    # the norms of transformers compute in float32
+    assert relative_error(found.layers, wanted[:-1]) <= 1e-5
+    assert relative_error(found.embedding, wanted[-1]) <= 1e-5
 
 
 def test_the_papers_activation_misses_part_of_the_output() -> None:
