@@ -11,8 +11,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, trace
+from captum_ssm.mixers import Call
+from captum_ssm.operators import Operator
+from captum_ssm.tracing import Mixer, find_mixers
+from captum_ssm.tracing.adapter import linear_form
 
 TOKENS = 16_384
 
@@ -84,19 +89,31 @@ def test_rows_divided_by_their_sums(family: str) -> None:
     assert oracles.relative_error(found, wanted) <= LIMIT
 
 
+def in_double(mixer: Mixer, call: Call) -> Operator:
+    """The operator of a call that was recorded in float32, made and computed in float64."""
+
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    recorded = call.args, dict(call.kwargs), call.output
+    return linear_form(mixer, Call(*pytree.tree_map(double, recorded))).operator
+
+
 @pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
 def test_mean_matrices(family: str) -> None:
-    """Strips of each layer's mean matrix, of the last rows, which hold the longest sums."""
+    """Of each layer, at what entered it: the last rows, which hold the longest sums, and all."""
     model = lasting(MAKE[family]())
-    ids = torch.randint(19, (1, TOKENS))
-    rows = range(TOKENS - 3, TOKENS)
-    strips = []
-    for each in (model, copy.deepcopy(model).double()):
-        with trace(each) as record, torch.no_grad():
-            each(ids)
-        operators = [layer.operator.per_channel() for layer in record.layers]
-        strips.append([operator.rows(list(rows)) for operator in operators])
-        columns = [o.mean_matvec(torch.ones(1, TOKENS).to(o.device, o.dtype)) for o in operators]
-        strips[-1] += columns
-    for found, wanted in zip(*strips, strict=True):
-        assert oracles.relative_error(found, wanted) <= LIMIT
+    with torch.no_grad(), trace(model) as record:
+        model(torch.randint(19, (1, TOKENS)))
+    rows, ones = list(range(TOKENS - 3, TOKENS)), torch.ones(1, TOKENS)
+    doubles = find_mixers(copy.deepcopy(model).double())
+    with torch.no_grad():
+        for layer, mixer in zip(record.layers, doubles, strict=True):
+            found, wanted = (
+                operator.per_channel()
+                for operator in (layer.operator, in_double(mixer, layer.call))
+            )
+            assert (found.dtype, wanted.dtype) == (torch.float32, torch.float64)
+            assert oracles.relative_error(found.rows(rows), wanted.rows(rows)) <= LIMIT
+            sums = found.mean_matvec(ones), wanted.mean_matvec(ones.double())
+            assert oracles.relative_error(*sums) <= LIMIT
