@@ -191,6 +191,33 @@ def test_a_mixer_alone() -> None:
     assert relative_error(found.tokens.sum(-1) + found.bias, model(inputs)[:, 3, 1]) <= 1e-5
 
 
+class Tall(torch.nn.Module):
+    """A layer whose MLP sees the tokens of all examples one below the other, or as they are."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        (self.mixer, *_), self.flat = mixers_of(mamba_lm()), flat
+        width = self.mixer.hidden_size
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(x)
+        return x + self.mlp(x.flatten(0, 1) if self.flat else x).view_as(x)
+
+
+def test_parts_that_see_no_examples() -> None:
+    """As mixtures of experts may; what they write is credited to the same tokens."""
+    flat, plain = (torch.nn.Sequential(*(Tall(kind) for _ in range(2))) for kind in (True, False))
+    plain.load_state_dict(flat.state_dict())
+    inputs = torch.randn(3, 5, flat[0].mixer.hidden_size)
+    found, wanted = (LatimLogit(m).decompose(inputs, target=(3, 1)) for m in (flat, plain))
+    assert len(found.locals) == len(wanted.locals) == 2
+    for one, other in zip(found.locals, wanted.locals, strict=True):
+        assert other.abs().amax(1).all() and relative_error(one, other) <= 1e-5
+    assert relative_error(found.tokens, wanted.tokens) <= 1e-5
+    assert found.delta.abs().max() <= 1e-5 * found.output.abs().max()
+
+
 # --- as Captum's methods ------------------------------------------------------------------------
 
 
