@@ -54,7 +54,7 @@ def save_of_transformers(model: Any, folder: Path) -> None:
     safetensors = optional("safetensors", '"captum-ssm[hf]"', "Saving a bundled model")
     with writing(folder):
         try:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=_stored_once(model))
         except safetensors.SafetensorError as error:  # what it makes of an error of the disk
             raise OSError(str(error)) from error
     _readable(folder / WEIGHTS)
@@ -64,6 +64,13 @@ def save_of_transformers(model: Any, folder: Path) -> None:
     write_config(settings, folder)
     # Decoding settings that a model with a single next word does not need.
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def _stored_once(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, tied ones by their first: transformers 4 does not know all it ties."""
+    first: dict[int, str] = {}
+    weights: dict[str, Tensor] = model.state_dict()
+    return {k: w for k, w in weights.items() if first.setdefault(w.data_ptr(), k) == k}
 
 
 def load_of_transformers(folder: Path, tied: dict[str, str] | None = None) -> nn.Module:
