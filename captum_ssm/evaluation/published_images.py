@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from .image_maps import CODE
 from .masks import BACKGROUND_SCORES
@@ -87,48 +88,63 @@ _VARIANTS = {
 _Numbers = Mapping[Side, Sequence[float]]
 
 
+class _Table(NamedTuple):
+    """A table of UN's in the unified formulation, and the one of HA's that it repeats."""
+
+    experiment: str
+    #: In the order of the formulations.
+    sources: tuple[str, str]
+    columns: Sequence[str]
+    row: str
+    of_mamba: Mapping[str, Sequence[Sequence[float]]]
+    of_attention: Sequence[Sequence[float]]
+
+
+_TABLES = (
+    _Table(
+        "segmentation",
+        ("UN, table 3", "HA, table 2"),
+        _MASKS,
+        "",
+        _SEGMENTED,
+        _SEGMENTED_BY_ATTENTION,
+    ),
+    _Table(
+        "image-perturbation",
+        ("UN, table 1", "HA, table 1"),
+        _AREAS,
+        "predicted",
+        _PERTURBED,
+        _PERTURBED_BY_ATTENTION,
+    ),
+)
+#: By the equations, and by the authors' scripts.
+_CODES = ("", f", {CODE}")
+
+
 def _formulations() -> Iterator[Comparison]:
-    for experiment, source, columns, row, tables in (
-        ("segmentation", "UN, table 3", _MASKS, "", _SEGMENTED),
-        ("image-perturbation", "UN, table 1", _AREAS, "predicted", _PERTURBED),
-    ):
-        for method, numbers in tables.items():
-            for code in ("", f", {CODE}"):
-                unified, s6 = (Side(method, f"{name}{code}", row) for name in _FORMULATIONS)
+    for table in _TABLES:
+        for method, numbers in table.of_mamba.items():
+            for code in _CODES:
+                unified, s6 = (Side(method, f"{name}{code}", table.row) for name in _FORMULATIONS)
                 known = dict(zip((unified, s6), numbers, strict=True))
-                yield from stated(experiment, source, columns, known, [(unified, s6)], VIM)
+                pairs, (source, _) = [(unified, s6)], table.sources
+                yield from stated(table.experiment, source, table.columns, known, pairs, VIM)
 
 
 def _methods() -> Iterator[Comparison]:
     """Raw attention, rollout and attribution against each other, in one formulation."""
-    for experiment, sources, columns, row, tables, of_attention in (
-        (
-            "segmentation",
-            ("UN, table 3", "HA, table 2"),
-            _MASKS,
-            "",
-            _SEGMENTED,
-            _SEGMENTED_BY_ATTENTION,
-        ),
-        (
-            "image-perturbation",
-            ("UN, table 1", "HA, table 1"),
-            _AREAS,
-            "predicted",
-            _PERTURBED,
-            _PERTURBED_BY_ATTENTION,
-        ),
-    ):
-        for place, (name, source) in enumerate(zip(_FORMULATIONS, sources, strict=True)):
-            for code in ("", f", {CODE}"):
+    for table in _TABLES:
+        for place, (name, source) in enumerate(zip(_FORMULATIONS, table.sources, strict=True)):
+            for code in _CODES:
                 known = {
-                    Side(method, f"{name}{code}", row): numbers[place]
-                    for method, numbers in tables.items()
+                    Side(method, f"{name}{code}", table.row): numbers[place]
+                    for method, numbers in table.of_mamba.items()
                 }
-                yield from _by_number(experiment, source, columns, known, VIM)
-        sides = (Side(*each, row) for each in _OF_ATTENTION)
-        known = dict(zip(sides, of_attention, strict=True))
-        yield from _by_number(experiment, sources[1], columns, known, VIT)
+                yield from _by_number(table.experiment, source, table.columns, known, VIM)
+        sides = (Side(*each, table.row) for each in _OF_ATTENTION)
+        known = dict(zip(sides, table.of_attention, strict=True))
+        yield from _by_number(table.experiment, table.sources[1], table.columns, known, VIT)
 
 
 def _variants() -> Iterator[Comparison]:
