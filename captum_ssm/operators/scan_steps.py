@@ -8,10 +8,16 @@ that they stay in a processor's second cache and each step is one operation on m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .scratch import Scratch
+
+#: How many times as many tokens are prepared as have their states held at a time.
+_PREPARED = 8
 
 
 class Coefficients(Protocol):
@@ -58,61 +64,90 @@ class ScanSteps:
         self.values = self.dt.new_empty(longest, stack, batch, 1, self.heads)
         self.each_key, self.each_value = self.keys.unbind(), self.values.unbind()
         self.carried = torch.zeros_like(self.states[0])
+        self._scratch = Scratch(self.dt)
 
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
         """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
-        longest = len(self.decays)
-        starts = range(0, x.shape[2], longest)
-        for start in reversed(starts) if self.transposed else starts:
-            stop = min(start + longest, x.shape[2])
-            vectors, outputs = (y[:, :, start:stop].permute(2, 0, 1, 3) for y in (x, out))
-            self._some(vectors, slice(part.start + start, part.start + stop), outputs)
+        for some in self._in_turn(x.shape[2], _PREPARED * len(self.decays)):
+            tokens = slice(part.start + some.start, part.start + some.stop)
+            self._map(x[:, :, some], tokens, out[:, :, some])
 
-    def _some(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """As many tokens as are held at a time, from and to (T, S, B, H)."""
+    def _map(self, x: Tensor, part: slice, out: Tensor) -> None:
+        """Some tokens: whatever is smaller than their states is prepared for all of them."""
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
-        self._set_decays(part)
-        self._run(x if self.transposed else x * dt, self._time_first(self.key, part).mT)
-        read = _read(self._time_first(self.read, part), self.states[: len(x)])
+        x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
+        keys, read = (self._time_first(y, part) for y in (self.key, self.read))
+        values, keys = (x if self.transposed else x * dt)[..., None, :], keys.mT
+        after = 1 if self.transposed else 0
+        steps = self.dt[part.start + after : part.stop + after]
+        found = self._scratch("found", *x.shape[:3], 1, self.heads)
+        reading = _Reading(read, self.states, found)
+        for some in self._in_turn(len(dt), len(self.decays)):
+            self._set_decays(steps[some], some.stop - some.start)
+            self._run(values[some], keys[some])
+            reading(some)
+        found, out = found.squeeze(-2), out.permute(2, 0, 1, 3)
         if self.transposed:
-            torch.mul(read, dt, out=out)
+            torch.mul(found, dt, out=out)
         else:
-            out.copy_(read)
+            out.copy_(found)
 
-    def _run(self, x: Tensor, keys: Tensor) -> None:
-        """Set the states of the tokens of ``x`` (T, S, B, H), given keys (T, 1, B, N, 1 or H)."""
-        count, x = len(x), x[..., None, :]
+    def _in_turn(self, tokens: int, most: int) -> Iterator[slice]:
+        """At most so many tokens at a time, in the order of the steps."""
+        starts = range(0, tokens, most)
+        for start in reversed(starts) if self.transposed else starts:
+            yield slice(start, min(start + most, tokens))
+
+    def _run(self, values: Tensor, keys: Tensor) -> None:
+        """Set the states of tokens of values (T, S, B, 1, H) and keys (T, 1, B, N, 1 or H)."""
+        count, state = len(values), self.carried
         tokens = range(count)[::-1] if self.transposed else range(count)
-        state = self.carried
-        if x.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
-            written = (x[..., :1] * keys).unbind()
+        if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
+            written = (values[..., :1] * keys).unbind()
             for t in tokens:
-                state = torch.mul(self.each_decay[t], state, out=self.each_state[t])
-                state.add_(written[t])
+                state = torch.addcmul(written[t], self.each_decay[t], state, out=self.each_state[t])
         else:
-            self.keys[:count], self.values[:count] = keys, x
+            self.keys[:count], self.values[:count] = keys, values
             for t in tokens:
                 state = torch.mul(self.each_decay[t], state, out=self.each_state[t])
                 state.addcmul_(self.each_key[t], self.each_value[t])
         self.carried.copy_(state)  # the next tokens' states take its memory
 
-    def _set_decays(self, part: slice) -> None:
+    def _set_decays(self, steps: Tensor, count: int) -> None:
         """Between each token's state and the one before it in the order of the steps."""
-        after = 1 if self.transposed else 0
-        steps = self.dt[part.start + after : part.stop + after]
         torch.mul(steps, self.rate, out=self.decays[: len(steps)]).exp_()
-        self.decays[len(steps) : part.stop - part.start].zero_()  # after the last token
+        if len(steps) < count:
+            self.decays[count - 1].zero_()  # after the last token
 
     def _time_first(self, x: Tensor, part: slice) -> Tensor:
         """Input or output vectors, (T, 1, B, 1 or H, N)."""
         return per_head(x[:, part], self.heads).transpose(0, 1)[:, None]
 
 
-def _read(weights: Tensor, states: Tensor) -> Tensor:
-    """States (T, S, B, N, H) contracted with weights (T, 1, B, 1 or H, N)."""
-    if weights.shape[-2] == 1:
-        return (weights @ states).squeeze(-2)
-    return (weights.mT * states).sum(-2)
+class _Reading:
+    """What tokens read of their states, some tokens at a time.
+
+    Args:
+        weights: theirs (T, 1, B, 1 or H, N).
+        states: those of the tokens at hand (up to T, S, B, N, H).
+        out: written to (T, S, B, 1, H).
+    """
+
+    def __init__(self, weights: Tensor, states: Tensor, out: Tensor) -> None:
+        self._each = states.shape[1] * states.shape[2]
+        self._by_head = weights.shape[-2] > 1
+        shared = weights.expand(-1, states.shape[1], -1, -1, -1)
+        self._weights, self._states, self._out = (y.flatten(0, 2) for y in (shared, states, out))
+
+    def __call__(self, some: slice) -> None:
+        """Of the tokens whose states are held."""
+        part = slice(some.start * self._each, some.stop * self._each)
+        weights, out = self._weights[part], self._out[part]
+        states = self._states[: len(out)]
+        if self._by_head:
+            torch.sum(weights.mT * states, -2, keepdim=True, out=out)
+        else:
+            torch.bmm(weights, states, out=out)
 
 
 def per_head(x: Tensor, heads: int, part: slice | Tensor = slice(None)) -> Tensor:
