@@ -20,8 +20,8 @@ from .streams import Stream, all_streams, channel_mean, channel_sums
 from .strips import Strip, clipped, total
 from .sums import Sum, added
 
-#: Elements of one factor over all tokens (1 MiB in float32).
-_FACTOR_ELEMENTS = 2**18
+#: Elements of one factor over all tokens (4 MiB in float32).
+_FACTOR_ELEMENTS = 2**20
 
 
 class Chain(Composite):
@@ -205,12 +205,11 @@ class Chain(Composite):
             yield of_part._folded(left_part, right_part, rows)
 
     def _folded(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        before, core, after = self._bands()
+        before, core, band = self._bands(right)
         if len(core) > 1:
             return super().strip(left, right, rows)
         tokens = self.shape.tokens
         inner = core[0] if core else self._of(())
-        band = self._columns(after, right)
         strips = []
         for ahead, weight in before.items():
             # alpha[i] += weight[i] core[i - ahead]
@@ -230,31 +229,23 @@ class Chain(Composite):
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
             return last.columns_of(self._of(self.parts[:-1]).contract_heads(left, right))
-        before, core, after = self._bands()
+        before, core, band = self._bands(right)
         if len(core) > 1:
             return super().contract_heads(left, right)
         inner = core[0] if core else self._of(())
-        return folded_heads(inner, left, before, self._columns(after, right))
+        return folded_heads(inner, left, before, band)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
         """The product of some of the parts; of none, the identity."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
-    def _columns(self, after: Band, right: Tensor) -> Band:
-        """Column factors with the band that acts before them."""
-        band = {}
-        for lag, weight in after.items():
-            # alpha[:, j] += core[:, j + lag] weight[j + lag]
-            # a factor common to all tokens stays one: some cores are fast for it
-            common = not lag or right.shape[1] == 1
-            moved = right if common else shift_tokens(right.expand(self.shape), lag)
-            band[lag] = (weight * moved).expand(self.shape)
-        return band
+    def _bands(self, right: Tensor) -> tuple[Band, list[Operator], Band]:
+        """The banded operators in front as one band, what is between, and those at the end.
 
-    def _bands(self) -> tuple[Band, list[Operator], Band]:
-        """The banded operators in front as one band, what is between, and those at the end."""
+        Those at the end act on columns with factors ``right``.
+        """
         core = list(self.parts)
-        after: Band = {0: self._ones(1, 1, 1, 1)}
+        after: Band = {0: right}
         while core and (combined := core[-1].after_band(after)) is not None:
             after = combined
             core.pop()
@@ -265,7 +256,7 @@ class Chain(Composite):
         for part in reversed(front):
             combined = part.after_band(before)
             before = before if combined is None else combined
-        return before, core, after
+        return before, core, {lag: factor.expand(self.shape) for lag, factor in after.items()}
 
 
 def _flat(part: Operator) -> tuple[Operator, ...]:

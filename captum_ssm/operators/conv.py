@@ -117,7 +117,8 @@ class ShortConv(Operator):
         """The weights (H, P) of every lag."""
         taps: dict[int, Tensor] = {}
         for lag, weight in zip(self.lags, self.weight.unbind(-1), strict=True):
-            taps[lag] = taps[lag] + weight if lag in taps else weight
+            # side by side in memory, as what they multiply
+            taps[lag] = taps[lag] + weight if lag in taps else weight.contiguous()
         return taps
 
 
@@ -133,7 +134,7 @@ class _Stream:
 
     def __init__(self, conv: ShortConv, transposed: bool) -> None:
         self.transposed = transposed
-        self.taps = {lag: weight.contiguous() for lag, weight in conv.taps().items()}
+        self.taps = conv.taps()
         self.reach = max(self.taps)
         self.is_delay = len(self.taps) == 1 and bool((self.taps[self.reach] == 1).all())
         batch, _, heads, per_head = conv.shape

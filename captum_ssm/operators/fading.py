@@ -54,5 +54,8 @@ class FadingRecurrence(Recurrent, pivot.Fading):
         """What tokens read of what they write themselves, summed over channels, (B, R)."""
         every = slice(None)
         read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
-        sent = self.written(right.expand(self.shape)[..., 0])
-        return (left.expand(self.shape)[:, rows, :, 0] * sent[:, rows] * read).sum(-1)
+        sent = self.written(right.expand(self.shape)[..., 0])[:, rows]
+        row = left.expand(self.shape)[:, rows, :, 0]
+        if read.shape[-1] == 1:
+            return torch.linalg.vecdot(row, sent) * read[..., 0]
+        return torch.linalg.vecdot(row * read, sent)
