@@ -68,6 +68,10 @@ class ScanSteps:
 
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
         """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
+        with torch.inference_mode():  # calls are many, and cost less where no graph may follow
+            self._by_portions(x, part, out)
+
+    def _by_portions(self, x: Tensor, part: slice, out: Tensor) -> None:
         for some in self._in_turn(x.shape[2], _PREPARED * len(self.decays)):
             tokens = slice(part.start + some.start, part.start + some.stop)
             self._map(x[:, :, some], tokens, out[:, :, some])
@@ -101,16 +105,17 @@ class ScanSteps:
     def _run(self, values: Tensor, keys: Tensor) -> None:
         """Set the states of tokens of values (T, S, B, 1, H) and keys (T, 1, B, N, 1 or H)."""
         count, state = len(values), self.carried
-        tokens = range(count)[::-1] if self.transposed else range(count)
+        order = slice(count - 1, None, -1) if self.transposed else slice(count)
+        steps = zip(self.each_decay[order], self.each_state[order], strict=True)
         if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
             written = (values[..., :1] * keys).unbind()
-            for t in tokens:
-                state = torch.addcmul(written[t], self.each_decay[t], state, out=self.each_state[t])
+            for (decay, out), added in zip(steps, written[order], strict=True):
+                state = torch.addcmul(added, decay, state, out=out)
         else:
             self.keys[:count], self.values[:count] = keys, values
-            for t in tokens:
-                state = torch.mul(self.each_decay[t], state, out=self.each_state[t])
-                state.addcmul_(self.each_key[t], self.each_value[t])
+            added = zip(self.each_key[order], self.each_value[order], strict=True)
+            for (decay, out), (key, value) in zip(steps, added, strict=True):
+                state = torch.mul(decay, state, out=out).addcmul_(key, value)
         self.carried.copy_(state)  # the next tokens' states take its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
