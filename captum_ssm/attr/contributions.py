@@ -131,7 +131,8 @@ def tiles(
         yield from _tiles_by_query(parts, index, stream)
         return
     for queries, sources, entries in rows.tiles(index[0].tolist()):
-        vectors = entries @ parts[0].weight  # (B, q, s, E)
+        # one product for all pairs of an example; entries may lie in any order
+        vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
         if stream is not None:
             _add_own(vectors, index[:, queries], sources, stream)
         yield Tile(queries, sources, vectors)

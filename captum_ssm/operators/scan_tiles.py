@@ -21,9 +21,9 @@ from torch import Tensor
 from .fitting import fitting
 from .selective_scan import SelectiveScan
 
-#: Sources whose states are held at a time, and elements of a tile (8 MiB in float32).
+#: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
 _SOURCES = 64
-_TILE_ELEMENTS = 2**21
+_TILE_ELEMENTS = 2**20
 
 
 class ScanTile(NamedTuple):
@@ -76,9 +76,12 @@ class ScanRows:
             if first == len(asked):
                 return
             states = self._made(sources, end, outputs)
-            if near > first:
-                entries = outputs[:, asked[first:near] - start, : sources.stop - start]
-                yield ScanTile(slice(first, near), sources, entries)
+            for row in range(first, near, count):
+                rows = slice(row, min(row + count, near))
+                places = asked[rows] - start
+                # those behind the last of the rows send nothing to them
+                some = slice(start, min(sources.stop, start + int(places[-1]) + 1))
+                yield ScanTile(rows, some, outputs[:, places, : some.stop - start])
 
             def later(
                 some: range, sources: slice = sources, states: Tensor = states, pivot: int = end - 1

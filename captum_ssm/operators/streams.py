@@ -31,7 +31,7 @@ class Portion(NamedTuple):
 #: Few enough for the states of a selective scan to stay in a processor's second cache.
 SMALL = Portion(2**15, 32)
 #: The same where there is one number for each channel and token: all steps are larger.
-LARGE = Portion(2**17, 1024)
+LARGE = Portion(2**19, 1024)
 #: Fewest tokens fed at a time.
 _FEWEST = 4
 
