@@ -20,6 +20,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = "speed.md", "images/speed.png"
 #: What a user calls, and the length at which the first table compares it.
 CALLS = ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow", "LatimLogit, projection")
+OF_DEEP = ("rollout row, unified", *CALLS)
 LENGTH = 1024
 
 Row = Mapping[str, Any]
@@ -42,6 +43,11 @@ Time in passes `f+b`, at {length} tokens (Vim-S: 197), with the runs of the mode
 Memory, in MiB above what the process held before:
 
 {memory}
+
+Of models as deep as they are in use, with {deep_layers} layers, time in passes `f+b`; the row is
+what rollout does when the model has run:
+
+{deep}
 
 Rollout and LatimFlow are linear in the length. MambaAttribution forms every entry of every layer's
 matrix, a strip of rows at a time; so does LatimLogit with `mixing="alti"`, for every row of the
@@ -78,26 +84,28 @@ a model of theirs that runs on a CPU. On a GPU nothing of this was measured.
 ```bash
 # needs half an hour of a quiet machine
 python -m benchmarks --out results
+# needs ten minutes of it
+python -m benchmarks --families Mamba Vim-S --lengths 1024 --layers 24 --out results/deep
 # needs a quarter of an hour, and 20 GB of memory
 python -m benchmarks.long_context --out results
-# needs what these two have measured
+# needs what these three have measured
 python tools/speed_page.py results
 ```
 """
 
 
 def main(results: Path, docs: Path = DOCS) -> None:
-    speed, long = (
+    speed, deep, long = (
         json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("speed", "long_context")
+        for name in ("speed", "deep/speed", "long_context")
     )
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     draw(speed["rows"], docs / PICTURE, dpi=55)
-    (docs / PAGE).write_text(page(speed, long), encoding="utf-8")
+    (docs / PAGE).write_text(page(speed, deep, long), encoding="utf-8")
 
 
-def page(speed: Mapping[str, Any], long: Mapping[str, Any]) -> str:
-    """The page, from the records of both benchmarks."""
+def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, Any]) -> str:
+    """The page, from the records of the benchmarks."""
     facts, rows = speed["facts"], speed["rows"]
     packages = ("torch", "transformers")
     return _TEXT.format(
@@ -107,6 +115,8 @@ def page(speed: Mapping[str, Any], long: Mapping[str, Any]) -> str:
         length=LENGTH,
         calls=markdown(calls(rows, "of f+b")),
         memory=markdown(calls(rows, "peak MiB")),
+        deep_layers=deep["facts"]["layers"],
+        deep=markdown(calls(deep["rows"], "of f+b", OF_DEEP)),
         long=markdown(long["rows"]),
         parts="\n\n".join(
             f"### {family}\n\n{markdown(parts(rows, family))}"
@@ -116,12 +126,12 @@ def page(speed: Mapping[str, Any], long: Mapping[str, Any]) -> str:
     )
 
 
-def calls(rows: Sequence[Row], column: str) -> list[Row]:
-    """A column of the calls of every model: one row each, at the length compared."""
+def calls(rows: Sequence[Row], column: str, wanted: Sequence[str] = CALLS) -> list[Row]:
+    """A column of the quantities wanted of every model: one row each, at the length compared."""
     found: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: -row["L"]):
-        if row["quantity"] in CALLS and row["L"] <= LENGTH:
-            cells = found.setdefault(row["family"], dict.fromkeys(("model", *CALLS)))
+        if row["quantity"] in wanted and row["L"] <= LENGTH:
+            cells = found.setdefault(row["family"], dict.fromkeys(("model", *wanted)))
             cells["model"] = row["family"]
             if cells[row["quantity"]] is None:
                 cells[row["quantity"]] = row[column]

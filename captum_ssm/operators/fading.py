@@ -56,6 +56,6 @@ class FadingRecurrence(Recurrent, pivot.Fading):
         read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
         sent = self.written(right.expand(self.shape)[..., 0])[:, rows]
         row = left.expand(self.shape)[:, rows, :, 0]
-        if read.shape[-1] == 1:
-            return torch.linalg.vecdot(row, sent) * read[..., 0]
-        return torch.linalg.vecdot(row * read, sent)
+        shared = read.shape[-1] == 1
+        own: Tensor = torch.linalg.vecdot(row if shared else row * read, sent)
+        return own * read[..., 0] if shared else own

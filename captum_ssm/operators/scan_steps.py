@@ -109,12 +109,12 @@ class ScanSteps:
         steps = zip(self.each_decay[order], self.each_state[order], strict=True)
         if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
             written = (values[..., :1] * keys).unbind()
-            for (decay, out), added in zip(steps, written[order], strict=True):
-                state = torch.addcmul(added, decay, state, out=out)
+            for (decay, out), share in zip(steps, written[order], strict=True):
+                state = torch.addcmul(share, decay, state, out=out)
         else:
             self.keys[:count], self.values[:count] = keys, values
-            added = zip(self.each_key[order], self.each_value[order], strict=True)
-            for (decay, out), (key, value) in zip(steps, added, strict=True):
+            shares = zip(self.each_key[order], self.each_value[order], strict=True)
+            for (decay, out), (key, value) in zip(steps, shares, strict=True):
                 state = torch.mul(decay, state, out=out).addcmul_(key, value)
         self.carried.copy_(state)  # the next tokens' states take its memory
 
