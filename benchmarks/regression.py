@@ -25,8 +25,9 @@ Table = Callable[..., Iterator[dict[str, Any]]]
 
 
 def write(path: Path, table: Table) -> None:
-    """Measure the small case and write it as the new baseline."""
-    costs = _costs(table, list(models.FAMILIES))
+    """Measure the small case twice and write each greater cost as the new baseline."""
+    one, other = (_costs(table, list(models.FAMILIES)) for _ in range(2))
+    costs = {name: max(cost, other[name]) for name, cost in one.items()}
     path.write_text(json.dumps(costs, indent=2, sort_keys=True) + "\n")
 
 
