@@ -183,6 +183,7 @@ class LatimLogit(LatimMethod):
             show_progress=show_progress,
             internal_batch_size=None,
             verify=verify,
+            by_layer=True,
         )
         return found[0]
 
@@ -232,6 +233,7 @@ class LatimLogit(LatimMethod):
         show_progress: bool,
         internal_batch_size: int | None,
         verify: bool | float,
+        by_layer: bool = False,
     ) -> Any:
         """The relevance laid out; the contributions of each part of the batch go to ``found``."""
         if mixing not in MIXINGS:
@@ -247,7 +249,10 @@ class LatimLogit(LatimMethod):
                     for layer in run.layers:
                         verify_layer(layer, verify)
                     bar = self.name if show_progress else None
-                    ready.extend(contributions_to(run, self.activation, MIXINGS[mixing], bar))
+                    make = MIXINGS[mixing]
+                    ready.extend(
+                        contributions_to(run, self.activation, make, bar, by_layer=by_layer)
+                    )
                 found.append(ready.pop(0))
                 return found[-1].tokens
 

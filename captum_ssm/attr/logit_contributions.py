@@ -45,8 +45,9 @@ class LogitContributions:
     """What input tokens add to one number of the output, by the layer that wrote it.
 
     Attributes:
-        layers: by mixer (Λ, B, L).
-        locals: by each part that acts within tokens, such as an MLP (M, B, L).
+        layers: by mixer (Λ, B, L); where nobody asked by which, of all parts together (1, B, L).
+        locals: by each part that acts within tokens, such as an MLP (M, B, L); where nobody asked
+            by which, none (0, B, L).
         embedding: what the embeddings add by themselves (B, L).
         biases: what biases and other constants add (B,), by the module that adds them.
         output: the explained number (B,).
@@ -97,7 +98,12 @@ class LogitRun(Run):
 
 
 def contributions_to(
-    run: LogitRun, activation: str, make: MakeMixing, description: str | None
+    run: LogitRun,
+    activation: str,
+    make: MakeMixing,
+    description: str | None,
+    *,
+    by_layer: bool,
 ) -> list[LogitContributions]:
     """Take apart each of the run's questions; what they have in common is made once.
 
@@ -106,11 +112,15 @@ def contributions_to(
         activation: see :class:`~captum_ssm.attr.contributions.Contributions`.
         make: one of :data:`MIXINGS`.
         description: of the progress bar; None for no bar.
+        by_layer: whether to tell apart what each layer adds.  All of it is traced back through the
+            layers before, which for a sum takes as long as for one of them.
     """
     layers, locals_ = run.layers, run.paths.locals
+    apart = len(layers) if by_layer else 1
+    count = apart + len(locals_) if by_layer else 1
     asked = [_direct(run, question) for question in run.questions]
     like = asked[0].embedding
-    rows = like.new_zeros(len(asked), len(layers) + len(locals_), *like.shape)
+    rows = like.new_zeros(len(asked), count, *like.shape)
     # parts within tokens, by how many layers ran before them; the latest last
     pending = [(part.mixers, at) for at, part in enumerate(locals_)]
 
@@ -118,7 +128,7 @@ def contributions_to(
         while pending and pending[-1][0] >= layers_before:
             _, part = pending.pop()
             for row, direct in zip(rows, asked, strict=True):
-                row[len(layers) + part] = direct.locals[part]
+                row[apart + part if by_layer else 0] += direct.locals[part]
 
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1], description or "", description is not None):
@@ -127,12 +137,10 @@ def contributions_to(
             if rows.any():
                 rows = make(stage, run, activation).rmatvec(rows.to(stage[-1].values))
             for i, layer in enumerate(stage, first):
-                rows[:, i] = _of_layer(layer, activation, asked, i)
+                rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i)
         enter_locals(0)
     return [
-        LogitContributions(
-            row[: len(layers)], row[len(layers) :], direct.embedding, direct.biases, direct.output
-        )
+        LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
         for row, direct in zip(rows, asked, strict=True)
     ]
 
