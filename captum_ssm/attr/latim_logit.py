@@ -165,6 +165,9 @@ class LatimLogit(LatimMethod):
     ) -> LogitContributions:
         """All that :meth:`attribute` sums up: contributions by layer, biases.
 
+        What each layer adds is traced back by itself, in a time that grows with the square of the
+        number of layers; :meth:`attribute` traces back their sum.
+
         Args:
             inputs, target, additional_forward_args, contrast, mixing, show_progress, verify: as in
                 :meth:`attribute`, with the same defaults.
