@@ -25,7 +25,9 @@ def a_model(name: str, patch: pytest.MonkeyPatch) -> zoo.Case:
         return zoo.ZOO[name](patch)
     if name == "rwkv6":
         package = fla_cpu.install(patch)
-        return zoo.language(package.model("RWKV6", num_heads=2, proj_low_rank_dim=4))
+        # heads that come out small are divided by their size, which enlarges rounding
+        sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
+        return zoo.language(package.model("RWKV6", **sizes))
     if name == "xlstm":
         from transformers import xLSTMConfig, xLSTMForCausalLM
 
