@@ -26,7 +26,7 @@ from .maps import full_precision, unseen
 from .pivot import Fades, Heads, from_pivot
 from .scratch import Scratch
 from .semiseparable import BandFactors
-from .streams import LARGE, Portion, Stream
+from .streams import LARGE, Portion, Stream, parts
 from .sums import Sum
 from .underflow import underflow_flushed
 
@@ -75,9 +75,7 @@ class ElementwiseRecurrence(FadingRecurrence):
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = self._steps(transposed)
-        tokens = range(0, self.shape.tokens, _TOKENS)
-        for start in reversed(tokens) if transposed else tokens:
-            part = slice(start, min(start + _TOKENS, self.shape.tokens))
+        for part in parts(self.shape.tokens, _TOKENS, transposed):
             steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
         return out.view(x.shape)
 

@@ -8,13 +8,13 @@ that they stay in a processor's second cache and each step is one operation on m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .scratch import Scratch
+from .streams import parts
 
 #: How many times as many tokens are prepared as have their states held at a time.
 _PREPARED = 8
@@ -66,13 +66,10 @@ class ScanSteps:
         self.carried = torch.zeros_like(self.states[0])
         self._scratch = Scratch(self.dt)
 
+    @torch.inference_mode()  # calls are many, and cost less where no graph may follow
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
         """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size."""
-        with torch.inference_mode():  # calls are many, and cost less where no graph may follow
-            self._by_portions(x, part, out)
-
-    def _by_portions(self, x: Tensor, part: slice, out: Tensor) -> None:
-        for some in self._in_turn(x.shape[2], _PREPARED * len(self.decays)):
+        for some in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
             tokens = slice(part.start + some.start, part.start + some.stop)
             self._map(x[:, :, some], tokens, out[:, :, some])
 
@@ -86,7 +83,7 @@ class ScanSteps:
         steps = self.dt[part.start + after : part.stop + after]
         found = self._scratch("found", *x.shape[:3], 1, self.heads)
         reading = _Reading(read, self.states, found)
-        for some in self._in_turn(len(dt), len(self.decays)):
+        for some in parts(len(dt), len(self.decays), self.transposed):
             self._set_decays(steps[some], some.stop - some.start)
             self._run(values[some], keys[some])
             reading(some)
@@ -95,12 +92,6 @@ class ScanSteps:
             torch.mul(found, dt, out=out)
         else:
             out.copy_(found)
-
-    def _in_turn(self, tokens: int, most: int) -> Iterator[slice]:
-        """At most so many tokens at a time, in the order of the steps."""
-        starts = range(0, tokens, most)
-        for start in reversed(starts) if self.transposed else starts:
-            yield slice(start, min(start + most, tokens))
 
     def _run(self, values: Tensor, keys: Tensor) -> None:
         """Set the states of tokens of values (T, S, B, 1, H) and keys (T, 1, B, N, 1 or H)."""

@@ -98,7 +98,7 @@ def _reduced(
         mapped = operator.transpose if transposed else operator.apply
         return reduce(mapped(x[..., None, None].expand(operator.shape)))
     found = []
-    for part in _parts(tokens, size, transposed):
+    for part in parts(tokens, size, transposed):
         same = x[:, part, None, None].expand(-1, -1, heads, per_head)
         found.append(reduce(stream(same, part)))
     return torch.cat(found[::-1] if transposed else found, 1)
@@ -110,7 +110,8 @@ def evenly(tokens: int, most: int, multiple: int = 1) -> int:
     return -(-each // multiple) * multiple
 
 
-def _parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
+def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
+    """At most so many tokens at a time, the first or the last ones first."""
     starts = range(0, tokens, size)
     for start in reversed(starts) if backwards else starts:
         yield slice(start, min(start + size, tokens))

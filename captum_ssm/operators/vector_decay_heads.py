@@ -24,7 +24,7 @@ from .fading_steps import FadingSteps
 from .grams import decayed
 from .recurrence import ElementwiseRecurrence
 from .scratch import Scratch
-from .streams import evenly
+from .streams import evenly, parts
 from .strips import total
 
 #: Elements of the states of the tokens mapped at a time (512 KiB in float32).
@@ -140,9 +140,7 @@ class VectorDecayHeads(ChunkedHeads):
         """Tokens whose states are held at a time, of so many vectors."""
         batch, tokens, heads, state = self.key.shape
         size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
-        starts = range(0, tokens, size)
-        for start in reversed(starts) if backwards else starts:
-            yield slice(start, min(start + size, tokens))
+        return parts(tokens, size, backwards)
 
     def _decays(self, part: slice) -> Tensor:
         return self.log_decay[:, part].exp().flatten(2)  # (B, T, H N)
