@@ -148,15 +148,26 @@ def side_by_side(*cases: Case) -> Case:
     )
 
 
+def _places(tokens: int, padded: bool) -> Tensor:
+    """Windows of 3 places: which token is in each, or -1.
+
+    Where there are places to spare, a token comes after an empty one, whose content it receives.
+    """
+    while True:
+        places = torch.full((3 * (-(-tokens // 3) + padded),), -1)
+        places[torch.randperm(len(places))[:tokens]] = torch.arange(tokens)
+        places = places.view(-1, 3)
+        if not padded or ((places[:, :-1] < 0) & (places[:, 1:] >= 0)).any():
+            return places
+
+
 def windowed(tokens: int, inside: Callable[[int, int], Case], padded: bool) -> Case:
     """``inside`` (of tokens and batch) within windows of 3, the tokens in random places of them.
 
     What is in places without a token contributes to the constant term.
     """
-    count = -(-tokens // 3) + padded
-    places = torch.full((3 * count,), -1)
-    places[torch.randperm(len(places))[:tokens]] = torch.arange(tokens)
-    places = places.view(count, 3)
+    places = _places(tokens, padded)
+    count = len(places)
     held = [(w, i, int(t)) for w, row in enumerate(places) for i, t in enumerate(row) if t >= 0]
     inner = inside(3, 2 * count)
     windows = Windows(places)
