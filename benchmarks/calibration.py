@@ -26,7 +26,7 @@ class Calibration:
 
     Attributes:
         product: one multiplication and addition inside a matrix product.
-        exponential: one exponential of a cached element.
+        exponential: one power of two of a cached element.
         step: one multiplication and addition of cached elements, element by element.
         byte: one byte read from or written to memory.
         call: one operation on a tensor of a few elements.
@@ -48,7 +48,7 @@ def calibrate() -> Calibration:
 
     cached, other = torch.rand(_CACHED), torch.rand(_CACHED)
     total = torch.zeros(_CACHED)
-    exponential = _seconds(lambda: torch.exp(cached, out=total), 2000) / _CACHED
+    exponential = _seconds(lambda: torch.exp2(cached, out=total), 2000) / _CACHED
     step = _seconds(lambda: total.addcmul_(cached, other), 2000) / _CACHED
 
     source, target = torch.zeros(_STREAMED), torch.zeros(_STREAMED)

@@ -124,8 +124,8 @@ class Chain(Composite):
         if taps is None or not others:
             return channel_mean(self, x, transposed)
         rest = Chain(*(others if transposed else others[::-1]))
-        weights = torch.stack(list(taps.values()), -1).flatten(0, 1)  # (C, K)
-        sums = channel_sums(rest, x, transposed, weights / len(weights))
+        weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)
+        sums = channel_sums(rest, x, transposed, weights / weights.shape[1])
         moved = (-lag if transposed else lag for lag in taps)
         return added(
             shift_tokens(of_tap[..., None, None], lag)[..., 0, 0]

@@ -17,6 +17,7 @@ from .chunk_tree import decay_matrices, sums_over_groups
 from .chunked_heads import ChunkedHeads
 from .chunks import Chunk, in_chunks
 from .decays import Decays
+from .powers import exponential
 from .semiseparable import semiseparable_strip
 
 
@@ -86,7 +87,7 @@ class ScalarDecayHeads(ChunkedHeads):
         )
 
     def head_matrices(self) -> Tensor:
-        out = decay_matrices(self.log_decay.exp())
+        out = decay_matrices(exponential(self.log_decay))
         for group, heads in enumerate(self._groups()):
             out[:, heads] *= (self.query[:, :, group] @ self.key[:, :, group].mT)[:, None]
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
@@ -98,7 +99,7 @@ class ScalarDecayHeads(ChunkedHeads):
         right = right if self.scale is None else right * self.scale
         out = self._zeros(batch, len(rows), rows.stop)
         for group, heads in enumerate(self._groups()):
-            decay = self.log_decay[:, : rows.stop, heads].exp()
+            decay = exponential(self.log_decay[:, : rows.stop, heads])
             row, column = left[:, rows.start : rows.stop, heads], right[:, : rows.stop, heads]
             # copies, which are written to
             u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
@@ -114,7 +115,8 @@ class ScalarDecayHeads(ChunkedHeads):
         if self.scale is not None:
             rights = [right * self.scale[..., None] for right in rights]
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
-        return sums_over_groups(self.log_decay.exp(), self.query, self.key, left, rights, out)
+        decay = exponential(self.log_decay)
+        return sums_over_groups(decay, self.query, self.key, left, rights, out)
 
     def _groups(self) -> Iterator[slice]:
         """The heads of each group."""
@@ -133,7 +135,8 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
-        decay = Decays(in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1).exp())
+        logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
+        decay = Decays(exponential(logs))
         grouped = torch.unflatten(decay.between, 1, (-1, self._each))
         inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
         if self.scale is not None:

@@ -19,6 +19,7 @@ from .chunked_heads import ChunkedHeads
 from .chunks import Chunk, Steps, in_chunks, put, stacked
 from .decays import Decays
 from .grams import decayed
+from .powers import exponential
 
 
 class DeltaRule(ChunkedHeads):
@@ -123,7 +124,8 @@ class DeltaRule(ChunkedHeads):
         if logs.dim() == 4:
             grams, befores, after, total = decayed(in_chunks(logs[:, part], length), [q, k], k)
             return grams, *befores, after, None, None, total.mT
-        decay = Decays(in_chunks(logs[:, part, :, None], length).squeeze(-1).exp())
+        logs = in_chunks(logs[:, part, :, None], length).squeeze(-1)
+        decay = Decays(exponential(logs))
         grams = [(x @ k.mT).tril_().mul_(decay.between) for x in (q, k)]
         return grams, q, k, k, decay.since, decay.until, decay.total
 

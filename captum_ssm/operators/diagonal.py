@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
+from .scratch import Scratch
 from .streams import LARGE, Portion, Stream
 from .strips import Strip, clipped
 
@@ -65,7 +67,14 @@ class Diagonal(Operator):
         return self.weight * u
 
     def stream(self, transposed: bool, longest: int) -> Stream:
-        return self._some_tokens
+        scratch = Scratch(self.weight)
+
+        def scaled(x: Tensor, part: slice) -> Tensor:
+            if x.dtype != self.dtype:
+                return self.factors(part) * x
+            return torch.mul(self.factors(part), x, out=scratch("scaled", *x.shape))
+
+        return scaled
 
     @property
     def portion(self) -> Portion:
@@ -84,9 +93,6 @@ class Diagonal(Operator):
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
         return self.weight.mean((-1, -2)) * r
-
-    def _some_tokens(self, x: Tensor, part: slice) -> Tensor:
-        return self.factors(part) * x
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight}

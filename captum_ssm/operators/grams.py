@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .decays import Decays
+from .powers import exponential
 
 #: Leaves hold between half of this and this many tokens.
 _LEAF = 8
@@ -48,8 +49,8 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
         columns: (..., T, N).
     """
     if log_decay.shape[-1] > 1:
-        return decayed_grams(log_decay.exp(), rows, columns)
-    decay = Decays(log_decay.exp().squeeze(-1))
+        return decayed_grams(exponential(log_decay), rows, columns)
+    decay = Decays(exponential(log_decay).squeeze(-1))
     return Decayed(
         [(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
         [x * decay.since for x in rows],

@@ -24,6 +24,7 @@ from .fading_steps import FadingSteps
 from .log_sums import fading_log_sums
 from .maps import full_precision, unseen
 from .pivot import Fades, Heads, from_pivot
+from .powers import exponential_
 from .scratch import Scratch
 from .semiseparable import BandFactors
 from .streams import LARGE, Portion, Stream, parts
@@ -202,10 +203,11 @@ def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
         after = fading_log_sums(key, log_decay)
         past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # what a token finds was written before it: its state decays by the step of that token
-        decay = F.pad((past + log_decay).sub_(after).exp_()[:, :-1], (0, 0, 1, 0))
+        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0))
         own = bonus + key
         total = torch.logaddexp(past, own)
-        read, written, now = past.sub_(total).exp_(), (key - after).exp_(), own.sub_(total).exp_()
+        exponents = past.sub_(total), key - after, own.sub_(total)
+        read, written, now = (exponential_(x) for x in exponents)
     earlier = Chain(
         Diagonal(read[..., None], shape, "scan"),
         ElementwiseRecurrence(decay),

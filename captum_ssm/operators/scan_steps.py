@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .powers import BINARY
 from .scratch import Scratch
 from .streams import parts
 
@@ -48,7 +49,7 @@ class ScanSteps:
         self.key, self.read = (scan.c, scan.b) if transposed else (scan.b, scan.c)
         self.transposed = transposed
         self.dt = scan.dt.transpose(0, 1)[:, :, None]  # (L, B, 1, H)
-        self.rate = scan.a.T.contiguous()  # (N, H)
+        self.rate = (BINARY * scan.a.T).contiguous()  # (N, H)
         batch, _, self.heads = scan.dt.shape
         # fresh memory for every few tokens would cost as much as the arithmetic
         self.decays = self.dt.new_empty(longest, batch, *self.rate.shape)
@@ -78,7 +79,9 @@ class ScanSteps:
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
         x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
         keys, read = (self._time_first(y, part) for y in (self.key, self.read))
-        values, keys = (x if self.transposed else x * dt)[..., None, :], keys.mT
+        if not self.transposed:
+            x = torch.mul(x, dt, out=self._scratch("written", *x.shape))
+        values, keys = x[..., None, :], keys.mT
         after = 1 if self.transposed else 0
         steps = self.dt[part.start + after : part.stop + after]
         found = self._scratch("found", *x.shape[:3], 1, self.heads)
@@ -111,7 +114,7 @@ class ScanSteps:
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
         """Between each token's state and the one before it in the order of the steps."""
-        torch.mul(steps, self.rate, out=self.decays[: len(steps)]).exp_()
+        torch.mul(steps, self.rate, out=self.decays[: len(steps)]).exp2_()
         if len(steps) < count:
             self.decays[count - 1].zero_()  # after the last token
 

@@ -11,7 +11,6 @@ are made, token by token.  No exponent is positive.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .fitting import fitting
+from .powers import BINARY
 from .selective_scan import SelectiveScan
 
 #: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
@@ -97,11 +97,11 @@ class ScanRows:
         batch, _, heads, _ = scan.shape
         width = sources.stop - start
         states = self._front.new_zeros(batch, width, scan.a.shape[-1], heads)
-        rates = scan.a.T[None]  # (1, N, H)
+        rates = BINARY * scan.a.T[None]  # (1, N, H)
         for t in range(start, end):
             count = min(t - start + 1, width)  # sources that have sent something
             begun, out = states[:, :count], outputs[:, t - start]
-            begun *= (scan.dt[:, t, None] * rates).exp_()[:, None]
+            begun *= (scan.dt[:, t, None] * rates).exp2_()[:, None]
             out.zero_()
             for lag, share in self._shares.items():
                 if 0 <= (source := t - lag - start) < width:
@@ -116,9 +116,8 @@ class ScanRows:
         """What rows after ``pivot`` read of the states (B, H, N, S) there, (B, rows, S, H)."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states.dtype)
-        factors = elapsed.transpose(1, 2)[..., None] * scan.a[:, None]  # (B, H, rows, N)
-        # exponentials that underflow take many times longer
-        factors.clamp_(min=math.log(torch.finfo(factors.dtype).tiny) + 8).exp_()
+        rates = BINARY * scan.a[:, None]
+        factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
         factors *= scan.c[:, None, rows]
         factors *= self._front[:, rows].transpose(1, 2)[..., None]
         entries = factors @ states  # (B, H, rows, S)

@@ -25,6 +25,7 @@ from .conv import ShortConv
 from .decay_heads import ScalarDecayHeads
 from .maps import Map
 from .permute import Permute
+from .powers import exponential_
 from .selective_scan import SelectiveScan
 from .states import Term
 
@@ -146,7 +147,7 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
     """
     clock = step.transpose(1, 2).double().cumsum(-1)  # (B, C, L)
     elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step.dtype)
-    return (rate[:, :, None, None] * elapsed[:, :, None]).exp_().tril_()
+    return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
 
 
 def _carried(

@@ -8,7 +8,6 @@ so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -23,6 +22,7 @@ from .fading import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
 from .grams import decayed
 from .maps import full_precision
 from .pivot import Fades, Heads, from_pivot, picked
+from .powers import BINARY
 from .scan_steps import ScanSteps, per_head
 from .scratch import Scratch
 from .semiseparable import BandFactors, semiseparable_strip
@@ -124,9 +124,8 @@ class SelectiveScan(FadingRecurrence):
         """
         elapsed = from_pivot(picked(self.dt[:, :tokens], heads), token, product=False)
         elapsed = elapsed.to(self.dtype)
-        rate = self.a[heads].T.contiguous()  # (N, H)
-        least = 1 + math.log(torch.finfo(self.dtype).tiny)  # below, processors take far longer
-        return lambda part: (elapsed[:, part, None] * rate).clamp_min_(least).exp_()
+        rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
+        return lambda part: (elapsed[:, part, None] * rate).exp2_()
 
     def by_memory(self, tokens: slice) -> Tensor:
         """Heads (H,), in an order in which neighbours forget alike.
@@ -165,10 +164,10 @@ class SelectiveScan(FadingRecurrence):
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
             return None
-        steps = self._steps(1, transposed)
+        steps, scratch = self._steps(1, transposed), Scratch(self.dt)
 
         def stream(x: Tensor, part: slice) -> Tensor:
-            out = self.dt.new_empty(x.shape)
+            out = scratch("out", *x.shape)
             steps(x[None, ..., 0], part, out[None, ..., 0])
             return out
 
@@ -203,7 +202,7 @@ class SelectiveScan(FadingRecurrence):
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
         keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
         factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in _lags(band)]
-        decay = (dt * self.a[:, None]).exp_()
+        decay = (dt * (BINARY * self.a[:, None])).exp2_()
         u = left.expand(self.shape).transpose(1, 2) * c
         return decay.flatten(0, 1), u.flatten(0, 1), [(x * keys).flatten(0, 1) for x in factors]
 
@@ -225,12 +224,12 @@ class SelectiveScan(FadingRecurrence):
             }
             b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
             for chosen in groups:
-                rate = self.a[part, chosen].T.contiguous()  # (n, h)
+                rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
                 count = rate.numel()
                 decay = scratch("decay", batch, rows.stop, count)
                 u = scratch("u", batch, len(rows), count)
                 v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
-                _outer(dt, rate, decay).exp_()
+                _outer(dt, rate, decay).exp2_()
                 _outer(above, c[:, some, chosen], u)
                 for lag, factor in zip(_lags(band), v, strict=True):
                     if lag in sent:

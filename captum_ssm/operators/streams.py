@@ -81,8 +81,8 @@ def channel_mean(operator: Streamed, x: Tensor, transposed: bool) -> Tensor:
 
 
 def channel_sums(operator: Streamed, x: Tensor, transposed: bool, weights: Tensor) -> Tensor:
-    """As :func:`channel_mean`, but K sums over channels with weights (C, K), as (B, L, K)."""
-    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype))
+    """As :func:`channel_mean`, but K sums over channels with weights (K, C), as (B, L, K)."""
+    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype).T)
 
 
 def _reduced(

@@ -22,6 +22,7 @@ from .conv import ShortConv
 from .diagonal import Diagonal
 from .fading_steps import FadingSteps
 from .grams import decayed
+from .powers import exponential
 from .recurrence import ElementwiseRecurrence
 from .scratch import Scratch
 from .streams import evenly, parts
@@ -90,7 +91,7 @@ class VectorDecayHeads(ChunkedHeads):
         """Of all key channels alike, which fade independently of each other."""
         above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
         aside = (right[..., None] * self.key).flatten(2)[..., None]
-        states = ElementwiseRecurrence(self.log_decay.exp().flatten(2))
+        states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
             return states.strip(above, aside, rows).whole(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
@@ -143,7 +144,7 @@ class VectorDecayHeads(ChunkedHeads):
         return parts(tokens, size, backwards)
 
     def _decays(self, part: slice) -> Tensor:
-        return self.log_decay[:, part].exp().flatten(2)  # (B, T, H N)
+        return exponential(self.log_decay[:, part]).flatten(2)  # (B, T, H N)
 
     def _keys(self, part: slice) -> Tensor:
         return self.key[:, part]

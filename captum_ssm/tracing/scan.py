@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..operators.powers import BINARY
 from ..operators.underflow import underflow_flushed
 
 #: Tokens whose states are held at a time.
@@ -138,7 +139,7 @@ class _Chunks:
     """
 
     def __init__(self, A: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
-        self._rates = A.contiguous()
+        self._rates = (BINARY * A).contiguous()
         self._given = x, dt, B
         tokens, batch, channels = x.shape
         size = min(_CHUNK, tokens)
@@ -158,7 +159,7 @@ class _Chunks:
         written = dt * x
         self.current = x, dt, keys, written
         decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
-        torch.mul(dt[:, :, None], self._rates, out=decays).exp_()
+        torch.mul(dt[:, :, None], self._rates, out=decays).exp2_()
         torch.mul(keys[..., None], written[:, :, None], out=states[1:])
         states[0] = start
         before, *each = states.unbind()
