@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError, NonFiniteError, OptionError
 from ..operators import Operator, Reduce
+from ..operators.finite import all_finite
 from ..tracing import Layer
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ def verify_layer(layer: Layer, verify: bool | float) -> None:
 
 def check_row(row: Tensor, layer: Layer) -> Tensor:
     """The row, or an error that names the layer at which it stopped being finite."""
-    if not torch.isfinite(row).all():
+    if not all_finite(row):
         raise NonFiniteError(
             f"Layer {layer.name!r}: the relevance row is no longer finite. With normalize_rows, a "
             "row of I + alpha may sum to zero; else the products of the layers overflow."

@@ -10,6 +10,7 @@ from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, OptionError
+from ..operators.finite import all_finite
 from ..operators.positions import Positions
 from ..operators.underflow import underflow_flushed
 from ..tracing import Layer
@@ -187,7 +188,7 @@ class LatimNorm(LatimMethod):
         for tile in tiles([parts], index):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)
             out[:, tile.queries, tile.sources] = norms
-        if not bool(torch.isfinite(out).all()):
+        if not all_finite(out):
             raise NonFiniteError(
                 f"Layer {layer.name!r}: norms of its contributions overflow {out.dtype}, "
                 f"with p={self.p}. Use p=1, or the model in float64."

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
+from ..operators.finite import all_finite
 from .token_map import TokenMap
 
 
@@ -156,7 +157,7 @@ class LinearMixer:
         # in the order of computation, so that the first one found is where it began
         for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
             for name, tensor in tensors.items():
-                if not torch.isfinite(tensor).all():
+                if not all_finite(tensor):
                     raise NonFiniteError(
                         f"Layer {layer!r}: the {component} component holds NaN or infinity (in "
                         f"{name}). Check the input for NaN and the model's half-precision range; "

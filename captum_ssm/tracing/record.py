@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer
+from ..operators.finite import all_finite
 from ..operators.maps import full_precision
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
@@ -92,7 +93,7 @@ class Trace:
             if layer.architecture in asked:
                 continue
             asked.add(layer.architecture)
-            finite = bool(torch.isfinite(layer.output).all())
+            finite = all_finite(layer.output)
             if (_received_more(layer.call) or not finite) and layer.linear.mask is not None:
                 return layer.linear.mask
         return None

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..operators.powers import BINARY
 from ..operators.underflow import underflow_flushed
+from .layouts import copied, time_first
 
 #: Tokens whose states are held at a time.
 _CHUNK = 32
@@ -57,56 +58,61 @@ def selective_scan(
         A.T.to(dtype),
         # time first, (L, B, D) and (L, B, N)
         *(x.permute(2, 0, 1).to(dtype) for x in (hidden_states, dt, B, C)),
+        None if D is None else D.to(dtype),
     )
     out, last = _scan(*given)
     out = out.permute(1, 2, 0).to(hidden_states.dtype)
-    if D is not None:
-        out = out + hidden_states * D[:, None]
     if z is not None:
         out = out * F.silu(z)
     return (out, last.transpose(1, 2)) if return_last_state else out
 
 
-def _scan(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+def _scan(
+    A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Outputs (L, B, D) and the last state (B, N, D); the shapes are those of :class:`_Scan`."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (A, x, dt, B, C)):
-        found: tuple[Tensor, Tensor] = _Scan.apply(A, x, dt, B, C)  # type: ignore[no-untyped-call]
+    given = (A, x, dt, B, C, D)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        found: tuple[Tensor, Tensor] = _Scan.apply(*given)  # type: ignore[no-untyped-call]
         return found
     chunks = _Chunks(A, x, dt, B)
     with underflow_flushed():
-        return chunks.outputs(C), chunks.states[0].clone()
+        return chunks.outputs(C, D), chunks.states[0].clone()
 
 
 class _Scan(torch.autograd.Function):
-    """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = C[t] . h[t].
+    """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = C[t] . h[t] + D x[t].
 
-    Shapes, time first: A (N, D), x and dt (L, B, D), B and C (L, B, N), states (B, N, D).
+    Shapes, time first: A (N, D), x and dt (L, B, D), B and C (L, B, N), states (B, N, D), the skip
+    weights D (D,).  Gradients of x and dt lie in memory as these do, for what they meet next does.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
+        ctx: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         chunks, starts = _Chunks(A, x, dt, B), list[Tensor]()
         with underflow_flushed():
-            out = chunks.outputs(C, starts)
-        ctx.save_for_backward(A, x, dt, B, C, *starts)
+            out = chunks.outputs(C, D, starts)
+        ctx.save_for_backward(A, x, dt, B, C, D, *starts)
         return out, chunks.states[0].clone()
 
     @staticmethod
     @once_differentiable
     @underflow_flushed()
     def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
-        A, x, dt, B, C, *starts = ctx.saved_tensors
+        A, x, dt, B, C, D, *starts = ctx.saved_tensors
         chunks = _Chunks(A, x, dt, B)
-        grad_x, grad_dt, grad_B, grad_C = (t.new_empty(t.shape) for t in (x, dt, B, C))
+        grad_x, grad_dt = torch.empty_like(x), torch.empty_like(dt)
+        grad_B, grad_C = (t.new_empty(t.shape) for t in (B, C))
         grad_A = torch.zeros_like(A) if ctx.needs_input_grad[0] else None
+        grad_D = torch.zeros_like(D) if ctx.needs_input_grad[5] else None
         grads = torch.empty_like(chunks.decays)
         carried = grad_last
         for part, start in zip(reversed(chunks.parts), reversed(starts), strict=True):
             decays, states = chunks.run(part, start)
             inputs, steps, keys, written = chunks.current
-            grad, seed = grads[: len(decays)], grad_out[part].contiguous()
+            grad, seed = grads[: len(decays)], time_first(grad_out[part])
             _times_columns(states[1:], seed, into=grad_C[part])
             torch.mul(C[part, :, :, None], seed[:, :, None], out=grad)
             for here, decay in zip(grad.unbind()[::-1], decays.unbind()[::-1], strict=True):
@@ -115,15 +121,20 @@ class _Scan(torch.autograd.Function):
             carried = carried.clone()
             _times_columns(grad, written, into=grad_B[part])
             of_written = _times_rows(keys, grad, into=torch.empty_like(written))
-            torch.mul(of_written, steps, out=grad_x[part])
+            of_x = of_written * steps
+            if D is not None:
+                of_x.addcmul_(seed, D)
+            if grad_D is not None:
+                grad_D += (seed * inputs).sum((0, 1))
+            copied(of_x, grad_x[part])
             # the gradient of dt A: that of the decay times the decay itself
             exponent = decays.mul_(states[:-1])
             if grad_A is not None:
                 torch.mul(exponent, steps[:, :, None], out=grad)
                 grad_A += grad.sum((0, 1))
-            torch.sum(exponent.mul_(A), 2, out=grad_dt[part])
-            grad_dt[part].addcmul_(of_written, inputs)
-        return grad_A, grad_x, grad_dt, grad_B, grad_C
+            of_dt = exponent.mul_(A).sum(2).addcmul_(of_written, inputs)
+            copied(of_dt, grad_dt[part])
+        return grad_A, grad_x, grad_dt, grad_B, grad_C, grad_D
 
 
 class _Chunks:
@@ -155,7 +166,7 @@ class _Chunks:
             part: the chunk.
             start: the state before it (B, N, D).
         """
-        x, dt, keys = (t[part].contiguous() for t in self._given)
+        x, dt, keys = (time_first(t[part]) for t in self._given)
         written = dt * x
         self.current = x, dt, keys, written
         decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
@@ -167,11 +178,12 @@ class _Chunks:
             before = state.addcmul_(decay, before)
         return decays, states
 
-    def outputs(self, C: Tensor, starts: list[Tensor] | None = None) -> Tensor:
-        """C[t] . h[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.
+    def outputs(self, C: Tensor, D: Tensor | None, starts: list[Tensor] | None = None) -> Tensor:
+        """C[t] . h[t] + D x[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.
 
         Args:
             C: output vectors (L, B, N).
+            D: skip weights (D,); None for none.
             starts: receives the state before each chunk. Default: None, nothing does.
         """
         out = C.new_empty(*C.shape[:2], self.states.shape[-1])
@@ -180,6 +192,8 @@ class _Chunks:
                 starts.append(self.states[0].clone())
             _, states = self.run(part, self.states[0])
             _times_rows(C[part].contiguous(), states[1:], into=out[part])
+            if D is not None:
+                out[part].addcmul_(self.current[0], D)
             self.states[0] = states[-1]
         return out
 

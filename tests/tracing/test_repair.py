@@ -37,16 +37,18 @@ def interface() -> Any:
     return importlib.import_module("mamba_ssm.ops.selective_scan_interface")
 
 
-def arguments(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def arguments(
+    tokens: int, dtype: torch.dtype, batch: int = 2, channels: int = 6
+) -> dict[str, Tensor]:
     sizes = {
-        "hidden_states": (2, 6, tokens),
-        "dt": (2, 6, tokens),
-        "A": (6, 4),
-        "B": (2, 4, tokens),
-        "C": (2, 4, tokens),
-        "D": (6,),
-        "z": (2, 6, tokens),
-        "delta_bias": (6,),
+        "hidden_states": (batch, channels, tokens),
+        "dt": (batch, channels, tokens),
+        "A": (channels, 4),
+        "B": (batch, 4, tokens),
+        "C": (batch, 4, tokens),
+        "D": (channels,),
+        "z": (batch, channels, tokens),
+        "delta_bias": (channels,),
     }
     drawn = {name: torch.randn(size, dtype=dtype) for name, size in sizes.items()}
     drawn["A"] = -drawn["A"].exp()
@@ -68,6 +70,27 @@ def test_equals_the_reference(tokens: int, softplus: bool) -> None:
     for expected, found in zip(*results, strict=True):
         scale = float(expected.detach().abs().max())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * scale + 1e-7)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("tokens", [5, 70, 200])
+@pytest.mark.parametrize("time_first", [set[str](), {"dt"}, {"hidden_states", "dt", "z"}])
+def test_any_layout_gives_the_same(batch: int, tokens: int, time_first: set[str]) -> None:
+    """Channels or tokens side by side in memory: gradients lie as what they belong to does."""
+    given = arguments(tokens, torch.float64, batch=batch, channels=90)
+    laid = {
+        name: x.detach().mT.contiguous().mT.requires_grad_() if name in time_first else x
+        for name, x in given.items()
+    }
+    seed = torch.randn(batch, 90, tokens, dtype=torch.float64)
+    outputs, grads = [], []
+    for named, weight in ((given, seed), (laid, seed.mT.contiguous().mT)):
+        out = selective_scan(**named, delta_softplus=True)
+        assert isinstance(out, Tensor)
+        outputs.append(out)
+        grads.append(torch.autograd.grad(out, list(named.values()), weight))
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_gradcheck() -> None:
