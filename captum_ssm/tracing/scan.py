@@ -54,13 +54,10 @@ def selective_scan(
     if delta_softplus:
         dt = F.softplus(dt)
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    given = (
-        A.T.to(dtype),
-        # time first, (L, B, D) and (L, B, N)
-        *(x.permute(2, 0, 1).to(dtype) for x in (hidden_states, dt, B, C)),
-        None if D is None else D.to(dtype),
-    )
-    out, last = _scan(*given)
+    # time first, (L, B, D) and (L, B, N)
+    x, steps, keys, reads = (t.permute(2, 0, 1).to(dtype) for t in (hidden_states, dt, B, C))
+    skip = None if D is None else D.to(dtype)
+    out, last = _scan(A.T.to(dtype), x, steps, keys, reads, skip)
     out = out.permute(1, 2, 0).to(hidden_states.dtype)
     if z is not None:
         out = out * F.silu(z)
