@@ -17,8 +17,12 @@ from .chunk_tree import decay_matrices, sums_over_groups
 from .chunked_heads import ChunkedHeads
 from .chunks import Chunk, in_chunks
 from .decays import Decays
+from .heads import row_slices
 from .powers import exponential
 from .semiseparable import semiseparable_strip
+
+#: Rows of which products of queries and keys are formed at a time.
+_ROWS = 256
 
 
 class ScalarDecayHeads(ChunkedHeads):
@@ -104,8 +108,11 @@ class ScalarDecayHeads(ChunkedHeads):
             # copies, which are written to
             u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
             strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
-            q, k = self.query[:, rows.start : rows.stop, group], self.key[:, : rows.stop, group]
-            out.addcmul_(q @ k.mT, strip.entries)
+            q, k = self.query[:, :, group], self.key[:, :, group].mT
+            for part in row_slices(rows, _ROWS):  # columns behind them are zero
+                some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
+                into, decays = (x[:, some, :columns] for x in (out, strip.entries))
+                into.addcmul_(q[:, part] @ k[..., :columns], decays)
         return out
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:

@@ -83,7 +83,7 @@ def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tenso
     return (times * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
 
 
-def _slices(rows: range, height: int) -> Iterator[slice]:
+def row_slices(rows: range, height: int) -> Iterator[slice]:
     """The rows cut into slices of at most ``height``."""
     for start in range(rows.start, rows.stop, height):
         yield slice(start, min(start + height, rows.stop))
@@ -176,7 +176,7 @@ class DenseHeads(HeadOperator):
         out = self._zeros(batch, len(rows), tokens)
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
         height = max(1, _STRIP_ELEMENTS // (batch * tokens))
-        for into, at in zip(torch.split(out, height, 1), _slices(rows, height), strict=True):
+        for into, at in zip(torch.split(out, height, 1), row_slices(rows, height), strict=True):
             factors = left[:, at].permute(2, 0, 1, 3), columns, self.matrices[..., at, :].unbind(1)
             for row, column, matrix in zip(*factors, strict=True):
                 into.addcmul_(row @ column, matrix)

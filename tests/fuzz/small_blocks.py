@@ -23,6 +23,7 @@ _SIZES = {
     "HELD": 16,
     "TOKENS": 3,
     "COLUMNS": 3,
+    "ROWS": 3,
     "RUN": 2,
     "LEAST": 2,
     "ORDERED": 2,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import Operator, compose
+from captum_ssm.operators import Operator, compose, decay_heads
 from captum_ssm.operators.strips import Strip, clipped, total
 
 EXACT = 1e-12
@@ -133,6 +133,17 @@ def test_blocks_of_channels_add_up(build: Build, monkeypatch: pytest.MonkeyPatch
     for rows in (range(0, 12), range(7, 10), range(4, 6)):
         check_rows(case.operator.strip(left, right, rows), rows, wanted)
     assert relative_error(case.operator.contract(left, right), wanted) <= EXACT
+
+
+def test_products_of_queries_and_keys_a_few_rows_at_a_time(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = build(11)
+    left, right = randn(*case.shape[:3], 1), randn(*case.shape[:3], 1)
+    wanted = contracted(case, left, right)
+    monkeypatch.setattr(decay_heads, "_ROWS", 3)
+    for rows in (range(0, 11), range(2, 10), range(6, 7)):
+        check_rows(case.operator.strip(left, right, rows), rows, wanted)
 
 
 def test_one_row_of_more_tokens_than_a_factor_holds(
