@@ -31,21 +31,23 @@ def softmax_attention(
         The operator, and a boolean (B, L), or None if every token is read.
     """
     shape = Shape(*values.shape)
-    scores = query @ key.mT * scaling
+    # in place, for each tensor of this size takes longer to come by than to fill
+    scores = (query @ key.mT).mul_(scaling)
     if mask is None:
         return DenseHeads(scores.softmax(-1), shape.per_head), None
     if mask.dtype == torch.bool:
         hidden = ~mask
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores.masked_fill_(hidden, -torch.inf)
     else:
         hidden = mask <= _HIDDEN
-        scores = scores + mask.to(scores)
-    computed = scores.softmax(-1).nan_to_num(0)  # NaN: a row of nothing but -inf
-    core: Operator = DenseHeads(computed.masked_fill(hidden, 0), shape.per_head)
+        scores.add_(mask.to(scores))
+    computed = scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
     blind = hidden.all(-1, keepdim=True)
-    if bool(blind.any()):
-        idle = DenseHeads(computed.masked_fill(~blind, 0), shape.per_head).apply(values)
+    idle = computed.masked_fill(~blind, 0) if bool(blind.any()) else None
+    core: Operator = DenseHeads(computed.masked_fill_(hidden, 0), shape.per_head)
+    if idle is not None:
+        constant = DenseHeads(idle, shape.per_head).apply(values)
         one = values.new_ones(shape.heads, shape.per_head, 1)
-        core = Chain(ShortConv(one, shape, idle, component=None), core)
+        core = Chain(ShortConv(one, shape, constant, component=None), core)
     read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
     return core, None if bool(read.all()) else read
