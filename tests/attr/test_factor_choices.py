@@ -50,7 +50,8 @@ def test_channels_come_in_the_order_asked_for() -> None:
     (some_factors,) = attention.factors(channels=tuple(chosen), **call)
     assert torch.equal(some_factors.query, factors.query[:, :, chosen])
     assert torch.equal(some_factors.key, factors.key[:, :, chosen])
-    assert torch.equal(some_factors.history, factors.history[:, chosen])
+    # where channels lie elsewhere in memory, another loop takes the powers
+    assert relative_error(some_factors.history, factors.history[:, chosen]) <= 1e-6
 
 
 @pytest.mark.parametrize("components", ["exact", "unified-scan", {"skip"}, {"gate", "conv"}])

@@ -17,7 +17,8 @@ from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribu
 from captum_ssm.errors import GradientModeError
 from captum_ssm.tracing import find_mixers
 
-SAME = 1e-6
+#: Rounding of float32, for libraries choose other kernels where no graph is recorded.
+SAME = 1e-5
 
 
 @pytest.fixture
