@@ -26,7 +26,7 @@ from .powers import BINARY
 from .scan_steps import ScanSteps, per_head
 from .scratch import Scratch
 from .semiseparable import BandFactors, semiseparable_strip
-from .streams import LARGE, Portion, Stream
+from .streams import LARGE, Portion, Stream, evenly
 from .underflow import underflow_flushed
 
 #: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
@@ -281,7 +281,7 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
 def _blocks(heads: int, states: int, tokens: int) -> Iterator[tuple[slice, list[slice]]]:
     """Heads, and groups of their states, whose factors make blocks of the tree."""
     width = min(_TREE_MOST, max(TREE_LEAST, TREE_ELEMENTS // tokens))
-    each = min(heads, width)
+    each = evenly(heads, width)
     some = min(states, max(1, width // each))
     for head in range(0, heads, each):
         groups = [slice(state, min(state + some, states)) for state in range(0, states, some)]
