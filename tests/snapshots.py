@@ -88,7 +88,7 @@ def process_state(model: nn.Module) -> dict[str, Any]:
         "dispatch modes": _len_torch_dispatch_stack(),
         "functions seen": torch._C._is_torch_function_enabled(),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
-        "users": (eager._users, eager._stance, repair._users, list(repair._originals)),
+        "users": [(x._users, x._undo) for x in (eager._switch, repair._repairs)],
         "shared": sharing._current.get(),
         "functions": _functions(model),
         "configuration": str(getattr(model, "config", None)),

@@ -40,6 +40,34 @@ def lasting(change: Callable[[], Undo]) -> Iterator[None]:
             undo()
 
 
+class Shared:
+    """A change that the first of its users makes and the last one undoes.
+
+    Its :meth:`enter` is what :func:`lasting` wants, so that users may be nested and of any thread.
+
+    Args:
+        change: makes the change and returns what undoes it.
+    """
+
+    def __init__(self, change: Callable[[], Undo]) -> None:
+        self._change = change
+        self._users = 0
+        self._undo: Undo | None = None
+
+    def enter(self) -> Undo:
+        """One user more; what is returned makes it one less."""
+        if self._undo is None:
+            self._undo = self._change()
+        self._users += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users and self._undo is not None:
+            undo, self._undo = self._undo, None
+            undo()
+
+
 def _undo_those_of_others() -> None:
     """Undo, in a forked process, what threads have changed that did not come along."""
     try:

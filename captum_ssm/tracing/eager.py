@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import NoMixerError
-from .changes import Undo, lasting
-
-_users = 0
-_stance: Any = None
+from .changes import Shared, Undo, lasting
 
 
 @contextmanager
@@ -28,24 +24,16 @@ def eagerly(model: nn.Module) -> Iterator[None]:
             )
         yield
         return
-    with lasting(_enter):
+    with lasting(_switch.enter):
         yield
 
 
-def _enter() -> Undo:
-    global _users, _stance
-    if _users == 0:
-        _stance = torch.compiler.set_stance("force_eager")
-    _users += 1
-    return _leave
+def _switch_off() -> Undo:
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
 
 
-def _leave() -> None:
-    global _users, _stance
-    _users -= 1
-    if _users == 0:
-        _stance.__exit__(None, None, None)
-        _stance = None
+_switch = Shared(_switch_off)
 
 
 def _has_compiled_parts(model: nn.Module) -> bool:

@@ -17,14 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .changes import Undo, lasting
+from .changes import Shared, Undo, lasting
 from .recurrences import rg_lru, wkv
 from .scan import selective_scan
 
 Function = Callable[..., Any]
-
-_users = 0
-_originals: list[tuple[Any, str, Function]] = []
 
 
 @contextmanager
@@ -48,26 +45,12 @@ def repaired_scans() -> Iterator[None]:
         >>> torch.allclose(logits, model(ids).logits, atol=1e-4)
         True
     """
-    with lasting(_enter):
+    with lasting(_repairs.enter):
         yield
 
 
-def _enter() -> Undo:
-    global _users
-    if _users == 0:
-        _replace()
-    _users += 1
-    return _leave
-
-
-def _leave() -> None:
-    global _users
-    _users -= 1
-    if _users == 0:
-        _restore()
-
-
-def _replace() -> None:
+def _replace() -> Undo:
+    originals: list[tuple[Any, str, Function]] = []
     for name, path, repaired in _REPAIRS:
         holder: Any = sys.modules.get(name)
         *outer, attribute = path.split(".")
@@ -75,14 +58,17 @@ def _replace() -> None:
             holder = getattr(holder, part, None)
         original = getattr(holder, attribute, None)
         if original is not None:
-            _originals.append((holder, attribute, original))
+            originals.append((holder, attribute, original))
             setattr(holder, attribute, repaired(original))
 
+    def restore() -> None:
+        for holder, attribute, original in originals:
+            setattr(holder, attribute, original)
 
-def _restore() -> None:
-    for holder, attribute, original in _originals:
-        setattr(holder, attribute, original)
-    _originals.clear()
+    return restore
+
+
+_repairs = Shared(_replace)
 
 
 def _of_transformers(original: Function) -> Function:
