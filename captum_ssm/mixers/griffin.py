@@ -22,7 +22,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
 from .attention import hf_attention
 from .base import Call, LinearMixer
-from .common import as_heads, causal_conv, linear, run, working_dtype
+from .common import as_heads, causal_conv, run, working_dtype
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
@@ -72,6 +72,8 @@ def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor
 
 
 def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """sigmoid of one linear map per head, weights (H, D / H, D / H)."""
-    maps: Tensor = torch.block_diag(*weight)  # type: ignore[no-untyped-call]
-    return torch.sigmoid(linear(u, maps.T, bias.flatten()))
+    """sigmoid of one affine map per head, weights (H, D / H, D / H) and biases (H, D / H)."""
+    heads = torch.unflatten(u.flatten(0, 1), -1, weight.shape[:2]).transpose(0, 1)
+    with torch.autocast(u.device.type, enabled=False):
+        maps = torch.baddbmm(bias.to(u)[:, None], heads, weight.to(u))  # (H, B L, D / H)
+    return torch.sigmoid(maps).transpose(0, 1).reshape(u.shape)
