@@ -51,13 +51,12 @@ what rollout does when the model has run:
 
 Rollout and LatimFlow are linear in the length. MambaAttribution forms every entry of every layer's
 matrix, a strip of rows at a time; so does LatimLogit with `mixing="alti"`, for every row of the
-layers but the last, which takes the time of some 35 passes through the layer at 1024 tokens:
+layers but the last, which takes the time of 30 to 50 passes through the layer at 1024 tokens:
 `mixing="projection"` is its cheap choice.
 
 ## Long inputs
 
-A model of four such layers, on one thread; during the last half of the run the machine had other
-work beside it:
+A model of four such layers, on one thread:
 
 {long}
 
