@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..operators.powers import BINARY
 from ..operators.underflow import underflow_flushed
-from .layouts import copied, time_first
+from .layouts import time_first
 
 #: Tokens whose states are held at a time.
 _CHUNK = 32
@@ -123,14 +123,14 @@ class _Scan(torch.autograd.Function):
                 of_x.addcmul_(seed, D)
             if grad_D is not None:
                 grad_D += (seed * inputs).sum((0, 1))
-            copied(of_x, grad_x[part])
+            grad_x[part] = of_x
             # the gradient of dt A: that of the decay times the decay itself
             exponent = decays.mul_(states[:-1])
             if grad_A is not None:
                 torch.mul(exponent, steps[:, :, None], out=grad)
                 grad_A += grad.sum((0, 1))
             of_dt = exponent.mul_(A).sum(2).addcmul_(of_written, inputs)
-            copied(of_dt, grad_dt[part])
+            grad_dt[part] = of_dt
         return grad_A, grad_x, grad_dt, grad_B, grad_C, grad_D
 
 

@@ -112,7 +112,9 @@ def check(layer: Layer, mask: Tensor | None = None) -> None:
     assert relative_error(layer.output, parts.output) <= FLOAT32
     assert relative_error(layer.linear.output(), parts.output) <= FLOAT32
     assert relative_error(layer.operator.dense(None), parts.exact) <= FLOAT32
-    assert relative_error(layer.operator.dense("mean"), parts.exact.mean(1)) <= FLOAT32
+    # channels may cancel in their mean
+    error = (layer.operator.dense("mean") - parts.exact.mean(1)).abs().max()
+    assert error <= FLOAT32 * parts.exact.abs().max()
 
 
 # --- the mixers ------------------------------------------------------------------------------
