@@ -56,7 +56,8 @@ layers but the last, which takes the time of 30 to 50 passes through the layer a
 
 ## Long inputs
 
-A model of four such layers, on one thread:
+A model of four such layers, on one thread; for most of the time the machine had other work beside
+it:
 
 {long}
 
