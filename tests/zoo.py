@@ -77,7 +77,8 @@ def bamba(_: pytest.MonkeyPatch) -> Case:
 
 
 def jamba(_: pytest.MonkeyPatch) -> Case:
-    return language(attention_models.attention_model("jamba"))
+    # it enlarges the rounding of float32, where other kernels run if no graph is recorded
+    return language(attention_models.attention_model("jamba").double())
 
 
 def recurrent_gemma(_: pytest.MonkeyPatch) -> Case:

@@ -17,8 +17,7 @@ from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribu
 from captum_ssm.errors import GradientModeError
 from captum_ssm.tracing import find_mixers
 
-#: Rounding of float32, for libraries choose other kernels where no graph is recorded.
-SAME = 1e-5
+SAME = 1e-6
 
 
 @pytest.fixture

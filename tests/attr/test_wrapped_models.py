@@ -16,8 +16,7 @@ from zoo import TRANSFORMERS, ZOO, Case, every, explain, hook_count
 from captum_ssm import trace
 from captum_ssm.tracing import find_mixers
 
-#: Rounding of float32, for libraries choose other kernels where no graph is recorded.
-SAME = 1e-5
+SAME = 1e-6
 
 
 @pytest.fixture
