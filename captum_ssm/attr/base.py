@@ -129,10 +129,12 @@ class ImplicitMethod(Attribution):
         query: Query,
         per_token: bool,
         internal_batch_size: int | None,
+        graph: Graph = "outputs",
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the model, apply ``relevance`` to each sub-batch, and lay the result out.
 
-        A target that is an :class:`Each` gives a result per target, stacked in front.
+        A target that is an :class:`Each` gives a result per target, stacked in front.  ``graph`` is
+        what is kept of the run's where gradients are needed.
         """
         tensor, in_tuple = single_input(inputs)
         additional = as_tuple(additional_forward_args)
@@ -149,6 +151,7 @@ class ImplicitMethod(Attribution):
                     relevance,
                     query=cut(query),
                     per_token=per_token,
+                    graph=graph,
                 )
             parts.append([result.detach() for result in results])
         wholes = [torch.cat(batches) for batches in zip(*parts, strict=True)]
@@ -164,6 +167,7 @@ class ImplicitMethod(Attribution):
         *,
         query: Query,
         per_token: bool,
+        graph: Graph,
     ) -> list[Tensor]:
         """The relevance laid out, for each target."""
         is_image = inputs.dim() == 4 and inputs.is_floating_point()
@@ -177,7 +181,7 @@ class ImplicitMethod(Attribution):
                 # until the backward is done: checkpointed layers run their forward again in it
                 stack.enter_context(repaired_scans())
                 stack.enter_context(graphs_dropped(model))
-            run = self._run(inputs, target, additional, query, stack)
+            run = self._run(inputs, target, additional, query, stack, graph)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             rows = [relevance(asked) for asked in run.each()]
@@ -206,13 +210,14 @@ class ImplicitMethod(Attribution):
         additional: tuple[Any, ...],
         query: Query,
         stack: ExitStack,
+        graph: Graph = "outputs",
     ) -> Run:
         """One traced forward run; its graph lives as long as ``stack``.
 
         A target that is an :class:`Each` gives a question per target.
         """
-        graph: Graph = "tail" if needs_readers(query) else "none"
-        graph = "all" if self.needs_gradient else graph
+        if not self.needs_gradient:
+            graph = "tail" if needs_readers(query) else "none"
         stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
         model = find_model(self.forward_func, self.model)
         request = Request(self.forward_func, model, self.layers, inputs, additional)

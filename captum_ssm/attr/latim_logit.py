@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from ..linear import direct_paths
 from ..operators.maps import unseen
-from ..tracing import find_model, require_layers, require_real_tokens, trace
+from ..tracing import Graph, find_model, require_layers, require_real_tokens, trace
 from .contrast import contrasted
 from .decomposition import not_reached
 from .fold import verify_layer
@@ -276,6 +276,7 @@ class LatimLogit(LatimMethod):
         additional: tuple[Any, ...],
         query: Query,
         stack: ExitStack,
+        graph: Graph = "outputs",
     ) -> Run:
         model = find_model(self.forward_func, self.model)
         with residual_streams(model, self.layers) as streams, trace(model, layers=self.layers) as t:

@@ -185,6 +185,7 @@ class MambaAttribution(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            graph="outputs" if recipe == "paper" else "all",
         )
 
 

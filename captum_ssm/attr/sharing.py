@@ -170,7 +170,7 @@ def probe_of(model: nn.Module) -> ImageProbe:
 def _run(request: Request, kept: Kept, shared: bool) -> Forward:
     model, layers = request.model, request.layers
     with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(kept.graph == "all"))
+        stack.enter_context(torch.set_grad_enabled(kept.graph in ("outputs", "all")))
         entering = stack.enter_context(residual_streams(model, layers)) if kept.streams else None
         record = stack.enter_context(trace(model, layers=layers, graph=kept.graph))
         output = logits_of(call_model(request.forward_func, request.inputs, request.additional))

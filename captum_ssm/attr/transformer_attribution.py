@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..mixers.base import LinearMixer
 from ..operators import Operator
-from ..tracing import Layer, find_model
+from ..tracing import Graph, Layer, find_model
 from ..tracing.gradients import recordable
 from .base import ImplicitMethod, options
 from .fold import Mixing, fold, given
@@ -197,9 +197,10 @@ class TransformerAttribution(ImplicitMethod):
         additional: tuple[Any, ...],
         query: Query,
         stack: ExitStack,
+        graph: Graph = "outputs",
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        run = super()._run(inputs, target, additional, query, stack)
+        run = super()._run(inputs, target, additional, query, stack, graph)
         stack.enter_context(recordable(model))  # gradients pass the output projections again
         if self.form == "gradient":
             return run

@@ -79,6 +79,14 @@ def in_graph(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().clone().requires_grad_()
 
 
+def begun(x: Tensor) -> Tensor:
+    """The same values where an autograd graph begins.
+
+    They are no leaf, to which a model could not write: what it does to a record is noticed later.
+    """
+    return x.detach() - x.new_zeros((), requires_grad=True)
+
+
 def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
     attributes = vars(module).items()
     return {n: t for n, t in attributes if isinstance(t, Tensor) and t.grad_fn is not None}

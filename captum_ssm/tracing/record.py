@@ -15,15 +15,15 @@ from ..operators.finite import all_finite
 from ..operators.maps import full_precision
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
-from .gradients import in_graph, recordable
+from .gradients import begun, in_graph, recordable
 from .hooks import Hook, detached, hooked, swap_first, without_caches
 from .layer import Layer
 from .offload import linearize
 from .repair import repaired_scans
 
-#: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on, or
-#: ``"all"``; see :func:`trace`.
-Graph = Literal["none", "tail", "all"]
+#: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
+#: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
+Graph = Literal["none", "tail", "outputs", "all"]
 
 
 class Trace:
@@ -121,10 +121,11 @@ def trace(
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
         layers: names or modules of the mixers to record. Default: None, all.
-        graph: which autograd graph to keep: ``"none"``, ``"all"`` from the first block on, so
-            that gradients with respect to mixer outputs and block inputs can be taken, or
-            ``"tail"`` from the last mixer on. With gradient checkpointing, take the gradients
-            inside the ``with``. Default: ``"none"``.
+        graph: which autograd graph to keep: ``"none"``, ``"tail"`` of what follows the last mixer,
+            ``"outputs"`` of what follows the first one, so that gradients with respect to mixer
+            outputs can be taken, or ``"all"`` from the first block on, so that those with respect
+            to block inputs can be, too. With gradient checkpointing, take the gradients inside the
+            ``with``. Default: ``"none"``.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -208,8 +209,10 @@ def _mixer_hook(
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if graph == "tail" and mixer is last:
             torch.set_grad_enabled(True)  # undone when the trace ends
-        joins = graph == "all" or (graph == "tail" and mixer is last)
-        kept = swap_first(output, in_graph)[0] if joins else detached(output)
+        joins = graph in ("outputs", "all") or (graph == "tail" and mixer is last)
+        # what computed the first output is let go of
+        swap = begun if graph == "outputs" and not record.layers else in_graph
+        kept = swap_first(output, swap)[0] if joins else detached(output)
         # the block entered last is the one that runs, also for a mixer shared by several
         block = next((b for b in reversed(streams) if b in mixer.blocks), None)
         around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}

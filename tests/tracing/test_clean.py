@@ -15,7 +15,7 @@ from captum_ssm import trace
 
 pytest.importorskip("transformers")
 
-GRAPHS = ["none", "tail", "all"]
+GRAPHS = ["none", "tail", "outputs", "all"]
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_checkpoints_of_no_stated_form_stay() -> None:
         assert _checkpointing(model) is mine
 
 
-@pytest.mark.parametrize("graph", ["tail", "all"])
+@pytest.mark.parametrize("graph", ["tail", "outputs", "all"])
 def test_a_trace_of_a_model_made_under_inference_mode(graph: Any) -> None:
     plain, ids = oracles.transformers_model("mamba"), torch.randint(19, (2, 5))
     with torch.inference_mode():

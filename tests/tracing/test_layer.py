@@ -57,10 +57,11 @@ class Overwriting(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("graph", ["none", "outputs"])
 @pytest.mark.parametrize("what", ["output", "slice", "input", "nothing"])
-def test_changes_in_place_are_noticed(model: Any, what: str) -> None:
+def test_changes_in_place_are_noticed(model: Any, what: str, graph: Any) -> None:
     overwriting = Overwriting(model.backbone.layers[0].mixer, what)
-    with torch.no_grad(), trace(overwriting) as t:
+    with torch.set_grad_enabled(graph != "none"), trace(overwriting, graph=graph) as t:
         overwriting(torch.randn(2, 4, 5))
     (layer,) = t.layers
     if what == "nothing":

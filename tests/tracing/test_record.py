@@ -81,7 +81,7 @@ def test_the_order_is_that_of_the_run() -> None:
     assert names(t) == ["blocks.2", "blocks.0", "blocks.1"]
 
 
-@pytest.mark.parametrize("graph", ["none", "tail", "all"])
+@pytest.mark.parametrize("graph", ["none", "tail", "outputs", "all"])
 def test_a_module_called_twice_is_recorded_twice(graph: Any) -> None:
     model = Residual(mixers(2), [0, 1, 0, 0])
     hidden = torch.randn(2, 4, 5)
@@ -247,6 +247,25 @@ def test_gradients_of_every_mixer(model: Any, frozen: bool) -> None:
         (wanted,) = torch.autograd.grad(again, replaced)
         assert relative_error(found[3 + i], wanted) <= 1e-5
         handle.remove()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_of_outputs_begins_at_the_first_one(model: Any, frozen: bool) -> None:
+    """It has the gradients of the whole graph, and nothing of what came before."""
+    model.requires_grad_(not frozen)
+    tokens, found = ids(), []
+    for graph in ("all", "outputs"):
+        with trace(model, graph=graph) as t:
+            score = model(tokens).logits[:, -1, 3].sum()
+        outputs = [layer.output for layer in t.layers]
+        found.append(torch.autograd.grad(score, outputs, retain_graph=True))
+    for of_all, of_outputs in zip(*found, strict=True):
+        assert bool(of_all.any()) and torch.equal(of_all, of_outputs)
+    assert [layer.stream for layer in t.layers] == [None] * 3
+    if not frozen:
+        weights = [block.mixer.in_proj.weight for block in model.backbone.layers]
+        first, *others = torch.autograd.grad(score, weights, allow_unused=True)
+        assert first is None and all(bool(other.any()) for other in others)
 
 
 def test_gradient_of_the_last_mixer_inside_no_grad(model: Any) -> None:
