@@ -7,7 +7,7 @@ backward; the others are computed again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,67 +49,105 @@ def selective_scan(
         delta_softplus: whether dt passes a softplus. Default: False.
         return_last_state: also return the last state (B, D, N). Default: False.
     """
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = F.softplus(dt)
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     # time first, (L, B, D) and (L, B, N)
     x, steps, keys, reads = (t.permute(2, 0, 1).to(dtype) for t in (hidden_states, dt, B, C))
-    skip = None if D is None else D.to(dtype)
-    out, last = _scan(A.T.to(dtype), x, steps, keys, reads, skip)
-    out = out.permute(1, 2, 0).to(hidden_states.dtype)
-    if z is not None:
-        out = out * F.silu(z)
+    skip, bias = (None if t is None else t.to(dtype) for t in (D, delta_bias))
+    gate = None if z is None else z.permute(2, 0, 1).to(dtype)
+    given = _Given(A.T.to(dtype), x, steps, keys, reads, skip, bias, gate, delta_softplus)
+    out, last = _scan(given)
+    returned = (
+        hidden_states.dtype if z is None else torch.promote_types(hidden_states.dtype, z.dtype)
+    )
+    out = out.permute(1, 2, 0).to(returned)
     return (out, last.transpose(1, 2)) if return_last_state else out
 
 
-def _scan(
-    A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Outputs (L, B, D) and the last state (B, N, D); the shapes are those of :class:`_Scan`."""
-    given = (A, x, dt, B, C, D)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+class _Given(NamedTuple):
+    """What a scan is computed from; optional parts are None.
+
+    Attributes:
+        A: decay rates (N, D).
+        x: values (L, B, D).
+        dt: step sizes (L, B, D), before bias and softplus.
+        B: input vectors (L, B, N).
+        C: output vectors (L, B, N).
+        D: skip weights (D,).
+        bias: of the step sizes (D,).
+        z: gate before SiLU (L, B, D).
+        softplus: whether step sizes pass one.
+    """
+
+    A: Tensor
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    bias: Tensor | None
+    z: Tensor | None
+    softplus: bool
+
+    def steps(self, raw: Tensor) -> Tensor:
+        """Step sizes with their bias, before the softplus."""
+        return raw if self.bias is None else raw + self.bias
+
+
+def _scan(given: _Given) -> tuple[Tensor, Tensor]:
+    """Outputs (L, B, D) and the last state (B, N, D)."""
+    tensors = (t for t in given if isinstance(t, Tensor))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         found: tuple[Tensor, Tensor] = _Scan.apply(*given)  # type: ignore[no-untyped-call]
         return found
-    chunks = _Chunks(A, x, dt, B)
+    chunks = _Chunks(given)
     with underflow_flushed():
-        return chunks.outputs(C, D), chunks.states[0].clone()
+        out = chunks.outputs()
+        return out if given.z is None else chunks.gated(out, into=out), chunks.last()
 
 
 class _Scan(torch.autograd.Function):
-    """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = C[t] . h[t] + D x[t].
+    """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = (C[t] . h[t] + D x[t]) silu(z[t]).
 
-    Shapes, time first: A (N, D), x and dt (L, B, D), B and C (L, B, N), states (B, N, D), the skip
-    weights D (D,).  Gradients of x and dt lie in memory as these do, for what they meet next does.
+    The arguments are those of :class:`_Given`, states are (B, N, D).  Gradients of x, dt and z lie
+    in memory as these do, for what they meet next does.  Step sizes and gates, each as large as x,
+    are not kept for the backward, which computes them again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        chunks, starts = _Chunks(A, x, dt, B), list[Tensor]()
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        given = _Given(*arguments)
+        chunks, starts = _Chunks(given), list[Tensor]()
         with underflow_flushed():
-            out = chunks.outputs(C, D, starts)
-        ctx.save_for_backward(A, x, dt, B, C, D, *starts)
-        return out, chunks.states[0].clone()
+            out = chunks.outputs(starts)
+            gated = out if given.z is None else chunks.gated(out, into=torch.empty_like(out))
+        ctx.softplus = given.softplus
+        ctx.save_for_backward(*given[:-1], None if given.z is None else out, *starts)
+        return gated, chunks.last()
 
     @staticmethod
     @once_differentiable
     @underflow_flushed()
     def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
-        A, x, dt, B, C, D, *starts = ctx.saved_tensors
-        chunks = _Chunks(A, x, dt, B)
+        A, x, dt, B, C, D, bias, z, out, *starts = ctx.saved_tensors
+        given = _Given(A, x, dt, B, C, D, bias, z, ctx.softplus)
+        chunks = _Chunks(given)
         grad_x, grad_dt = torch.empty_like(x), torch.empty_like(dt)
         grad_B, grad_C = (t.new_empty(t.shape) for t in (B, C))
-        grad_A = torch.zeros_like(A) if ctx.needs_input_grad[0] else None
-        grad_D = torch.zeros_like(D) if ctx.needs_input_grad[5] else None
+        grad_A, grad_D, grad_bias = (
+            torch.zeros_like(t) if ctx.needs_input_grad[i] else None
+            for i, t in ((0, A), (5, D), (6, bias))
+        )
+        grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
         grads = torch.empty_like(chunks.decays)
         carried = grad_last
         for part, start in zip(reversed(chunks.parts), reversed(starts), strict=True):
             decays, states = chunks.run(part, start)
-            inputs, steps, keys, written = chunks.current
+            inputs, raw, steps, keys, written = chunks.current
             grad, seed = grads[: len(decays)], time_first(grad_out[part])
+            if z is not None:
+                seed, of_z = _behind_gate(seed, out[part], time_first(z[part]))
+                if grad_z is not None:
+                    grad_z[part] = of_z
             _times_columns(states[1:], seed, into=grad_C[part])
             torch.mul(C[part, :, :, None], seed[:, :, None], out=grad)
             for here, decay in zip(grad.unbind()[::-1], decays.unbind()[::-1], strict=True):
@@ -130,8 +168,12 @@ class _Scan(torch.autograd.Function):
                 torch.mul(exponent, steps[:, :, None], out=grad)
                 grad_A += grad.sum((0, 1))
             of_dt = exponent.mul_(A).sum(2).addcmul_(of_written, inputs)
+            if given.softplus:
+                of_dt.mul_(given.steps(raw).sigmoid())
+            if grad_bias is not None:
+                grad_bias += of_dt.sum((0, 1))
             grad_dt[part] = of_dt
-        return grad_A, grad_x, grad_dt, grad_B, grad_C, grad_D
+        return grad_A, grad_x, grad_dt, grad_B, grad_C, grad_D, grad_bias, grad_z, None
 
 
 class _Chunks:
@@ -143,12 +185,13 @@ class _Chunks:
         parts: the chunks.
         decays: of the chunk that ran last, (tokens, B, N, D).
         states: what the next chunk starts from, then the states of the one that ran last.
-        current: x, dt, B and dt x of the chunk that ran last, contiguous.
+        current: x, dt as given, dt, B and dt x of the chunk that ran last, contiguous.
     """
 
-    def __init__(self, A: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
+    def __init__(self, given: _Given) -> None:
+        A, x = given.A, given.x
+        self._given = given
         self._rates = (BINARY * A).contiguous()
-        self._given = x, dt, B
         tokens, batch, channels = x.shape
         size = min(_CHUNK, tokens)
         self.parts = [slice(t, min(t + size, tokens)) for t in range(0, tokens, size)]
@@ -163,9 +206,12 @@ class _Chunks:
             part: the chunk.
             start: the state before it (B, N, D).
         """
-        x, dt, keys = (time_first(t[part]) for t in self._given)
+        given = self._given
+        x, raw, keys = (time_first(t[part]) for t in (given.x, given.dt, given.B))
+        dt = given.steps(raw)
+        dt = F.softplus(dt) if given.softplus else dt
         written = dt * x
-        self.current = x, dt, keys, written
+        self.current = x, raw, dt, keys, written
         decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
         torch.mul(dt[:, :, None], self._rates, out=decays).exp2_()
         torch.mul(keys[..., None], written[:, :, None], out=states[1:])
@@ -175,14 +221,13 @@ class _Chunks:
             before = state.addcmul_(decay, before)
         return decays, states
 
-    def outputs(self, C: Tensor, D: Tensor | None, starts: list[Tensor] | None = None) -> Tensor:
+    def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
         """C[t] . h[t] + D x[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.
 
         Args:
-            C: output vectors (L, B, N).
-            D: skip weights (D,); None for none.
             starts: receives the state before each chunk. Default: None, nothing does.
         """
+        C, D = self._given.C, self._given.D
         out = C.new_empty(*C.shape[:2], self.states.shape[-1])
         for part in self.parts:
             if starts is not None:
@@ -193,6 +238,26 @@ class _Chunks:
                 out[part].addcmul_(self.current[0], D)
             self.states[0] = states[-1]
         return out
+
+    def gated(self, out: Tensor, into: Tensor) -> Tensor:
+        """Outputs (L, B, D) times their gates, written to ``into``."""
+        z = self._given.z
+        assert z is not None
+        for part in self.parts:
+            torch.mul(out[part], F.silu(time_first(z[part])), out=into[part])
+        return into
+
+    def last(self) -> Tensor:
+        """The state after all tokens, when :meth:`outputs` has run."""
+        return self.states[0].clone()
+
+
+def _behind_gate(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of ``out`` and ``z``, given that of out silu(z)."""
+    share = z.sigmoid()
+    gate = share * z
+    slope = torch.addcmul(share, gate, 1 - share)
+    return gate.mul_(grad), slope.mul_(grad).mul_(out)
 
 
 def _times_rows(rows: Tensor, matrices: Tensor, into: Tensor) -> Tensor:

@@ -130,6 +130,21 @@ def test_no_state_is_kept_for_a_backward_that_cannot_come() -> None:
     torch.testing.assert_close(without, selective_scan(**given))
 
 
+def test_little_is_kept_for_the_backward() -> None:
+    """Beside what was given: the outputs before the gate, and the states between chunks."""
+    tokens, channels = 100, 6
+    given = arguments(tokens, torch.float32, channels=channels)
+    memory = {x.data_ptr() for x in given.values()}
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with hooks:
+        out = selective_scan(**given, delta_softplus=True)
+    assert isinstance(out, Tensor)
+    new = [x for x in kept if x.data_ptr() not in memory and x.numel() > channels]
+    states = -(-tokens // 32)
+    assert sorted(x.numel() for x in new) == [4 * channels * 2] * states + [out.numel()]
+
+
 def test_small_gradients_leave_the_processor_as_it_was() -> None:
     given = arguments(64, torch.float32)
     given["A"] = (given["A"].detach() - 20).requires_grad_()
