@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -52,10 +53,14 @@ class FadingRecurrence(Recurrent, pivot.Fading):
 
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
         """What tokens read of what they write themselves, summed over channels, (B, R)."""
-        every = slice(None)
+        every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
-        sent = self.written(right.expand(self.shape)[..., 0])[:, rows]
-        row = left.expand(self.shape)[:, rows, :, 0]
-        shared = read.shape[-1] == 1
-        own: Tensor = torch.linalg.vecdot(row if shared else row * read, sent)
-        return own * read[..., 0] if shared else own
+        row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
+        # what is common to all channels is not repeated: loops are slow over such operands
+        sent = self.written(right[..., 0]).expand(batch, tokens, heads)[:, rows]
+        apart = [factor for factor in (row, read) if factor.shape[-1] > 1]
+        own: Tensor = torch.linalg.vecdot(math.prod(apart), sent) if apart else sent.sum(-1)
+        for factor in (row, read):
+            if factor.shape[-1] == 1:
+                own = own * factor[..., 0]
+        return own

@@ -67,7 +67,7 @@ class Fading(Protocol):
         """What tokens write to, (B, T, N, 1 or H)."""
 
     def written(self, right: Tensor) -> Tensor:
-        """How much is written of values (B, L, H)."""
+        """How much is written of values (B, L, H), broadcastable."""
 
 
 def strip_by_pivot(operator: Fading, left: Tensor, band: Band, rows: range) -> Strip:

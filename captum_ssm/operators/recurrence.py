@@ -138,10 +138,10 @@ class ElementwiseRecurrence(FadingRecurrence):
         return self._ones(1, 1, 1, 1)
 
     def written(self, right: Tensor) -> Tensor:
-        """How much is written of values, (B, L, H).
+        """How much is written of values, (B, L, H), broadcastable.
 
         Args:
-            right: the values (B, L, H).
+            right: the values (B, L, H), broadcastable.
         """
         return right
 

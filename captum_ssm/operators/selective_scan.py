@@ -157,7 +157,7 @@ class SelectiveScan(FadingRecurrence):
         """How much is written of values, (B, L, H).
 
         Args:
-            right: the values (B, L, H).
+            right: the values (B, L, H), broadcastable.
         """
         return self.dt * right
 
