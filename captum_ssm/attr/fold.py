@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError, NonFiniteError, OptionError
 from ..operators import Operator, Reduce
 from ..operators.finite import all_finite
+from ..operators.thin import times
 from ..tracing import Layer
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def given(matrix: Tensor) -> Mixing:
     """A formed matrix (B, L, L)."""
     return Mixing(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
-        lambda column: torch.bmm(matrix, column.unsqueeze(-1)).squeeze(-1),
+        lambda column: times(matrix, column.unsqueeze(-1)).squeeze(-1),
     )
 
 

@@ -11,6 +11,7 @@ from ..operators import Operator, Reduce
 from ..operators.by_channel import goes_by_channel
 from ..operators.fitting import fitting
 from ..operators.strips import Strip
+from ..operators.thin import times
 from .fold import Mixing
 from .memory import Budget
 
@@ -73,7 +74,7 @@ def streamed(
         out = torch.zeros_like(column)
         for strip, entries in strips(range(tokens)):
             values = column[:, strip.columns.start : strip.columns.stop]
-            _of_rows(out, strip).copy_(torch.bmm(entries, values.unsqueeze(-1)).squeeze(-1))
+            _of_rows(out, strip).copy_(times(entries, values.unsqueeze(-1)).squeeze(-1))
         return out
 
     def normalized(row: Tensor) -> Tensor:

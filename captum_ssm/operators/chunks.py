@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .thin import times
+
 #: Tokens of a chunk.
 CHUNK = 64
 #: Tokens of a chunk where few vectors are mapped, which the matrices within chunks would outweigh.
@@ -119,7 +121,7 @@ class ChunkSteps:
             for factor in chunk.faded or (None, None)
         )
         before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
-        earlier = torch.unflatten(chunk.reads @ before.flatten(-3), -1, x.shape[4:])
+        earlier = torch.unflatten(times(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
         own = within(chunk.inner, x)
         if reads_faded is None:
             torch.add(own, earlier, out=into)
@@ -128,7 +130,7 @@ class ChunkSteps:
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
         """The states that chunks find, (B, G, C, N, S, H / G, P), where each writes ``x``."""
-        written = torch.unflatten(chunk.writes.mT @ x.flatten(-3), -1, x.shape[4:])
+        written = torch.unflatten(times(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = of_heads(chunk.carry, chunk.writes.shape[1])
         before, self.state = states(written, carry, self.state, self.transposed)
         return before
@@ -186,14 +188,6 @@ def put(x: Tensor, out: Tensor) -> None:
     x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
     stack = x.permute(3, 0, 2, 1, 4)
     out.copy_(torch.unflatten(stack, 0, out.shape[:-4]) if out.dim() > 4 else stack[0])
-
-
-def times(x: Tensor, values: Tensor) -> Tensor:
-    """Many matrices (..., T, N) times as many (..., N, P)."""
-    if values.shape[-1] == 1:  # products of small matrices with one vector would be slow
-        out: Tensor = torch.linalg.vecdot(x, values.mT)
-        return out[..., None]
-    return x @ values
 
 
 def by_group(x: Tensor, length: int, groups: int) -> Tensor:

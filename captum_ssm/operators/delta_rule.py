@@ -20,6 +20,7 @@ from .chunks import Chunk, Steps, in_chunks, put, stacked
 from .decays import Decays
 from .grams import decayed
 from .powers import exponential
+from .thin import times
 
 
 class DeltaRule(ChunkedHeads):
@@ -164,26 +165,27 @@ class _Corrected(NamedTuple):
         solved, k_before, k_after, since, until, total = self._by_chunk()
         for c in range(v.shape[2]):
             before.append(state)
-            missing = v_of[c] - _faded(k_before[c] @ state, since, c)
-            w_here = torch.bmm(solved[c], missing, out=w_of[c])
-            kept = total[c] * state
-            state = kept.baddbmm_(k_after[c].mT, _faded(w_here, until, c))
-        read = self.q_before @ torch.stack(before, 1).view(*v.shape[:3], -1, v.shape[-1])
+            missing = v_of[c] - _faded(times(k_before[c], state), since, c)
+            w_here = w_of[c].copy_(times(solved[c], missing))
+            written = times(k_after[c].mT, _faded(w_here, until, c))
+            state = torch.addcmul(written, total[c], state)
+        states = torch.stack(before, 1).view(*v.shape[:3], -1, v.shape[-1])
+        read = times(self.q_before, states)
         read = read if self.since is None else read.mul_(self.since)
-        return read.add_(self.read @ w), state
+        return read.add_(times(self.read, w)), state
 
     def adjoint(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The adjoint of :meth:`forward`, from the last chunk to the first."""
-        asked = self.read.mT @ u
+        asked = times(self.read.mT, u)
         w = torch.empty_like(asked, memory_format=torch.contiguous_format)
-        added = self.q_before.mT @ (u if self.since is None else self.since * u)
+        added = times(self.q_before.mT, u if self.since is None else self.since * u)
         asked_of, added_of, w_of = map(_by_chunk, (asked, added, w))
         solved, k_before, k_after, since, until, total = self._by_chunk()
         for c in reversed(range(u.shape[2])):
-            asked_here = asked_of[c].add_(_faded(k_after[c] @ state, until, c))
-            w_here = torch.bmm(solved[c].mT, asked_here, out=w_of[c])
+            asked_here = asked_of[c].add_(_faded(times(k_after[c], state), until, c))
+            w_here = w_of[c].copy_(times(solved[c].mT, asked_here))
             kept = torch.addcmul(added_of[c], total[c], state)
-            state = kept.baddbmm_(k_before[c].mT, _faded(w_here, since, c), alpha=-1)
+            state = kept.sub_(times(k_before[c].mT, _faded(w_here, since, c)))
         return w, state
 
     def _by_chunk(self) -> Iterator[Sequence[Tensor]]:

@@ -11,6 +11,7 @@ from .base import Operator, Shape
 from .diagonal import Diagonal
 from .maps import full_precision
 from .strips import Strip
+from .thin import times
 from .underflow import underflow_flushed
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
@@ -131,11 +132,11 @@ class DenseHeads(HeadOperator):
 
     def apply(self, v: Tensor) -> Tensor:
         with full_precision(v.device):
-            return (self.matrices @ v.transpose(-3, -2)).transpose(-3, -2)
+            return times(self.matrices, v.transpose(-3, -2)).transpose(-3, -2)
 
     def transpose(self, u: Tensor) -> Tensor:
         with full_precision(u.device):
-            return (self.matrices.transpose(-1, -2) @ u.transpose(-3, -2)).transpose(-3, -2)
+            return times(self.matrices.mT, u.transpose(-3, -2)).transpose(-3, -2)
 
     def mean_matvec(self, x: Tensor) -> Tensor:
         return Operator.mean_matvec(self, x)
@@ -145,7 +146,7 @@ class DenseHeads(HeadOperator):
 
     def _mean_forward(self, x: Tensor) -> Tensor:
         """All heads' rows times one vector: a single product, and several times as fast as many."""
-        found = (self.matrices.flatten(1, 2) @ x[..., None]).squeeze(-1)  # (B, H L)
+        found = times(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 BINARY = 1 / math.log(2)
 
 
-def exponential(x: Tensor) -> Tensor:
-    """exp(x)."""
-    return torch.exp2(x * BINARY)
+def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x), written to ``out`` if that is given."""
+    return torch.mul(x, BINARY, out=out).exp2_()
 
 
 def exponential_(x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from .scratch import Scratch
 from .streams import evenly, parts
 from .strips import total
 
-#: Elements of the states of the tokens mapped at a time (512 KiB in float32).
-_STATE_ELEMENTS = 2**17
+#: Elements of the states of the tokens mapped at a time (1 MiB in float32).
+_STATE_ELEMENTS = 2**18
 
 
 class VectorDecayHeads(ChunkedHeads):
@@ -123,7 +123,13 @@ class VectorDecayHeads(ChunkedHeads):
         """
         x = v.reshape(-1, *v.shape[-4:]).movedim(-1, 1).flatten(0, 1)  # (S P, B, L, H)
         out = torch.empty_like(x)
-        steps, scratch = FadingSteps(self._decays, self.key, transposed), Scratch(v)
+        scratch = Scratch(v)
+
+        def decays(part: slice) -> Tensor:
+            logs = self.log_decay[:, part]
+            return exponential(logs, scratch(("decays", logs.shape[1]), *logs.shape)).flatten(2)
+
+        steps = FadingSteps(decays, self.key, transposed)
         written, read = self._keys, self._late_queries
         if transposed:
             written, read = read, written
@@ -143,9 +149,6 @@ class VectorDecayHeads(ChunkedHeads):
         size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
         return parts(tokens, size, backwards)
 
-    def _decays(self, part: slice) -> Tensor:
-        return exponential(self.log_decay[:, part]).flatten(2)  # (B, T, H N)
-
     def _keys(self, part: slice) -> Tensor:
         return self.key[:, part]
 
@@ -154,15 +157,18 @@ class VectorDecayHeads(ChunkedHeads):
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
-        return F.pad(late, (0, 0, 0, 0, 0, part.stop - part.start - late.shape[1]))
+        if part.stop < self.shape.tokens:
+            return late
+        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
 
     def _own(self, bonus: Tensor) -> Tensor:
         """What each token takes of its own value, (B, L, H, 1)."""
-        own = [
-            torch.linalg.vecdot(self.query[:, part] * bonus, self.key[:, part])
-            for part in self._parts(1)
-        ]
-        return torch.cat(own, 1)[..., None]
+        own, scratch = [], Scratch(self.key)
+        for part in self._parts(1):
+            query = self.query[:, part]
+            products = torch.mul(query, bonus, out=scratch("products", *query.shape))
+            own.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
+        return torch.cat(own, 1)
 
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))

@@ -269,5 +269,6 @@ def _times_rows(rows: Tensor, matrices: Tensor, into: Tensor) -> Tensor:
 
 def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
     """matrices (T, B, N, D) times columns (T, B, D), written to ``into`` (T, B, N)."""
-    out = into.view(-1, into.shape[-1], 1)
-    torch.bmm(matrices.flatten(0, 1), columns.view(-1, columns.shape[-1], 1), out=out)
+    # as rows, which is several times as fast
+    out = into.view(-1, 1, into.shape[-1])
+    torch.bmm(columns.view(-1, 1, columns.shape[-1]), matrices.flatten(0, 1).mT, out=out)
