@@ -112,7 +112,10 @@ def minimax(_: pytest.MonkeyPatch) -> Case:
         experts_implementation="eager",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     )
-    return language(oracles.randomise(transformers.MiniMaxForCausalLM(config)))
+    model = oracles.randomise(transformers.MiniMaxForCausalLM(config))
+    for layer in model.model.layers[::2]:  # a small output would be enlarged, with its rounding
+        layer.self_attn.norm.variance_epsilon = 1e-2
+    return language(model)
 
 
 def lfm2(_: pytest.MonkeyPatch) -> Case:

@@ -15,5 +15,5 @@ _THIN = 16
 def times(matrices: Tensor, values: Tensor) -> Tensor:
     """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns."""
     if values.shape[-1] < _THIN:
-        return (values.mT @ matrices.mT).mT
+        return (values.mT @ matrices.mT).mT.contiguous()
     return matrices @ values
