@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import platform
 import re
 import statistics
@@ -28,11 +29,14 @@ class Cost:
 
     Attributes:
         seconds: median processor time.
+        own_seconds: the median of what of it the program took itself, and not the system, which
+            maps its memory.
         mebibytes: peak resident memory above what was there before; None off Linux.
         result: what the call returned.
     """
 
     seconds: float
+    own_seconds: float
     mebibytes: float | None
     result: Any
 
@@ -46,18 +50,21 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     _release_free_memory()
     before = _resident("VmRSS")
     _reset_peak()
-    start = time.process_time()
-    result = call()
-    times = [time.process_time() - start]
+    found: list[Any] = []
+    times = [_times(lambda: found.append(call()))]
     peak = _resident("VmHWM")
-    if times[0] < 10:
-        times = []
-        for _ in range(repeats):
-            start = time.process_time()
-            call()
-            times.append(time.process_time() - start)
+    if times[0][0] < 10:
+        times = [_times(call) for _ in range(repeats)]
+    seconds, own_seconds = map(statistics.median, zip(*times, strict=True))
     memory = None if before is None or peak is None else (peak - before) / 1024
-    return Cost(statistics.median(times), memory, result)
+    return Cost(seconds, own_seconds, memory, found[0])
+
+
+def _times(call: Callable[[], Any]) -> tuple[float, float]:
+    """Processor seconds of a call, and those of them that are not the system's."""
+    start, own = time.process_time(), os.times().user
+    call()
+    return time.process_time() - start, os.times().user - own
 
 
 def versions(*packages: str) -> dict[str, str]:

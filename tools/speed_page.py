@@ -56,14 +56,13 @@ layers but the last, which takes the time of 30 to 50 passes through the layer a
 
 ## Long inputs
 
-A model of four such layers, on one thread of a virtual machine. A third of the time or more is the
-system's, which maps memory anew for every tensor of this size, and takes longer for a page the more
-there are; what the processor computes of the rollout takes 0.83 ms a token at 16,384 tokens and at
-65,536:
+A model of four such layers, on one thread of a virtual machine. The own seconds are the program's:
+the others are the system's, which maps memory anew for every tensor of this size, and takes longer
+for a page the more there are.
 
 {long}
 
-The growth exponent is that of the time between the two lengths; errors are against float64, at some
+A growth exponent is that of a time between the two lengths; errors are against float64, at some
 columns, relative to the greatest entry.
 
 ## Parts
