@@ -183,9 +183,7 @@ def at_queries(x: Tensor, index: Tensor) -> Tensor:
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
     local, core = _cut(path.operator, like=path.shares[0][1])
-    token = torch.arange(core.shape.tokens, device=index.device)
-    unit = (token == index.T[..., None])[..., None, None].to(core.dtype)  # (q, B, L, 1, 1)
-    weight = core.transpose(unit.expand(len(unit), *core.shape))
+    weight = core.unit_rows(index.T)
     rows = torch.stack([shift_tokens(weight * phi, -lag) for lag, phi in path.shares]).sum(0)
     for part in reversed(local):
         rows = _at_token(part, rows, index)

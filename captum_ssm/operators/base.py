@@ -243,7 +243,7 @@ class Operator:
         tokens = self.shape.tokens
         out = self._zeros(self.shape.batch, len(rows), tokens, factor=left)
         for chunk in self._chunks(rows):
-            found = self._adjoint_of_unit_rows(chunk, left) * right  # (Q, B, L, H, P)
+            found = self.unit_rows(chunk, left) * right  # (Q, B, L, H, P)
             top = chunk.start - rows.start
             out[:, top : top + len(chunk)] = found.sum((-1, -2)).transpose(0, 1)
         return Strip(out, rows, range(tokens))
@@ -292,7 +292,7 @@ class Operator:
         """
         parts = []
         for chunk in self._chunks(range(self.shape.tokens)):
-            found = self._adjoint_of_unit_rows(chunk, left) * right  # (Q, B, L, H, P)
+            found = self.unit_rows(chunk, left) * right  # (Q, B, L, H, P)
             parts.append(found.sum(-1).permute(1, 3, 0, 2))
         return torch.cat(parts, -2)
 
@@ -379,9 +379,20 @@ class Operator:
         index = per_example(positions, self.shape.batch, self.shape.tokens, self.device)  # (B, Q)
         parts = []
         for chunk in self._chunks(range(index.shape[1])):
-            stack = self._adjoint_of_unit_rows(index[:, chunk.start : chunk.stop].T)
+            stack = self.unit_rows(index[:, chunk.start : chunk.stop].T)
             parts.append(reduce_channels(stack, reduce))  # (Q, B, [C or H,] L)
         return torch.cat(parts).movedim(0, -2)
+
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P).
+
+        Args:
+            positions: which rows.
+            weight: row factors (B, L, H, P), broadcastable. Default: None, no factors.
+        """
+        unit = unit_vectors(positions, self.shape.tokens, self._example())
+        unit = unit.expand(len(positions), *self.shape)
+        return self.transpose(unit if weight is None else unit * weight)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
         """The implicit attention matrices, entry (i, j) saying what token i takes from token j.
@@ -447,9 +458,3 @@ class Operator:
 
     def _chunks(self, rows: range) -> Iterator[range]:
         return in_stacks(rows, torch.Size(self.shape).numel())
-
-    def _adjoint_of_unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P)."""
-        unit = unit_vectors(positions, self.shape.tokens, self._example())
-        unit = unit.expand(len(positions), *self.shape)
-        return self.transpose(unit if weight is None else unit * weight)

@@ -16,6 +16,7 @@ from .heads import HeadOperator
 from .means import mean_at_once, reordered, tells_heads_apart
 from .mixing import Mixing
 from .permute import Permute, outermost
+from .positions import Positions
 from .streams import Stream, all_streams, channel_mean, channel_sums
 from .strips import Strip, clipped, total
 from .sums import Sum, added
@@ -75,6 +76,13 @@ class Chain(Composite):
 
     def transpose(self, u: Tensor) -> Tensor:
         for part in self.parts:
+            u = part.transpose(u)
+        return u
+
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        first, *others = self.parts
+        u = first.unit_rows(positions, weight)
+        for part in others:
             u = part.transpose(u)
         return u
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .base import Operator, Shape
 from .diagonal import Diagonal
 from .maps import full_precision
+from .positions import Positions
 from .strips import Strip
 from .thin import times
 from .underflow import underflow_flushed
@@ -137,6 +138,15 @@ class DenseHeads(HeadOperator):
     def transpose(self, u: Tensor) -> Tensor:
         with full_precision(u.device):
             return times(self.matrices.mT, u.transpose(-3, -2)).transpose(-3, -2)
+
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        if weight is not None:
+            return super().unit_rows(positions, weight)
+        index = torch.as_tensor(positions, device=self.device)
+        index = index[:, None] if index.dim() == 1 else index  # (Q, 1 or B)
+        example = torch.arange(self.shape.batch, device=self.device)
+        rows = self.matrices[example, :, index]  # (Q, B, H, L), all channels of a head alike
+        return rows.mT[..., None].expand(-1, *self.shape)
 
     def mean_matvec(self, x: Tensor) -> Tensor:
         return Operator.mean_matvec(self, x)
