@@ -267,12 +267,14 @@ def tops(page: Page) -> list[float]:
     return list(found)
 
 
-@pytest.mark.parametrize("width", [390, 700, 960, 1280])
+@pytest.mark.parametrize("width", [390, 650, 700, 960, 1280])
 def test_pointing_moves_nothing(opened: Page, width: int) -> None:
     opened.resize(width)
     before = tops(opened)
     for index in (3, 16):
         opened.hover(token(index))
+        said = "document.querySelector('#shown').innerText"
+        opened.wait_for(f"{said}.includes('token {index} ')")
         assert tops(opened) == pytest.approx(before, abs=0.5)
     opened.leave()
     assert tops(opened) == pytest.approx(before, abs=0.5)
