@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Operator, Shape
 from .diagonal import Diagonal
 from .maps import full_precision
-from .positions import Positions
+from .positions import Positions, by_query
 from .strips import Strip
 from .thin import times
 from .underflow import underflow_flushed
@@ -142,10 +142,9 @@ class DenseHeads(HeadOperator):
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         if weight is not None:
             return super().unit_rows(positions, weight)
-        index = torch.as_tensor(positions, device=self.device)
-        index = index[:, None] if index.dim() == 1 else index  # (Q, 1 or B)
         example = torch.arange(self.shape.batch, device=self.device)
-        rows = self.matrices[example, :, index]  # (Q, B, H, L), all channels of a head alike
+        rows = self.matrices[example, :, by_query(positions, self.device)]  # (Q, B, H, L)
+        # all channels of a head have the same
         return rows.mT[..., None].expand(-1, *self.shape)
 
     def mean_matvec(self, x: Tensor) -> Tensor:

@@ -32,9 +32,14 @@ def in_stacks(rows: range, elements: int) -> Iterator[range]:
         yield rows[start : start + size]
 
 
+def by_query(positions: Positions, device: torch.device) -> Tensor:
+    """Q positions ((Q,) or (Q, B)) as a tensor (Q, 1 or B)."""
+    index = torch.as_tensor(positions, device=device)
+    return index[:, None] if index.dim() == 1 else index
+
+
 def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
     """For Q positions ((Q,) or (Q, B)) one at each and zero elsewhere, (Q, 1 or B, L, 1, 1)."""
-    index = torch.as_tensor(positions, device=like.device)
-    index = index[:, None] if index.dim() == 1 else index  # (Q, 1 or B)
+    index = by_query(positions, like.device)
     token = torch.arange(tokens, device=like.device)
     return (token == index[..., None]).to(like.dtype)[..., None, None]
