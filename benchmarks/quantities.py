@@ -117,7 +117,8 @@ def _of_contributions(model: nn.Module, x: Tensor) -> Iterator[Quantity]:
         model(x)
     layer = Contributions(record.layers[0])
     batch, tokens = layer.shape[:2]
-    pairs = batch * tokens * (tokens + 1) / 2
+    directions = len(bounds.cores(record.layers[0].linear.operator))
+    pairs = directions * batch * tokens * (tokens + 1) / 2
     every = bounds.Work(products=pairs * layer.weight.numel())
     direction = torch.zeros(1, batch, tokens, layer.weight.shape[1])
     direction[:, :, -1] = torch.randn(layer.weight.shape[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..operators.underflow import underflow_flushed
 from ..tracing import Layer
-from .contributions import Contributions, at_queries, tiles
+from .contributions import Contributions, tiles
 from .latim import weighted_rows
 
 #: The residual stream entering each layer's block, (B, L, E); None where a mixer stands alone.
@@ -72,7 +72,7 @@ class StageMixing:
         """The rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
-        output = at_queries(self._output, index)[:, :, None]  # (B, Q, 1, E)
+        output = _at_queries(self._output, index)[:, :, None]  # (B, Q, 1, E)
         kept = self._stream if self._before is None else None
         for tile in tiles(self._parts, index, kept):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
@@ -83,7 +83,7 @@ class StageMixing:
         if self._before is not None:
             shares = shares @ self._before
             if self._stream is not None:
-                stream = at_queries(self._stream, index)[:, :, None]
+                stream = _at_queries(self._stream, index)[:, :, None]
                 shares = shares + _share(output, stream) * own
         total = shares.sum(-1, keepdim=True)
         return torch.where(total > 0, shares / total.where(total > 0, 1), own.to(shares))
@@ -119,3 +119,8 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
             f"but {found}. Use residual=False for the mixers' own maps."
         )
     return stream.to(like)
+
+
+def _at_queries(x: Tensor, index: Tensor) -> Tensor:
+    """The entries of ``x`` (B, L, ...) at tokens ``index`` (B, Q), as (B, Q, ...)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]

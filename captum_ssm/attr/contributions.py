@@ -23,15 +23,16 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnsupportedMixerError
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
-from ..operators.band import shift_tokens
+from ..operators.band import overlap, shift_tokens
 from ..operators.fitting import fitting
+from ..operators.positions import at_positions
 from ..tracing import Layer
 from .scanned import scanned
 from .taps import Path, paths_of, silenced
 
-#: Elements of the vectors held at a time, before and after the output projection alike (32 MiB in
+#: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
 #: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
-_TILE_ELEMENTS = 2**23
+_TILE_ELEMENTS = 2**21
 
 #: From this many queries on, the states of a scan are made for all of them together.
 _MANY_QUERIES = 6
@@ -175,19 +176,23 @@ def _tiles_by_query(
         yield from fitting(reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile)
 
 
-def at_queries(x: Tensor, index: Tensor) -> Tensor:
-    """The entries of ``x`` (B, L, ...) at tokens ``index`` (B, Q), as (B, Q, ...)."""
-    return x[torch.arange(len(x), device=x.device)[:, None], index]
-
-
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
     local, core = _cut(path.operator, like=path.shares[0][1])
-    weight = core.unit_rows(index.T)
-    rows = torch.stack([shift_tokens(weight * phi, -lag) for lag, phi in path.shares]).sum(0)
+    rows = _sent(core.unit_rows(index.T), path.shares)
     for part in reversed(local):
         rows = _at_token(part, rows, index)
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
+
+
+def _sent(weight: Tensor, shares: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
+    (first, phi), *others = shares
+    out = shift_tokens(weight * phi, -first)
+    for lag, phi in others:
+        earlier, later = overlap(weight.shape[-3], lag)
+        out[..., earlier, :, :].addcmul_(weight[..., later, :, :], phi[..., later, :, :])
+    return out
 
 
 def _cut(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
@@ -212,15 +217,16 @@ def _mixes_channels(operator: Operator) -> bool:
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
     """An operator within tokens on rows (q, B, L, H, P), as it acts at the queries (B, q)."""
-    if isinstance(part, Diagonal) and part.weight.shape[1] > 1:
-        weight = part.weight.expand(len(index), *part.weight.shape[1:])
-        return rows * at_queries(weight, index).transpose(0, 1)[:, :, None]
+    if isinstance(part, Diagonal):
+        return rows * at_positions(part.weight, index.T)
     return part.apply(rows)
 
 
 def _reach(rows: Sequence[Tensor], own: Tensor | None) -> range:
     """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it."""
-    reached = torch.stack([part.ne(0).any(-1).flatten(0, 1).any(0) for part in rows]).any(0)
+    # the least and the greatest are found in a tenth of the time that comparing every number takes
+    ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
+    reached = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
     if own is not None:
         reached = reached.index_fill(0, own.flatten(), True)
     found = reached.nonzero().flatten().tolist()

@@ -32,6 +32,13 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
     return F.pad(kept, (0, 0, 0, 0, *padding))
 
 
+def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
+    """The tokens that are read at a lag, and those that read them."""
+    count = max(0, tokens - abs(lag))
+    first = max(0, -lag)
+    return slice(first, first + count), slice(first + lag, first + lag + count)
+
+
 def add_shifted(out: Tensor, matrix: Tensor, ahead: int, lag: int) -> None:
     """out[..., i, j] += matrix[..., i - ahead, j + lag], in place, zeros beyond the ends."""
     tokens = out.shape[-1]

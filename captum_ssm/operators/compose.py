@@ -81,9 +81,16 @@ class Chain(Composite):
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         first, *others = self.parts
+        while others and isinstance(first, Diagonal | Permute):
+            # what acts last on single tokens is done to the rows asked for, and not to vectors
+            positions, weight = first.asked(positions, weight)
+            first = others.pop(0)
         u = first.unit_rows(positions, weight)
         for part in others:
-            u = part.transpose(u)
+            if isinstance(part, Diagonal) and u.is_contiguous() and u.dtype == part.dtype:
+                u *= part.weight  # nobody else's memory
+            else:
+                u = part.transpose(u)
         return u
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .band import Band, convolve_band
+from .band import Band, convolve_band, overlap
 from .base import Operator, Shape
 from .compose import Chain
 from .maps import linear_map
@@ -69,14 +69,14 @@ class ShortConv(Operator):
     def _forward(self, v: Tensor) -> Tensor:
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         for lag, weight in self.taps().items():
-            earlier, later = _overlap(self.shape.tokens, lag)
+            earlier, later = overlap(self.shape.tokens, lag)
             out[..., later, :, :].addcmul_(weight, v[..., earlier, :, :])
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
         out = torch.zeros_like(u, memory_format=torch.contiguous_format)
         for lag, weight in self.taps().items():
-            earlier, later = _overlap(self.shape.tokens, lag)
+            earlier, later = overlap(self.shape.tokens, lag)
             out[..., earlier, :, :].addcmul_(weight, u[..., later, :, :])
         return out
 
@@ -120,13 +120,6 @@ class ShortConv(Operator):
             # side by side in memory, as what they multiply
             taps[lag] = taps[lag] + weight if lag in taps else weight.contiguous()
         return taps
-
-
-def _overlap(tokens: int, lag: int) -> tuple[slice, slice]:
-    """The tokens that are read at a lag, and those that read them."""
-    count = max(0, tokens - abs(lag))
-    first = max(0, -lag)
-    return slice(first, first + count), slice(first + lag, first + lag + count)
 
 
 class _Stream:

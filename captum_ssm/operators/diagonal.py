@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
+from .positions import Positions
 from .scratch import Scratch
 from .streams import LARGE, Portion, Stream
 from .strips import Strip, clipped
@@ -112,6 +113,15 @@ class Diagonal(Operator):
             return self
         weight = self.weight.index_select(1, order)
         return Diagonal(weight, self.shape, self.component, self._data_dependent)
+
+    def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
+        """What is asked of an operator, if its rows times this diagonal's factors are wanted.
+
+        Args:
+            positions: of the rows.
+            weight: factors on them (B, L, H, P), broadcastable; None for none.
+        """
+        return positions, self.weight if weight is None else self.weight * weight
 
     def mean_of_channels(self) -> Diagonal:
         """The diagonal of the mean over the value channels of each head, alike for them all."""

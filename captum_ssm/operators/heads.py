@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Operator, Shape
 from .diagonal import Diagonal
 from .maps import full_precision
-from .positions import Positions, by_query
+from .positions import Positions, at_positions, by_query, unit_vectors
 from .strips import Strip
 from .thin import times
 from .underflow import underflow_flushed
@@ -45,6 +45,11 @@ class HeadOperator(Operator):
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             return (rows @ columns.mT).mul_(self.head_matrices())  # (B, H, L, L)
 
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        rows = self._head_rows(positions)
+        rows = rows if weight is None else rows * at_positions(weight, positions)
+        return rows.expand(-1, *self.shape)
+
     def mean_matvec(self, x: Tensor) -> Tensor:
         return self.apply(self._one_channel(x)).mean((-1, -2))
 
@@ -67,6 +72,11 @@ class HeadOperator(Operator):
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         """As :meth:`_sum_of_heads`, for factors (B, L, H, P)."""
         raise NotImplementedError
+
+    def _head_rows(self, positions: Positions) -> Tensor:
+        """Rows of the matrices of heads for Q positions ((Q,) or (Q, B)), (Q, B, L, H, 1)."""
+        unit = unit_vectors(positions, self.shape.tokens, self._example())
+        return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
     def _one_channel(self, x: Tensor) -> Tensor:
         """(B, L) to (B, L, H, 1): all channels of a head would give the same."""
@@ -139,13 +149,10 @@ class DenseHeads(HeadOperator):
         with full_precision(u.device):
             return times(self.matrices.mT, u.transpose(-3, -2)).transpose(-3, -2)
 
-    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
-        if weight is not None:
-            return super().unit_rows(positions, weight)
+    def _head_rows(self, positions: Positions) -> Tensor:
         example = torch.arange(self.shape.batch, device=self.device)
         rows = self.matrices[example, :, by_query(positions, self.device)]  # (Q, B, H, L)
-        # all channels of a head have the same
-        return rows.mT[..., None].expand(-1, *self.shape)
+        return rows.mT[..., None]
 
     def mean_matvec(self, x: Tensor) -> Tensor:
         return Operator.mean_matvec(self, x)

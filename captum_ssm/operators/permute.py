@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .base import Operator, Shape
 from .diagonal import Diagonal
+from .positions import Positions, by_query
 from .strips import Strip
 
 
@@ -58,6 +59,17 @@ class Permute(Operator):
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
         return Permute(self.order, shape, self.component)
+
+    def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor | None]:
+        """What is asked of an operator, if its rows are wanted in this order.
+
+        Args:
+            positions: of the rows, in this order.
+            weight: factors on them (B, L, H, P), broadcastable; None for none.
+        """
+        if weight is not None and weight.shape[1] > 1:
+            weight = self.transpose(weight)
+        return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:
         """Permute . matrix.

@@ -38,6 +38,14 @@ def by_query(positions: Positions, device: torch.device) -> Tensor:
     return index[:, None] if index.dim() == 1 else index
 
 
+def at_positions(x: Tensor, positions: Positions) -> Tensor:
+    """The entries of ``x`` (B, L, H, P), broadcastable, at Q positions, (Q, 1 or B, 1, H, P)."""
+    if x.shape[1] == 1:
+        return x[None]
+    index = by_query(positions, x.device)
+    return x[torch.arange(len(x), device=x.device), index][:, :, None]
+
+
 def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
     """For Q positions ((Q,) or (Q, B)) one at each and zero elsewhere, (Q, 1 or B, L, 1, 1)."""
     index = by_query(positions, like.device)

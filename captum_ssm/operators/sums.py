@@ -12,6 +12,7 @@ from .band import Band
 from .base import Operator
 from .composite import Composite
 from .diagonal import Diagonal
+from .positions import Positions, at_positions, by_query
 from .streams import Stream, all_streams
 from .strips import Strip, total
 
@@ -44,6 +45,19 @@ class Sum(Composite):
     def transpose(self, u: Tensor) -> Tensor:
         return added(part.transpose(u) for part in self.parts)
 
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        scalings, others = self._by_kind()
+        if not others:
+            return super().unit_rows(positions, weight)
+        out = added(part.unit_rows(positions, weight) for part in others)
+        out = out.contiguous()  # heads may have said it once for all their channels
+        index = by_query(positions, out.device)
+        query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
+        for scaling in scalings:  # each token's own share, and nothing of others
+            _, factors = scaling.asked(positions, weight)
+            out[query[:, None], example, index] += at_positions(factors, positions).squeeze(2)
+        return out
+
     def mean_matvec(self, x: Tensor) -> Tensor:
         return added(part.mean_matvec(x) for part in self.parts)
 
@@ -51,8 +65,7 @@ class Sum(Composite):
         return added(part.mean_rmatvec(r) for part in self.parts)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        scalings = [part for part in self.parts if isinstance(part, Diagonal)]
-        others = [part for part in self.parts if not isinstance(part, Diagonal)]
+        scalings, others = self._by_kind()
         streams = all_streams(others or [scalings.pop()], transposed, longest)
         if streams is None:
             return None
@@ -64,6 +77,11 @@ class Sum(Composite):
             return out
 
         return summed
+
+    def _by_kind(self) -> tuple[list[Diagonal], list[Operator]]:
+        """The summands that scale single tokens, and all others."""
+        scalings = [part for part in self.parts if isinstance(part, Diagonal)]
+        return scalings, [part for part in self.parts if not isinstance(part, Diagonal)]
 
     def offset(self) -> Tensor | None:
         terms = [t for part in self.parts if (t := part.offset()) is not None]

@@ -144,7 +144,8 @@ def test_gradient_checkpointing(case: Case, reentrant: bool, frozen: bool) -> No
         model(case.inputs)
     names = [layer.name for layer in record.layers]
     assert names == [mixer.name for mixer in find_mixers(model)], "layers are missing or double"
-    assert expected.difference(explain(model, case)) <= SAME
+    # other kernels run where a graph is kept
+    assert expected.difference(explain(model, case)) <= 3 * SAME
     assert hook_count(model) == before
     assert all(a is b for a, b in zip(checkpoint_functions(model), checkpoints, strict=True))
     copy.deepcopy(model)  # which a state with a graph forbids

@@ -116,7 +116,7 @@ def test_whole_model(family: Family) -> None:
     layers = hybrid.record(model, ids, attention_mask=mask)
     assert [layer.architecture for layer in layers] == [family.name] * 3
     for layer in layers:
-        hybrid.check(layer, FLOAT32)
+        hybrid.check(layer, 3 * FLOAT32)  # of more than a chunk's tokens, each correcting the last
     hybrid.check_same_logits(model, ids, attention_mask=mask)
 
 

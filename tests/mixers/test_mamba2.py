@@ -116,8 +116,10 @@ def check(mixer: Any, form: Form, hidden: Tensor, **options: Any) -> tuple[Layer
 def test_reproduces_the_module(make: Callable[..., Made], batch: int, tokens: int) -> None:
     layer, parts = check(*make(), torch.randn(batch, tokens, 12))
     assert layer.values.shape == (batch, tokens, 6, 4)
-    assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
-    assert relative_error(layer.operator.dense(), alpha(parts, "exact").mean(1)) <= FLOAT32
+    wanted = alpha(parts, "exact")
+    assert relative_error(layer.operator.dense(None), wanted) <= FLOAT32
+    error = (layer.operator.dense() - wanted.mean(1)).abs().max()
+    assert error <= FLOAT32 * wanted.abs().mean(1).max()  # channels may cancel in their mean
 
 
 def test_long_sequence(make: Callable[..., Made]) -> None:

@@ -140,6 +140,20 @@ def test_rows_at_positions_per_example(build: Callable[[int], Any], reduce: str 
     assert relative_error(case.operator.rows(positions, reduce), wanted) <= EXACT
 
 
+@pytest.mark.parametrize("common", [False, True], ids=["each its own", "all alike"])
+def test_rows_with_factors(build: Callable[[int], Any], common: bool) -> None:
+    """Factors that differ by example, token and channel, or are one number for all of them."""
+    case = build(8)
+    batch, tokens, heads, per_head = case.shape
+    positions = torch.tensor([[7, 2, 3], [0, 6, 6]])
+    weight = torch.randn((1, 1, 1, 1) if common else case.shape, dtype=torch.float64)
+    found = case.operator.unit_rows(positions.T, weight).flatten(-2)  # (Q, B, L, C)
+    matrices = weight.expand(case.shape).flatten(2).mT[..., None] * case.matrices
+    wanted = torch.stack([matrices[b][:, positions[b]] for b in range(batch)])
+    assert found.shape == (3, batch, tokens, heads * per_head)
+    assert relative_error(found.permute(1, 3, 0, 2), wanted) <= EXACT
+
+
 def test_positions_of_every_kind(build: Callable[[int], Any]) -> None:
     case = build(6)
     wanted = case.matrices.mean(1)[:, 2:5]
