@@ -1,7 +1,8 @@
 """The obvious ways: what the fast operators are timed against, and held to.
 
-Entry by entry as in the paper, each with a product of decays of its own, every channel and state at
-once; and every entry's decay as one exponential of a sum of steps.
+Entry by entry as in the paper and in published code, each with a product of decays of its own, one
+factor after the other, every channel and state at once; and every entry's decay as one exponential
+of a sum of steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def mean_matrix(scan: SelectiveScan) -> Tensor:
     out = torch.zeros(batch, tokens, tokens, dtype=scan.dt.dtype)
     for i in range(tokens):
         for j in range(i + 1):
-            product = decays[:, j + 1 : i + 1].prod(1)
+            product = torch.ones_like(decays[:, 0])
+            for k in range(j + 1, i + 1):
+                product = product * decays[:, k]
             written = scan.dt[:, j, :, None] * scan.b[:, j, None, :]
             out[:, i, j] = (scan.c[:, i, None, :] * product * written).sum(-1).mean(-1)
     return out
