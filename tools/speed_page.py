@@ -70,7 +70,8 @@ columns, relative to the greatest entry.
 Rows and matrices are those of the operators alone, given the model's run: a rollout row is that of
 all {layers} layers, a matrix one layer's; `scan` is the recurrence alone, `unified` with gate,
 convolution, activation and skip. `textbook` and `exponentials` are the obvious ways to the same
-matrix: the loop over triples of tokens of published code, and products of decays for all pairs at once.
+matrix: the loop over triples of tokens of published code, and products of decays for all pairs at
+once.
 What takes microseconds is far from its bound, which counts arithmetic and not calls.
 
 {parts}
