@@ -26,6 +26,7 @@ from ..operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
 from ..operators.band import overlap, shift_tokens
 from ..operators.fitting import fitting
 from ..operators.positions import at_positions
+from ..operators.scan_tiles import tiles as scan_tiles
 from ..tracing import Layer
 from .scanned import scanned
 from .taps import Path, paths_of, silenced
@@ -126,12 +127,12 @@ def tiles(
         stream: if given (B, L, E), what each token keeps of itself, added to the vector of a
             query from its own token. Default: None.
     """
-    single = len(parts) == 1 and len(parts[0].paths) == 1
-    rows = scanned(parts[0].paths[0]) if single and _is_long_and_ascends(index) else None
-    if rows is None:
+    quick = len(parts) == 1 and _is_long_and_ascends(index)
+    scans = scanned(parts[0].paths) if quick else None
+    if scans is None:
         yield from _tiles_by_query(parts, index, stream)
         return
-    for queries, sources, entries in rows.tiles(index[0].tolist()):
+    for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
         # one product for all pairs of an example; entries may lie in any order
         vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
         if stream is not None:

@@ -89,7 +89,24 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Pa
     operator, values = linear.operator, linear.values
     if activation == "linearized" or not _holds_activation(operator):
         return [Path(operator, [(0, values)])]
-    return [_path(parts, values, module, activation) for parts in _products(operator)]
+    return [_path(parts, values, module, activation) for parts in products(operator)]
+
+
+def products(operator: Operator) -> list[list[Operator]]:
+    """An operator as a sum of products, sums without an activation being left whole.
+
+    Args:
+        operator: chains and sums of any depth.
+
+    Returns:
+        The factors of each product, of which the last acts first.
+    """
+    if isinstance(operator, Chain):
+        choices = product(*(products(part) for part in operator.parts))
+        return [list(chain.from_iterable(choice)) for choice in choices]
+    if isinstance(operator, Sum) and _holds_activation(operator):
+        return [parts for part in operator.parts for parts in products(part)]
+    return [[operator]]
 
 
 def silenced(operator: Operator) -> Operator:
@@ -162,16 +179,6 @@ def _entering(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Ope
     """The convolution right behind an activation, if any, and what acts before it."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
-
-
-def _products(operator: Operator) -> list[list[Operator]]:
-    """An operator as a sum of products, sums without an activation being left whole."""
-    if isinstance(operator, Chain):
-        choices = product(*(_products(part) for part in operator.parts))
-        return [list(chain.from_iterable(choice)) for choice in choices]
-    if isinstance(operator, Sum) and _holds_activation(operator):
-        return [parts for part in operator.parts for parts in _products(part)]
-    return [[operator]]
 
 
 def _holds_activation(operator: Operator) -> bool:

@@ -121,7 +121,7 @@ class Permute(Operator):
 
 def outermost(
     parts: Sequence[Operator],
-) -> tuple[list[Operator], list[Operator], list[Operator]]:
+) -> tuple[list[Permute], list[Operator], list[Permute]]:
     """A product whose reorderings at either end are moved past diagonals to the very end.
 
     Args:
@@ -137,9 +137,9 @@ def outermost(
 
 def _moved_ahead(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
-) -> tuple[list[Operator], list[Operator]]:
+) -> tuple[list[Permute], list[Operator]]:
     """The reorderings among the leading diagonals, and all else; ``order`` is the diagonals'."""
-    moved: list[Operator] = []
+    moved: list[Permute] = []
     diagonals: list[Diagonal] = []
     for i, part in enumerate(parts):
         if isinstance(part, Permute):

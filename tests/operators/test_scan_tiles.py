@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators import SelectiveScan, scan_tiles
-from captum_ssm.operators.scan_tiles import ScanRows
+from captum_ssm.operators.scan_tiles import ScanRows, tiles
 
 BATCH, HEADS, STATE = 2, 3, 4
 
@@ -40,9 +40,11 @@ def drawn(tokens: int, lags: tuple[int, ...], fastest: float = 2.0) -> tuple[Sca
     return ScanRows(scan, shares, front, skip), by_loops(scan, shares, front, skip)
 
 
-def put_together(rows: ScanRows, positions: list[int], tokens: int) -> Tensor:
+def put_together(
+    rows: ScanRows, positions: list[int], tokens: int, back: ScanRows | None = None
+) -> Tensor:
     out = torch.zeros(BATCH, len(positions), tokens, HEADS, dtype=torch.float64)
-    for which, sources, entries in rows.tiles(positions):
+    for which, sources, entries in tiles(rows, back, positions):
         assert not out[:, which, sources].any()  # every entry comes once
         out[:, which, sources] = entries
     return out
@@ -72,3 +74,19 @@ def test_states_that_decay_at_once_leave_zeros(monkeypatch: pytest.MonkeyPatch) 
     rows, expected = drawn(15, (0, 1), fastest=1e4)
     found = put_together(rows, list(range(15)), 15)
     torch.testing.assert_close(found, expected, atol=1e-200, rtol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 23])
+@pytest.mark.parametrize("lags", [(0,), (0, 1, 2, 3), (2, 5)])
+@pytest.mark.parametrize("sources", [1, 4, 64])
+def test_both_directions(
+    tokens: int, lags: tuple[int, ...], sources: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_tiles, "_SOURCES", sources)
+    monkeypatch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
+    ahead, expected = drawn(tokens, lags)
+    back, reverse = drawn(tokens, lags)
+    expected = expected + reverse.flip(1, 2)
+    for positions in (range(tokens), range(0, tokens, 3), [tokens - 1], [0]):
+        found = put_together(ahead, list(positions), tokens, back)
+        torch.testing.assert_close(found, expected[:, list(positions)])
