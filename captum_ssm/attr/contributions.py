@@ -29,7 +29,7 @@ from ..operators.positions import at_positions
 from ..operators.scan_tiles import tiles as scan_tiles
 from ..tracing import Layer
 from .scanned import scanned
-from .taps import Path, paths_of, silenced
+from .taps import Path, Shares, paths_of, silenced
 
 #: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
 #: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
@@ -186,7 +186,7 @@ def _rows(path: Path, index: Tensor) -> Tensor:
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
 
 
-def _sent(weight: Tensor, shares: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _sent(weight: Tensor, shares: Shares) -> Tensor:
     """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..operators import Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ..operators.band import Band, shift_tokens
 from ..operators.permute import outermost
 from ..operators.scan_tiles import ScanRows
-from .taps import Path, products
-
-#: Pairs of a lag and what is sent at it, as of a path.
-Shares = Sequence[tuple[int, Tensor]]
+from .taps import Path, Shares, products
 
 
 class Scanned(NamedTuple):

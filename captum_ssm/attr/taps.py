@@ -25,6 +25,8 @@ from ..operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
 from ..operators.band import shift_tokens
 
 Function = Callable[[Tensor], Tensor]
+#: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
+Shares = Sequence[tuple[int, Tensor]]
 
 #: What stands for the activation, tap by tap; ``"silu"`` is the model's own, found from the model.
 FUNCTIONS: dict[str, Function] = {
@@ -48,12 +50,12 @@ class Path:
 
     Attributes:
         operator: the map.
-        shares: pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
+        shares: what positions send, by lag.
         token: the token at each position (L,); None if positions are the tokens themselves.
     """
 
     operator: Operator
-    shares: Sequence[tuple[int, Tensor]]
+    shares: Shares
     token: Tensor | None = None
 
     def total(self) -> Tensor:
