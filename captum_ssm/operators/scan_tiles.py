@@ -147,6 +147,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
     count = max(1, _TILE_ELEMENTS // (batch * heads * _SOURCES))
     for sources in parts(tokens, _SOURCES, backwards=False):
         first, behind = (int((asked < at).sum()) for at in (sources.start, sources.stop))
+        # of rows before the sources, far and near, of their own, and of those behind, near and far
         edges, sent, returned = [first, behind], None, None
         if first < len(asked):
             sent = ahead.sent(sources)
