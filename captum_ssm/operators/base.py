@@ -36,7 +36,7 @@ from .band import Band, add_shifted
 from .by_channel import by_channel, goes_by_channel
 from .maps import linear_map
 from .mixing import Mixing
-from .positions import Positions, in_stacks, per_example, unit_vectors
+from .positions import Positions, at_positions, in_stacks, per_example, unit_vectors
 from .reduction import Reduce, reduce_channels
 from .streams import SMALL, Portion, Stream, channel_mean
 from .strips import Strip, total
@@ -243,7 +243,7 @@ class Operator:
         tokens = self.shape.tokens
         out = self._zeros(self.shape.batch, len(rows), tokens, factor=left)
         for chunk in self._chunks(rows):
-            found = self.unit_rows(chunk, left) * right  # (Q, B, L, H, P)
+            found = self.unit_rows(chunk, at_positions(left, chunk)) * right  # (Q, B, L, H, P)
             top = chunk.start - rows.start
             out[:, top : top + len(chunk)] = found.sum((-1, -2)).transpose(0, 1)
         return Strip(out, rows, range(tokens))
@@ -292,7 +292,7 @@ class Operator:
         """
         parts = []
         for chunk in self._chunks(range(self.shape.tokens)):
-            found = self.unit_rows(chunk, left) * right  # (Q, B, L, H, P)
+            found = self.unit_rows(chunk, at_positions(left, chunk)) * right  # (Q, B, L, H, P)
             parts.append(found.sum(-1).permute(1, 3, 0, 2))
         return torch.cat(parts, -2)
 
@@ -388,7 +388,7 @@ class Operator:
 
         Args:
             positions: which rows.
-            weight: row factors (B, L, H, P), broadcastable. Default: None, no factors.
+            weight: factors on the rows (Q, B, 1, H, P), broadcastable. Default: None, no factors.
         """
         unit = unit_vectors(positions, self.shape.tokens, self._example())
         unit = unit.expand(len(positions), *self.shape)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .band import Band, some_heads
 from .base import Operator, Shape
-from .positions import Positions
+from .positions import Positions, at_positions
 from .scratch import Scratch
 from .streams import LARGE, Portion, Stream
 from .strips import Strip, clipped
@@ -119,9 +119,10 @@ class Diagonal(Operator):
 
         Args:
             positions: of the rows.
-            weight: factors on them (B, L, H, P), broadcastable; None for none.
+            weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
         """
-        return positions, self.weight if weight is None else self.weight * weight
+        own = at_positions(self.weight, positions)
+        return positions, own if weight is None else own * weight
 
     def mean_of_channels(self) -> Diagonal:
         """The diagonal of the mean over the value channels of each head, alike for them all."""

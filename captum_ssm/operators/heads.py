@@ -10,7 +10,7 @@ from torch import Tensor
 from .base import Operator, Shape
 from .diagonal import Diagonal
 from .maps import full_precision
-from .positions import Positions, at_positions, by_query, unit_vectors
+from .positions import Positions, by_query, unit_vectors
 from .strips import Strip
 from .thin import times
 from .underflow import underflow_flushed
@@ -47,8 +47,7 @@ class HeadOperator(Operator):
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         rows = self._head_rows(positions)
-        rows = rows if weight is None else rows * at_positions(weight, positions)
-        return rows.expand(-1, *self.shape)
+        return (rows if weight is None else rows * weight).expand(-1, *self.shape)
 
     def mean_matvec(self, x: Tensor) -> Tensor:
         return self.apply(self._one_channel(x)).mean((-1, -2))

@@ -65,10 +65,8 @@ class Permute(Operator):
 
         Args:
             positions: of the rows, in this order.
-            weight: factors on them (B, L, H, P), broadcastable; None for none.
+            weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
         """
-        if weight is not None and weight.shape[1] > 1:
-            weight = self.transpose(weight)
         return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from .band import Band
 from .base import Operator
 from .composite import Composite
 from .diagonal import Diagonal
-from .positions import Positions, at_positions, by_query
+from .positions import Positions, by_query
 from .streams import Stream, all_streams
 from .strips import Strip, total
 
@@ -55,7 +55,7 @@ class Sum(Composite):
         query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
         for scaling in scalings:  # each token's own share, and nothing of others
             _, factors = scaling.asked(positions, weight)
-            out[query[:, None], example, index] += at_positions(factors, positions).squeeze(2)
+            out[query[:, None], example, index] += factors.squeeze(2)
         return out
 
     def mean_matvec(self, x: Tensor) -> Tensor:

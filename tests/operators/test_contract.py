@@ -142,15 +142,16 @@ def test_rows_at_positions_per_example(build: Callable[[int], Any], reduce: str 
 
 @pytest.mark.parametrize("common", [False, True], ids=["each its own", "all alike"])
 def test_rows_with_factors(build: Callable[[int], Any], common: bool) -> None:
-    """Factors that differ by example, token and channel, or are one number for all of them."""
+    """Factors that differ by row, example and channel, or are one number for all of them."""
     case = build(8)
     batch, tokens, heads, per_head = case.shape
     positions = torch.tensor([[7, 2, 3], [0, 6, 6]])
-    weight = torch.randn((1, 1, 1, 1) if common else case.shape, dtype=torch.float64)
+    size = (1, 1, 1, 1, 1) if common else (3, batch, 1, heads, per_head)
+    weight = torch.randn(size, dtype=torch.float64)
     found = case.operator.unit_rows(positions.T, weight).flatten(-2)  # (Q, B, L, C)
-    matrices = weight.expand(case.shape).flatten(2).mT[..., None] * case.matrices
-    wanted = torch.stack([matrices[b][:, positions[b]] for b in range(batch)])
+    rows = torch.stack([case.matrices[b][:, positions[b]] for b in range(batch)])  # (B, C, Q, L)
     assert found.shape == (3, batch, tokens, heads * per_head)
+    wanted = rows * weight.flatten(2).permute(1, 2, 0)[..., None]
     assert relative_error(found.permute(1, 3, 0, 2), wanted) <= EXACT
 
 
