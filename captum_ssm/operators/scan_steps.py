@@ -53,17 +53,8 @@ class ScanSteps:
         batch, _, self.heads = scan.dt.shape
         # fresh memory for every few tokens would cost as much as the arithmetic
         self.decays = self.dt.new_empty(longest, batch, *self.rate.shape)
-        self.each_decay = self.decays[:, None].unbind()
-        if stack == 1:  # a state may take the place of its decay
-            self.states = self.decays[:, None]
-        else:
-            self.states = self.dt.new_empty(longest, stack, batch, *self.rate.shape)
-        self.each_state = self.states.unbind()
-        # held, because to take keys and values token by token takes as long as some arithmetic
-        width = 1 if self.key.dim() == 3 else self.heads
-        self.keys = self.dt.new_empty(longest, 1, batch, len(self.rate), width)
-        self.values = self.dt.new_empty(longest, stack, batch, 1, self.heads)
-        self.each_key, self.each_value = self.keys.unbind(), self.values.unbind()
+        self.states = self.dt.new_empty(longest, stack, batch, *self.rate.shape)
+        self.each_decay, self.each_state = self.decays[:, None].unbind(), self.states.unbind()
         self.carried = torch.zeros_like(self.states[0])
         self._scratch = Scratch(self.dt)
 
@@ -106,10 +97,9 @@ class ScanSteps:
             for (decay, out), share in zip(steps, written[order], strict=True):
                 state = torch.addcmul(share, decay, state, out=out)
         else:
-            self.keys[:count], self.values[:count] = keys, values
-            shares = zip(self.each_key[order], self.each_value[order], strict=True)
-            for (decay, out), (key, value) in zip(steps, shares, strict=True):
-                state = torch.mul(decay, state, out=out).addcmul_(key, value)
+            torch.mul(values, keys, out=self.states[:count])
+            for decay, begun in steps:
+                state = begun.addcmul_(decay, state)
         self.carried.copy_(state)  # the next tokens' states take its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:

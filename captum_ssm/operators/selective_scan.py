@@ -30,9 +30,9 @@ from .streams import LARGE, Portion, Stream, evenly
 from .underflow import underflow_flushed
 
 #: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
-#: they and the decays fit into a processor's second cache.
+#: they and the decays (2 MiB each in float32) are near, and what is done for all of them is long.
 _SCAN_TOKENS = 32
-_SCAN_ELEMENTS = 2**18
+_SCAN_ELEMENTS = 2**19
 #: Fewest tokens of states, however large these are, so that carrying one over costs little.
 _SCAN_LEAST = 4
 #: Elements of the matrices of chunks formed at a time (64 MiB in float32).
