@@ -99,13 +99,15 @@ def _added_up(last: Operator, vectors: int) -> Work:
 def matrix(operator: Operator) -> Work:
     """The mean over channels of an operator's matrices; what stands around the cores is small.
 
+    What is found is written, too.
     Where heads' matrices are multiplied by the factors around them entry by entry, each tap of a
     convolution that differs by channel does so at columns of its own.
     """
     vectors = _vectors(operator)
     convolutions = [leaf for leaf in operator.leaves() if isinstance(leaf, ShortConv)]
     taps = math.prod(len(leaf.lags) for leaf in convolutions) if vectors > 1 else 1
-    return total(MATRIX[type(core)](core, vectors, taps) for core in cores(operator))
+    found = Work(bytes=4 * operator.shape.batch * operator.shape.tokens**2)
+    return total([found, *(MATRIX[type(core)](core, vectors, taps) for core in cores(operator))])
 
 
 def _vectors(operator: Operator) -> int:

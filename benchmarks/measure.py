@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 _STATUS = Path("/proc/self/status")
+#: Seconds that repeated calls take together at least, and most repetitions.
+_ENOUGH, _MOST = 0.25, 25
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Cost:
 def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     """Run ``call`` once for its memory and result, then for its time.
 
-    A call that takes more than ten seconds is not repeated.
+    A call that takes more than ten seconds is not repeated, and a short one is repeated until it
+    has taken a quarter of a second in all: of few milliseconds each, a few times tell little.
     """
     gc.collect()
     _release_free_memory()
@@ -53,8 +56,9 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     found: list[Any] = []
     times = [_times(lambda: found.append(call()))]
     peak = _resident("VmHWM")
-    if times[0][0] < 10:
-        times = [_times(call) for _ in range(repeats)]
+    first = times[0][0]
+    if first < 10:
+        times = [_times(call) for _ in range(max(repeats, min(_MOST, int(_ENOUGH / first))))]
     seconds, own_seconds = map(statistics.median, zip(*times, strict=True))
     memory = None if before is None or peak is None else (peak - before) / 1024
     return Cost(seconds, own_seconds, memory, found[0])

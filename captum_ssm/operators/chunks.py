@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .streams import evenly
 from .thin import times
 
 #: Tokens of a chunk.
@@ -25,8 +26,8 @@ SHORT = 32
 #: Most of these vectors of each head.
 FEW = 8
 
-#: Tokens of all heads of the chunks held at once (4 MiB of keys of 128 channels in float32).
-_HELD = 2**13
+#: Tokens of all heads of the chunks held at once (8 MiB of keys of 128 channels in float32).
+_HELD = 2**14
 
 
 class Chunk(NamedTuple):
@@ -74,11 +75,12 @@ def held(tokens: range, length: int, each: int) -> Iterator[slice]:
         length: tokens of a whole chunk.
         each: how many heads, of all examples, a token has.
     """
-    whole = tokens.stop - len(tokens) % length
-    size = max(1, _HELD // (each * length)) * length
+    chunks, rest = divmod(len(tokens), length)
+    whole = tokens.stop - rest
+    size = evenly(max(1, chunks), max(1, _HELD // (each * length))) * length
     for start in range(tokens.start, whole, size):
         yield slice(start, min(start + size, whole))
-    if whole < tokens.stop:
+    if rest:
         yield slice(whole, tokens.stop)
 
 
@@ -161,9 +163,10 @@ def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(held(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
-    for piece in reversed(pieces) if transposed else pieces:
-        here = slice(piece.start - part.start, piece.stop - part.start)
-        steps(v[..., here, :, :], piece, out[..., here, :, :])
+    with torch.inference_mode():  # calls are many, and cost less where no graph may follow
+        for piece in reversed(pieces) if transposed else pieces:
+            here = slice(piece.start - part.start, piece.stop - part.start)
+            steps(v[..., here, :, :], piece, out[..., here, :, :])
     return out
 
 

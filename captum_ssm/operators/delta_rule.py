@@ -21,6 +21,7 @@ from .decays import Decays
 from .grams import decayed
 from .powers import exponential
 from .thin import times
+from .triangular import inverse
 
 
 class DeltaRule(ChunkedHeads):
@@ -111,9 +112,7 @@ class DeltaRule(ChunkedHeads):
         (read, corrected), *factors = self._decayed(q, k, part, length)
         beta = in_chunks(self.beta[:, part, :, None], length)  # (B, H, C, T, 1)
         # w[i] depends on the w before it: a triangular system, of ones on the diagonal
-        solved = torch.linalg.solve_triangular(
-            corrected.mul_(beta), torch.diag_embed(beta[..., 0]), upper=False, unitriangular=True
-        )
+        solved = inverse(corrected.mul_(beta)).mul_(beta.mT)
         return _Corrected(solved, read, *factors)
 
     def _decayed(self, q: Tensor, k: Tensor, part: slice, length: int) -> tuple[Any, ...]:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from .scratch import Scratch
 
+#: Tokens at most that are reached one after the other: rungs for so few cost more than they save.
+_IN_TURN = 8
+
 #: A tensor that changes, and two that are multiplied.
 _Product = tuple[Tensor, Tensor, Tensor]
 
@@ -64,8 +67,8 @@ class FadingSteps:
 class _Ladder:
     """The steps of some tokens, prepared for outputs that lie in the same memory.
 
-    Its lowest rung takes tokens in pairs, the next one these pairs, and so on; on the way down each
-    rung reaches the tokens that it left out.
+    Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
+    to be reached in turn; on the way down each rung reaches the tokens that it left out.
 
     Attributes:
         out: the outputs (S, B, T, H), written to.
@@ -88,14 +91,14 @@ class _Ladder:
         down: list[_Product] = []
         values, decay = self._odd, scratch((rung, "pairs"), batch, max(0, rung.pairs - 1), heads)
         self._pairs = decay
-        while rung.pairs > 1:
+        while rung.pairs > _IN_TURN:
             rung = _Rung(rung.pairs, backwards)
             self._steps.append((rung.odd(values), rung.before_odd(decay), rung.before_odd(values)))
             down.append((rung.even(values), rung.before_even(decay), rung.before_even(values)))
             joined = scratch((rung, "pairs"), batch, max(0, rung.pairs - 1), heads)
             self._products.append((joined, *rung.joined(decay)))
             values, decay = rung.odd(values), joined
-        self._steps += reversed(down)
+        self._steps += [*rung.in_turn(values, decay), *reversed(down)]
 
     def climb(self, x: Tensor, decay: Tensor, arriving: Tensor | None) -> Tensor:
         """Write the outputs, and return those of the last token, (S, B, 1, H).
@@ -166,6 +169,14 @@ class _Rung(NamedTuple):
         """The two steps that lead from one pair's second token to the next one's."""
         steps = max(0, self.pairs - 1)
         return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
+
+    def in_turn(self, values: Tensor, decay: Tensor) -> list[_Product]:
+        """What leads from each pair's second token to the next one's, one after the other."""
+        each, between = values.unbind(-2), decay.unbind(-2)
+        order = range(len(between))
+        if self.backwards:
+            return [(each[i], between[i], each[i + 1]) for i in reversed(order)]
+        return [(each[i + 1], between[i], each[i]) for i in order]
 
     def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:
         last = first + 2 * (count - 1)

@@ -41,9 +41,9 @@ def fed(x: Tensor, decay: Tensor, transposed: bool, size: int, in_place: bool) -
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["map", "adjoint"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 31, 100])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 17, 18, 31, 100, 200])
 def test_any_number_of_tokens_at_a_time(size: int, transposed: bool, in_place: bool) -> None:
-    tokens = 37
+    tokens = 141
     x = torch.randn(STACK, BATCH, tokens, HEADS, dtype=torch.float64)
     decay = torch.rand(BATCH, tokens, HEADS, dtype=torch.float64)
     decay = decay.where(torch.rand_like(decay) > 0.1, 0)
