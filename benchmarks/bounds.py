@@ -100,6 +100,7 @@ def matrix(operator: Operator) -> Work:
     """The mean over channels of an operator's matrices; what stands around the cores is small.
 
     What is found is written, too.
+
     Where heads' matrices are multiplied by the factors around them entry by entry, each tap of a
     convolution that differs by channel does so at columns of its own.
     """

@@ -3,7 +3,7 @@
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
 Decays and states of a few tokens are held at a time, with the channels side by side in memory, so
-that they stay in a processor's second cache and each step is one operation on many numbers.
+that they stay in a processor's cache and each step is one operation on many numbers.
 """
 
 from __future__ import annotations

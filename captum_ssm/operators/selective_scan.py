@@ -30,7 +30,8 @@ from .streams import LARGE, Portion, Stream, evenly
 from .underflow import underflow_flushed
 
 #: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
-#: they and the decays (2 MiB each in float32) are near, and what is done for all of them is long.
+#: they and the decays, 2 MiB each in float32, stay in a processor's cache, and operations on all of
+#: them are long enough for their calls to cost little.
 _SCAN_TOKENS = 32
 _SCAN_ELEMENTS = 2**19
 #: Fewest tokens of states, however large these are, so that carrying one over costs little.
