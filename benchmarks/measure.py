@@ -47,7 +47,7 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     """Run ``call`` once for its memory and result, then for its time.
 
     A call that takes more than ten seconds is not repeated, and a short one is repeated until it
-    has taken a quarter of a second in all: of few milliseconds each, a few times tell little.
+    has taken a quarter of a second in all, or 25 times: of few milliseconds, three tell little.
     """
     gc.collect()
     _release_free_memory()
@@ -56,9 +56,10 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     found: list[Any] = []
     times = [_times(lambda: found.append(call()))]
     peak = _resident("VmHWM")
-    first = times[0][0]
-    if first < 10:
-        times = [_times(call) for _ in range(max(repeats, min(_MOST, int(_ENOUGH / first))))]
+    if times[0][0] < 10:
+        times = [_times(call) for _ in range(repeats)]
+        while len(times) < _MOST and sum(seconds for seconds, _ in times) < _ENOUGH:
+            times.append(_times(call))
     seconds, own_seconds = map(statistics.median, zip(*times, strict=True))
     memory = None if before is None or peak is None else (peak - before) / 1024
     return Cost(seconds, own_seconds, memory, found[0])

@@ -70,12 +70,11 @@ def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
 
 def _rows(parts: Sequence[Operator], shares: Shares) -> ScanRows | None:
     """Those of one product, or None if it has another form."""
-    places = [i for i, part in enumerate(parts) if _scan_in(part) is not None]
+    places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None
-    front, core, behind = parts[: places[0]], parts[places[0]], parts[places[0] + 1 :]
-    scan = _scan_in(core)
-    assert scan is not None
+    at, scan = places[0]
+    front, core, behind = parts[:at], parts[at], parts[at + 1 :]
     diagonal = all(isinstance(part, Diagonal) for part in front)
     banded = all(isinstance(part, Diagonal | ShortConv) for part in behind)
     if not (diagonal and banded and scan.b.dim() == 3):

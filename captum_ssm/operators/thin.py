@@ -15,7 +15,7 @@ _THIN = 16
 
 def times(matrices: Tensor, values: Tensor) -> Tensor:
     """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns."""
-    # matmul calls bmm in the end, and takes as long before as few columns do
+    # matmul ends in bmm, and what it does before that takes as long as products with few columns
     alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
     product = torch.bmm if alike else torch.matmul
     if values.shape[-1] < _THIN:
