@@ -18,10 +18,9 @@ from captum_ssm import (
     MambaAttribution,
     trace,
 )
-from captum_ssm.attr.components import PRESETS
-from captum_ssm.attr.contributions import Contributions, tiles
-from captum_ssm.attr.memory import Budget
-from captum_ssm.attr.streaming import streamed
+from captum_ssm.attr.call.components import PRESETS
+from captum_ssm.attr.engine.strips import Budget, streamed
+from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.operators import Chain, Operator, SelectiveScan
 from captum_ssm.tracing import repaired_scans
 

@@ -12,14 +12,7 @@ from language import word_tokenizer
 from torch import Tensor, nn
 
 import captum_ssm
-from captum_ssm import (
-    ImplicitAttention,
-    LatimLogit,
-    LatimNorm,
-    SSMLLMAttribution,
-    compare,
-    report,
-)
+from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
 from captum_ssm.explain import methods
 
 #: The model, its input and the target in; what is found out.

@@ -19,7 +19,7 @@ from oracles import relative_error
 from torch import Tensor
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
-from captum_ssm.attr.components import parse_components
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.tracing import Layer
 
 # float32 against float32 or float64, for any draw of the parameters; see typical_error

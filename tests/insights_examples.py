@@ -11,12 +11,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.insights import (
-    AttributionVisualizer,
-    Batch,
-    GeneralFeature,
-    ImageFeature,
-)
+from captum_ssm.insights import AttributionVisualizer, Batch, GeneralFeature, ImageFeature
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 SIDE = 6

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from captum_ssm.attr import sharing
-from captum_ssm.tracing import eager, repair
+from captum_ssm.attr.engine import sharing
+from captum_ssm.tracing import eager
+from captum_ssm.tracing.repair import loops
 
 HOOKS = [
     "_forward_hooks",
@@ -88,7 +89,7 @@ def process_state(model: nn.Module) -> dict[str, Any]:
         "dispatch modes": _len_torch_dispatch_stack(),
         "functions seen": torch._C._is_torch_function_enabled(),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
-        "users": [(x._users, x._undo) for x in (eager._switch, repair._repairs)],
+        "users": [(x._users, x._undo) for x in (eager._switch, loops._repairs)],
         "shared": sharing._current.get(),
         "functions": _functions(model),
         "configuration": str(getattr(model, "config", None)),
@@ -99,7 +100,7 @@ def _functions(model: nn.Module) -> dict[tuple[str, str], int]:
     """Everything that can be called in what torch and the model's packages could be patched at."""
     holders = {"torch": torch, "functional": F, "Tensor": torch.Tensor, "Module": nn.Module}
     names = {type(module).__module__ for module in model.modules()}
-    names |= {name for name, _, _ in repair._REPAIRS}
+    names |= {name for name, _, _ in loops._REPAIRS}
     holders |= {name: sys.modules[name] for name in names if name in sys.modules}
     return {
         (where, name): id(value)

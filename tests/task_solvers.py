@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.tasks import LinkedTask
+from captum_ssm.bench.tasks import LinkedTask
 
 #: From the words of the prompt, the whole answer.
 Rule = Callable[[Sequence[str]], Sequence[str]]

@@ -9,10 +9,10 @@ import torch
 from matplotlib.image import imread
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm.bench.tasks.recall import Example, generate
 from captum_ssm.cli import architectures_table, main
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
-from captum_ssm.tasks.recall import Example, generate
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +30,7 @@ def expected(example: Example) -> dict[str, torch.Tensor]:
 def test_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import captum_ssm.demo as demo
+    import captum_ssm.cli.demo as demo
 
     monkeypatch.setattr(demo, "_SCORED", 4)
     example = generate(1, seed=7)[0]

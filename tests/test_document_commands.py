@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from documents import PAGES, Command, commands
 
+from captum_ssm.bench import EXPERIMENTS
 from captum_ssm.cli import main
-from captum_ssm.evaluation import EXPERIMENTS
-from captum_ssm.evaluation.command import _experiments
+from captum_ssm.cli.evaluate import _experiments
 from captum_ssm.explain.methods import method_classes
 
 COMMANDS = [command for page in PAGES for command in commands(page)]

@@ -19,11 +19,13 @@ from small_models import mamba_lm, token_ids
 
 from captum_ssm import report
 from captum_ssm._files import filling, make_folder, replacing, write_whole
+from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
+from captum_ssm.bench.harness import machine
+from captum_ssm.bench.training import training
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
-from captum_ssm.evaluation import EXPERIMENTS, Key, Records, lines, machine, write_tables
-from captum_ssm.models import VisionMamba, folders, training
-from captum_ssm.tasks.vocabulary import WordVocabulary
+from captum_ssm.models import VisionMamba, folders
+from captum_ssm.models.vocabulary import WordVocabulary
 
 ROOM = 100  # bytes that fit into a file
 
@@ -159,7 +161,7 @@ def demo(folder: Path, examples: int) -> None:
 def command(*arguments: str) -> None:
     """The command; its message as an error."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
-        patch.setattr("captum_ssm.demo._SCORED", 2)
+        patch.setattr("captum_ssm.cli.demo._SCORED", 2)
         main(["--debug", *arguments])
 
 

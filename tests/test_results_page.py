@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from captum_ssm.evaluation import Key, Records, lines
-from captum_ssm.evaluation.verdicts import Side
+from captum_ssm.bench import Key, Records, lines
+from captum_ssm.bench.harness.verdicts import Side
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = {"date": "2020-02-29", "torch": "9.9"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from captum_ssm.tasks.valence import LEXICON, SOURCES, VARIABLE
+from captum_ssm.bench.data.valence import LEXICON, SOURCES, VARIABLE
 
 GOOD = ("good", "lovely", "funny", "brilliant", ":)")
 BAD = ("bad", "dull", "awful", "tedious", ":(")

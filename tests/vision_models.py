@@ -9,8 +9,8 @@ import vim_oracle
 from attention_models import attention_model
 from torch import Tensor
 
+from captum_ssm.bench.tasks.scenes import SceneTask
 from captum_ssm.models import VisionMamba
-from captum_ssm.tasks.scenes import SceneTask
 
 SIDE, GRID, PATCHES = 16, (4, 4), 16
 #: Scenes that the models take.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from captum_ssm import LatimNorm
-from captum_ssm.attr.taps import ACTIVATIONS
+from captum_ssm.attr.vectors.taps import ACTIVATIONS
+from captum_ssm.bench.training.language_recipes import LANGUAGE_RECIPES
 from captum_ssm.models import load_bundled
-from captum_ssm.models.language_recipes import LANGUAGE_RECIPES
 from captum_ssm.viz.figure import new_figure
 
 if TYPE_CHECKING:

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from captum_ssm.evaluation import EXPERIMENTS, Experiment, Line, Records, lines
-from captum_ssm.evaluation.beyond import BEYOND
-from captum_ssm.evaluation.counterparts import counterparts
-from captum_ssm.evaluation.excerpt import ROWS, excerpt
-from captum_ssm.evaluation.published_images import IMAGES
-from captum_ssm.evaluation.published_texts import TEXTS
-from captum_ssm.evaluation.published_tokens import TOKENS
-from captum_ssm.evaluation.runner import Result
-from captum_ssm.evaluation.tables import as_csv, counted, labels_of, legend
-from captum_ssm.evaluation.verdicts import Comparison, Outcome, Verdict, verdicts
+from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
+from captum_ssm.bench.experiments.counterparts import counterparts
+from captum_ssm.bench.harness.excerpt import ROWS, excerpt
+from captum_ssm.bench.harness.runner import Result
+from captum_ssm.bench.harness.tables import as_csv, counted, labels_of, legend
+from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
+from captum_ssm.bench.published.beyond import BEYOND
+from captum_ssm.bench.published.on_images import IMAGES
+from captum_ssm.bench.published.on_texts import TEXTS
+from captum_ssm.bench.published.on_tokens import TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results.md", "results"

@@ -1,16 +1,15 @@
 """Methods, one file each: Captum Attribution classes over reduce and fold."""
 
 from .comparison import compare
-from .flow import LatimFlow
+from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
 from .latim_alti import LatimALTI
 from .latim_logit import LatimLogit
 from .latim_norm import LatimNorm
-from .llm import SSMLLMAttribution
-from .llm_result import SSMLLMAttributionResult
 from .mamba_attribution import MambaAttribution
-from .mamba_lrp import MambaLRP
 from .rollout import ImplicitAttentionRollout
+from .text.llm import SSMLLMAttribution
+from .text.result import SSMLLMAttributionResult
 from .transformer_attribution import TransformerAttribution
 
 __all__ = [

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..tracing import find_model
-from .base import ImplicitMethod
-from .batches import Cut, cuts
+from .call.inputs import Cut, as_tuple, check_batch, cuts, single_input
+from .call.layout import PatchGrid
+from .engine.method import ImplicitMethod
+from .engine.sharing import Kept, shared_forward
 from .flow import LatimFlow
-from .forward import as_tuple, check_batch, single_input
-from .layout import PatchGrid
-from .sharing import Kept, shared_forward
 
 #: A method, or a class of methods to be made on the compared model.
 Method: TypeAlias = Attribution | type[Attribution]

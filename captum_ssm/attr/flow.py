@@ -1,4 +1,7 @@
-"""LatimFlow: the exact end-to-end decomposition of an output over the input tokens."""
+"""LatimFlow: the exact end-to-end decomposition of an output over the input tokens.
+
+MambaLRP: conservative layer-wise relevance propagation, for every supported architecture.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torch import Tensor
 from ..errors import OptionError
 from ..linear import Gate
 from ..tracing import find_model
-from .base import ImplicitMethod
-from .decomposition import Decomposition
-from .forward import as_tuple, check_batch, single_input
-from .layout import PatchGrid
-from .linear_runs import LinearRuns, Rules
-from .targets import Against, as_asked, several
+from .call.inputs import as_tuple, check_batch, single_input
+from .call.layout import PatchGrid
+from .call.targets import Against, as_asked, several
+from .engine.decompose import Decomposition
+from .engine.linear_run import LinearRuns, Rules
+from .engine.method import ImplicitMethod
 
 GATES = ("frozen", "half")
 
@@ -166,8 +169,8 @@ class LatimFlow(ImplicitMethod):
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.decomposition.Decomposition`; its ``inputs`` and ``biases``
-            sum to its ``output``.
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
+            ``biases`` sum to its ``output``.
         """
         (found,) = self.decompose_each(
             inputs,
@@ -273,3 +276,38 @@ class LatimFlow(ImplicitMethod):
         model = find_model(self.forward_func, self.model)
         runs = LinearRuns(self.forward_func, model, self.layers, rules, grid)
         return runs.decompositions(tensor, questions, additional, internal_batch_size)
+
+
+class MambaLRP(LatimFlow):
+    """Layer-wise relevance propagation as gradient times input of the linearised network.
+
+    Activations pass relevance on by their frozen ratio, norms by their frozen scale; the step
+    sizes, input and output vectors of the recurrences and the probabilities of attention are
+    coefficients; a gated product gives half to each factor.  It is :class:`LatimFlow` with
+    ``gate="half"``: one engine, other rules.  With ``zero_bias=True`` relevance is conserved, as
+    in the paper: it sums to the output of the network without biases.
+
+    LRP is patented for commercial use in some countries; whether that concerns you, you decide.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import MambaLRP
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> tuple(MambaLRP(model).attribute(ids, target=(-1, 5)).shape)
+        (1, 4)
+    """
+
+    name = "Mamba LRP"
+    default_gate: Gate = "half"

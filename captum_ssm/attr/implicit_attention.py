@@ -13,15 +13,14 @@ from torch import Tensor
 from ..errors import OptionError
 from ..operators import Reduce
 from ..tracing import Layer
-from . import published
-from .base import ImplicitMethod, options
-from .factors import Factors, each_factor, each_state
-from .fold import carry, shown
-from .forward import as_tuple, check_batch, single_input
-from .memory import Budget
-from .query import Query
-from .run import Run
-from .streaming import reduced
+from .call.inputs import as_tuple, check_batch, single_input
+from .call.query import Query
+from .engine import published
+from .engine.factors import Factors, each_factor, each_state
+from .engine.fold import carry, shown
+from .engine.method import ImplicitMethod, options
+from .engine.run import Run
+from .engine.strips import Budget, reduced
 
 Made = TypeVar("Made", Tensor, Factors)
 
@@ -236,7 +235,8 @@ class ImplicitAttention(ImplicitMethod):
             simplified: replace softplus by relu (eqs. 18-20). Default: False, exact (eq. 17).
 
         Returns:
-            One :class:`~captum_ssm.attr.factors.Factors` per layer, states as in :meth:`states`.
+            One :class:`~captum_ssm.operators.readings.selection.Factors` per layer, states as in
+            :meth:`states`.
         """
         make = each_factor(channels, simplified, verify)
         return self._each_layer(inputs, layers, additional_forward_args, show_progress, make)

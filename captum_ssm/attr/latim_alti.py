@@ -10,14 +10,14 @@ from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import OptionError
-from ..operators.positions import Positions
+from ..operators.kernels.rows import Positions
 from ..tracing import Layer
-from .alti import StageMixing
-from .fold import carry, check_row, shown, stages, verify_layer
-from .forward import single_input
-from .latim import LatimMethod, for_each, from_layer, query_index, wanted
-from .query import Query
-from .run import Run
+from .call.inputs import single_input
+from .call.query import Query
+from .engine.fold import carry, check_row, shown, stages, verify_layer
+from .engine.run import Run
+from .vectors.latim import LatimMethod, for_each, from_layer, query_index, wanted
+from .vectors.mixing import StageMixing
 
 AGGREGATES = ("rollout", "mean")
 

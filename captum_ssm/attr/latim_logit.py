@@ -11,24 +11,17 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 from ..linear import direct_paths
-from ..operators.maps import unseen
+from ..operators.kernels.arithmetic import unseen
 from ..tracing import Graph, find_model, require_layers, require_real_tokens, trace
-from .contrast import contrasted
-from .decomposition import not_reached
-from .fold import verify_layer
-from .forward import call_model, single_input
-from .latim import LatimMethod
-from .logit_contributions import (
-    MIXINGS,
-    LogitContributions,
-    LogitQuestion,
-    LogitRun,
-    contributions_to,
-)
-from .query import Query
-from .run import Run
-from .streams import residual_streams
-from .targets import Against, Each, as_asked, logits_of, several
+from .call.inputs import call_model, single_input
+from .call.query import Query
+from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
+from .engine.decompose import not_reached
+from .engine.fold import verify_layer
+from .engine.residual import residual_streams
+from .engine.run import Run
+from .vectors.latim import LatimMethod
+from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
 
 
 class LatimLogit(LatimMethod):
@@ -109,7 +102,7 @@ class LatimLogit(LatimMethod):
                 the maps of all layers but the last, and so time quadratic in L, whatever the
                 number of targets: for a layer of Mamba-1 at 1024 tokens that of 40 to 60 forward
                 and backward passes through it; or ``"projection"``, the cheap choice, linear in
-                L, of signed shares; see :mod:`.projection`. Default: ``"alti"``.
+                L, of signed shares; see :mod:`.mixing`. Default: ``"alti"``.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
@@ -173,7 +166,7 @@ class LatimLogit(LatimMethod):
                 :meth:`attribute`, with the same defaults.
 
         Returns:
-            A :class:`~captum_ssm.attr.logit_contributions.LogitContributions`.
+            A :class:`~captum_ssm.attr.vectors.logit.LogitContributions`.
         """
         found: list[LogitContributions] = []
         self._traced_back(

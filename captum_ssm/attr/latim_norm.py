@@ -10,23 +10,15 @@ from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, OptionError
-from ..operators.finite import all_finite
-from ..operators.positions import Positions
-from ..operators.underflow import underflow_flushed
+from ..operators.kernels.arithmetic import all_finite, underflow_flushed
+from ..operators.kernels.rows import Positions
 from ..tracing import Layer
-from .contributions import Contributions, tiles
-from .fold import carry, shown, verify_layer
-from .forward import single_input
-from .latim import (
-    LatimMethod,
-    for_each,
-    from_layer,
-    query_index,
-    wanted,
-    weighted_rows,
-)
-from .query import Query
-from .run import Run
+from .call.inputs import single_input
+from .call.query import Query
+from .engine.fold import carry, shown, verify_layer
+from .engine.run import Run
+from .vectors.contributions import Contributions, tiles
+from .vectors.latim import LatimMethod, for_each, from_layer, query_index, wanted, weighted_rows
 
 
 class LatimNorm(LatimMethod):

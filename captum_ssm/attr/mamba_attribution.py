@@ -11,15 +11,14 @@ from torch import Tensor
 
 from ..errors import GradientModeError, OptionError
 from ..operators import Operator, Reduce
-from ..operators.strips import Strip
+from ..operators.kernels.rows import Strip
 from ..tracing import Layer
-from . import published
-from .base import ImplicitMethod, options
-from .fold import Mixing, fold
-from .memory import Budget, MemoryBudget
-from .query import Query
-from .run import Run
-from .streaming import streamed
+from .call.query import Query
+from .engine import published
+from .engine.fold import Mixing, fold
+from .engine.method import ImplicitMethod, options
+from .engine.run import Run
+from .engine.strips import Budget, MemoryBudget, streamed
 
 #: What becomes of negative entries, in place.
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,13 +12,12 @@ from torch import Tensor
 from ..errors import OptionError
 from ..operators import Operator, Reduce
 from ..tracing import Layer
-from . import published
-from .base import ImplicitMethod, options
-from .fold import Mixing, fold, given, scaled
-from .memory import Budget, MemoryBudget
-from .query import Query
-from .run import Run
-from .streaming import reduced, streamed
+from .call.query import Query
+from .engine import published
+from .engine.fold import Mixing, fold, given, scaled
+from .engine.method import ImplicitMethod, options
+from .engine.run import Run
+from .engine.strips import Budget, MemoryBudget, reduced, streamed
 
 
 class ImplicitAttentionRollout(ImplicitMethod):

@@ -16,12 +16,12 @@ from ..mixers.base import LinearMixer
 from ..operators import Operator
 from ..tracing import Graph, Layer, find_model
 from ..tracing.gradients import recordable
-from .base import ImplicitMethod, options
-from .fold import Mixing, fold, given
-from .propagation import coefficients
-from .query import Query
-from .run import Question, Run
-from .targets import several
+from .call.query import Query
+from .call.targets import several
+from .engine.fold import Mixing, fold, given
+from .engine.linear_run import coefficients
+from .engine.method import ImplicitMethod, options
+from .engine.run import Question, Run
 
 FORMS = ("lrp", "gradient")
 

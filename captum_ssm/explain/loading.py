@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._files import optional
+from ..bench.data.valence import text_words
+from ..bench.tasks.class_texts import CLASS_WORDS, TextReader
+from ..bench.tasks.scenes import SceneTask
+from ..bench.training.recipes import recipe_of
+from ..bench.training.text_recipes import TextRecipe
 from ..errors import DataNotFoundError, OptionError
 from ..models import load_bundled, load_vim
 from ..models.bundled import BUNDLED
 from ..models.checks import check_complete, check_counts, naming
-from ..models.recipes import recipe_of
-from ..models.text_recipes import TextRecipe
-from ..tasks.files import optional
-from ..tasks.scenes import SceneTask
-from ..tasks.text_classes import CLASS_WORDS, TextReader
-from ..tasks.valence import text_words
-from ..tasks.vocabulary import WordVocabulary
+from ..models.vocabulary import WordVocabulary
 from .pictures import for_vim, processed, scene
 
 #: Makes images (B, C, H, W), as the model wants them, of files.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..models import VisionMamba
-from ..tasks.images import read_image
+from ..models.image_files import read_image
 
 #: Mean and standard deviation of the colours of ImageNet, which Vision Mamba was trained with.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -7,7 +7,7 @@ from typing import Any
 from captum.attr import Attribution, Deconvolution, DeepLift, GradientAttribution, GuidedBackprop
 from torch import Tensor, nn
 
-from ..attr.base import ImplicitMethod
+from ..attr.engine.method import ImplicitMethod
 from ..errors import CaptumSSMError
 from ..tracing import find_mixers, find_model
 

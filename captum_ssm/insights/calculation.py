@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attr.base import ImplicitMethod
-from ..attr.forward import as_tuple, call_model
-from ..attr.targets import logits_of
+from ..attr.call.inputs import as_tuple, call_model
+from ..attr.call.targets import logits_of
+from ..attr.engine.method import ImplicitMethod
 from ..errors import InputError, OptionError
 from .applicability import obstacle
 from .dataset import Example

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..attr.base import ImplicitMethod
+from ..attr.engine.method import ImplicitMethod
 from ..errors import OptionError
-from .config import (
-    BoolConfig,
-    Config,
-    NumberConfig,
-    StrConfig,
-    StrEnumConfig,
-    TupleConfig,
-)
+from .config import BoolConfig, Config, NumberConfig, StrConfig, StrEnumConfig, TupleConfig
 from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
 
 #: How its page, which knows words and whole numbers alone, says yes, no and nothing.

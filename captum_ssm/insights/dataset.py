@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attr.forward import as_tuple
+from ..attr.call.inputs import as_tuple
 from ..errors import InputError
 
 #: Of a dataset that can be gone through only once, so many examples are kept to be shown again.

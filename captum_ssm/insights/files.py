@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attr.codec import Codec
+from .._files import folder, lines, text
+from ..attr.text.codec import Codec
 from ..errors import DataError, InputError, OptionError
 from ..explain.loading import Loaded
-from ..tasks.files import folder, lines, text
-from ..tasks.image_folders import SUFFIXES
+from ..models.image_files import SUFFIXES
 from .dataset import Batch
 from .features import ImageFeature, TextFeature
 

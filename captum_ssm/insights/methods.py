@@ -33,21 +33,14 @@ from ..attr import (
     MambaLRP,
     TransformerAttribution,
 )
-from ..attr.base import RECIPES
-from ..attr.components import PRESETS
-from ..attr.contrast import CONTRASTS
+from ..attr.call.components import PRESETS
+from ..attr.call.targets import CONTRASTS
+from ..attr.engine.method import RECIPES
 from ..attr.flow import GATES
 from ..attr.latim_alti import AGGREGATES
-from ..attr.logit_contributions import MIXINGS
 from ..attr.mamba_attribution import CLAMPS
-from .config import (
-    BoolConfig,
-    Config,
-    ConfigParameters,
-    NumberConfig,
-    StrEnumConfig,
-    TupleConfig,
-)
+from ..attr.vectors.logit import MIXINGS
+from .config import BoolConfig, Config, ConfigParameters, NumberConfig, StrEnumConfig, TupleConfig
 
 #: In the order in which they are offered; the first that fits a model is the first it is shown by.
 SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = [

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, Operator, Sum
-from ..operators.maps import unseen
+from ..operators.kernels.arithmetic import unseen
 from .mode import Linearising
 
 

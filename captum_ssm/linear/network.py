@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
-from ..operators.maps import full_precision, unseen
+from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, repaired_scans, require_real_tokens
 from ..tracing.eager import eagerly
 from ..tracing.gradients import checkpoints_off, recordable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call
-from ..operators.maps import unseen
+from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer
 from ..tracing.hooks import hooked, swap_first
 

@@ -26,13 +26,13 @@ from .amplify import (
 )
 from .captum_adapters import token_infidelity, token_sensitivity
 from .classes import Perturbed
+from .completeness import completeness_error, decomposition_error
 from .confusion import confusion, f1, iou, mean_iou, pixel_accuracy
-from .curve import TENTHS, WHOLE, Curve
-from .decomposition import completeness_error, decomposition_error
+from .curve import TENTHS, WHOLE, Curve, change_order
 from .faithfulness import Faithfulness, relevance_mass, token_faithfulness
 from .fills import black, blurred
 from .image_perturbation import image_perturbation, pixel_relevance
-from .order import change_order
+from .long_texts import answers_found, span_relevance
 from .oversmoothing import token_similarity
 from .pseudo_masks import PseudoMaskScores, pseudo_masks
 from .ranking import (
@@ -43,7 +43,6 @@ from .ranking import (
     recall_at_k,
     roc_auc,
 )
-from .retrieval import answers_found, span_relevance
 from .sample import Interval, Sample
 from .segmentation import (
     Segmentation,

@@ -18,8 +18,8 @@ from captum.attr import Attribution
 from captum.metrics import infidelity, sensitivity_max
 from torch import Tensor
 
-from ..attr.forward import as_tuple, call_model, single_input
-from ..attr.targets import logits_of
+from ..attr.call.inputs import as_tuple, call_model, single_input
+from ..attr.call.targets import logits_of
 from ..errors import InputError, OptionError
 from .checks import as_mask, as_scores, check_positive
 from .tokens import Filling, check_share, draw_tokens, is_sequence, replace_tokens

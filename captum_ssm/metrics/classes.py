@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attr.forward import call_model
-from ..attr.targets import logits_of
+from ..attr.call.inputs import call_model
+from ..attr.call.targets import logits_of
 from ..errors import InputError, TargetError
 from .checks import as_scores
 from .curve import Curve

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attr.batches import cuts
+from ..attr.call.inputs import cuts
 from ..errors import InputError
 from .checks import as_fractions, as_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
-from .curve import TENTHS
+from .curve import TENTHS, change_order, changed
 from .fills import Fill, filled
-from .order import change_order, changed
 
 
 def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:

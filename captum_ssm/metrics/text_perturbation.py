@@ -22,8 +22,7 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from .checks import as_fractions, as_mask, check_positive, masked_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
-from .curve import TENTHS, WHOLE, Curve
-from .order import change_order, changed
+from .curve import TENTHS, WHOLE, Curve, change_order, changed
 from .tokens import Filling, fill_for, is_sequence, replace_tokens
 
 #: ``"mask"`` puts the fill in a token's place, ``"delete"`` closes the gap.

@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
-from ..operators.maps import unseen
+from ..operators.kernels.arithmetic import unseen
 from .base import Call, LinearMixer, first_tensor
-from .common import as_heads, run, working_dtype
-from .softmax import softmax_attention
+from .parts.common import as_heads, run, working_dtype
+from .parts.softmax import softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
 _NOTING = "captum_ssm"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
-from ..operators.finite import all_finite
-from .token_map import TokenMap
+from ..operators.kernels.arithmetic import all_finite
+from .parts.token_map import TokenMap
 
 
 @dataclass(frozen=True, eq=False)

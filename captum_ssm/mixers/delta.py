@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..operators import Chain, DeltaRule, Diagonal, Shape, ShortConv
 from .base import Call, LinearMixer
-from .common import (
+from .parts.common import (
     activation_ratio,
     as_heads,
     causal_conv,

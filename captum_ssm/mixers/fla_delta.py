@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..operators import DeltaRule
 from .base import Call, LinearMixer
-from .common import as_heads, run
-from .fla_common import closing, convolved, entering_unpadded, o_norm_and_gate, steps
+from .parts.common import as_heads, run
+from .parts.fla import closing, convolved, entering_unpadded, o_norm_and_gate, steps
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from ..operators import Chain, VectorDecayHeads
 from .base import Call, LinearMixer
-from .common import as_heads, linear, masked, run
-from .fla_common import (
+from .hgrn import log_forget
+from .parts.common import as_heads, linear, masked, run
+from .parts.fla import (
     closing,
     convolved,
     entering_unpadded,
@@ -28,7 +29,6 @@ from .fla_common import (
     steps,
     value_stream,
 )
-from .hgrn import log_forget
 
 #: HGRN2's norm runs as a function that is not told the module's eps.
 _HGRN2_EPS = 1e-5

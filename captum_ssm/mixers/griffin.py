@@ -22,7 +22,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
 from .attention import hf_attention
 from .base import Call, LinearMixer
-from .common import as_heads, causal_conv, run, working_dtype
+from .parts.common import as_heads, causal_conv, run, working_dtype
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:

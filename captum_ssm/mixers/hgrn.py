@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
 from .base import Call, LinearMixer
-from .common import as_heads, run
-from .fla_common import convolved, entering, frozen_rms_norm, steps, value_stream
+from .parts.common import as_heads, run
+from .parts.fla import convolved, entering, frozen_rms_norm, steps, value_stream
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..operators import Chain, Diagonal, Shape
 from .base import Call, LinearMixer
-from .common import as_heads, causal_conv, hf_entering, masked, refuse_packed, run
+from .parts.common import as_heads, causal_conv, hf_entering, masked, refuse_packed, run
 
 
 def short_conv(module: Any, call: Call) -> LinearMixer:

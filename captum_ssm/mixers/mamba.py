@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv, Sum
 from .base import Call, LinearMixer
-from .common import (
+from .parts.common import (
     activation_ratio,
     as_heads,
     causal_conv,

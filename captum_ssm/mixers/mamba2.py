@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape, ShortConv, Sum
 from .base import Call, LinearMixer
-from .common import (
+from .parts.common import (
     activation_ratio,
     as_heads,
     causal_conv,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from .base import Call, LinearMixer
-from .common import linear, refuse_packed, run, working_dtype
 from .mamba2 import Norm, linearize
+from .parts.common import linear, refuse_packed, run, working_dtype
 
 
 def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:

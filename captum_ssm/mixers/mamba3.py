@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, ShortConv, Sum
 from .base import Call, LinearMixer
-from .common import as_heads, frozen, refuse_packed, rms_norm, run, working_dtype
+from .parts.common import as_heads, frozen, refuse_packed, rms_norm, run, working_dtype
 
 
 def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:

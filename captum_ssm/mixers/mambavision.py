@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv, Sum
-from ..operators.direct_sum import DirectSum
-from ..operators.windows import Windowed
+from ..operators.combine import DirectSum
+from ..operators.reorder import Windowed
 from .base import Call, LinearMixer
-from .common import as_heads, frozen, run, working_dtype
+from .parts.common import as_heads, frozen, run, working_dtype
+from .parts.token_map import Reduction, TokenMap, square_windows
 from .timm_attention import timm_attention
-from .token_map import Reduction, TokenMap, square_windows
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..operators import Chain, Diagonal, ScalarDecayHeads, Shape
 from .base import Call, LinearMixer
-from .common import activation_ratio, as_heads, masked, padding_mask, run, working_dtype
+from .parts.common import activation_ratio, as_heads, masked, padding_mask, run, working_dtype
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..operators import ScalarDecayHeads
 from .base import Call, LinearMixer
-from .fla_common import closing, entering_unpadded, norm_and_gate, queries_and_keys, steps
+from .parts.fla import closing, entering_unpadded, norm_and_gate, queries_and_keys, steps
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..operators import Chain, Diagonal, Shape, wkv
 from .base import Call, LinearMixer
-from .common import as_heads, run, working_dtype
+from .parts.common import as_heads, run, working_dtype
 
 
 def rwkv4(module: Any, call: Call) -> LinearMixer:

@@ -29,8 +29,8 @@ from ..operators import (
     VectorDecayHeads,
 )
 from .base import Call, LinearMixer
-from .common import as_heads, frozen, linear, masked, run
-from .fla_common import entering, steps
+from .parts.common import as_heads, frozen, linear, masked, run
+from .parts.fla import entering, steps
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from .base import Call, LinearMixer
-from .common import as_heads, run, working_dtype
-from .softmax import softmax_attention
+from .parts.common import as_heads, run, working_dtype
+from .parts.softmax import softmax_attention
 
 
 def timm_attention(module: Any, call: Call) -> LinearMixer:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, Permute, SelectiveScan, Shape, ShortConv, Sum
 from .base import Call, LinearMixer
-from .common import as_heads, causal_conv, frozen, linear, run, working_dtype
+from .parts.common import as_heads, causal_conv, frozen, linear, run, working_dtype
 
 #: Above this error an output is not the sum of two directions; rounding stays far below.
 _ANOTHER_FUNCTION = 0.25

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..operators import Chain, Diagonal, HeadCentering, ScalarDecayHeads, Shape, ShortConv
 from .base import Call, LinearMixer
-from .common import as_heads, frozen, run, working_dtype
+from .parts.common import as_heads, frozen, run, working_dtype
 
 
 def mlstm(module: Any, call: Call) -> LinearMixer:

@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
-from captum_ssm.errors import OptionError
-from captum_ssm.models.folders import WEIGHTS
-from captum_ssm.models.recipes import RECIPES, recipe_of
+from ..bench.training.recipes import RECIPES, recipe_of
+from ..errors import OptionError
+from .folders import WEIGHTS
 
 _HERE = Path(__file__).parent
+_OF_BENCH = _HERE.parent / "bench" / "weights"
 
 #: The names of the bundled models; each is that of its task and of its architecture.  A recipe
 #: whose weights do not ship can be trained, and loaded from a folder.
-BUNDLED = tuple(name for name in RECIPES if (_HERE / name / WEIGHTS).is_file())
+BUNDLED = tuple(
+    name
+    for name in RECIPES
+    if any((place / name / WEIGHTS).is_file() for place in (_HERE, _OF_BENCH))
+)
 
 
 def load_bundled(
@@ -26,26 +31,26 @@ def load_bundled(
     Args:
         name: a task and the architecture that learned it.  Of the language models, each a
             ``MambaForCausalLM`` or a ``Mamba2ForCausalLM`` of transformers,
-            ``"recall-mamba"`` answers the prompts of :mod:`captum_ssm.tasks.recall`;
+            ``"recall-mamba"`` answers the prompts of :mod:`captum_ssm.bench.tasks.recall`;
             ``"copying-mamba"`` and ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and
             ``LONG_COPIES``; ``"translation-mamba"`` and ``"translation-mamba2"`` translate
             ``NUMBER_WORDS``; ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each
             with ``"mamba"`` and ``"mamba2"``, answer the questions of ``ONE_PASSKEY``,
-            ``TWO_PASSKEYS`` and ``FREQUENT_WORD``, all of :mod:`captum_ssm.tasks`.  Of the image
-            classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``, each a
+            ``TWO_PASSKEYS`` and ``FREQUENT_WORD``, all of :mod:`captum_ssm.bench.tasks`.  Of the
+            image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``, each a
             :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in front,
             and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes
             of ``SCENES``.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
-            positive sentences, see :class:`~captum_ssm.tasks.TextReader`.
+            positive sentences, see :class:`~captum_ssm.bench.tasks.TextReader`.
             Default: ``"recall-mamba"``.
         folder: where ``captum-ssm train`` has written a model of this name.
             Default: None, the one that ships with the package.
 
     Returns:
         The model in evaluation mode on the CPU, and its key: the vocabulary
-        (:class:`~captum_ssm.tasks.WordVocabulary`) of what a language model or a classifier of
-        sentences reads, or the names of an image classifier's classes, in order.
+        (:class:`~captum_ssm.models.vocabulary.WordVocabulary`) of what a language model or a
+        classifier of sentences reads, or the names of an image classifier's classes, in order.
 
     Raises:
         OptionError: when there is no such model, or its weights do not ship.
@@ -90,4 +95,5 @@ def weights_of(name: str) -> Path:
         ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
     """
     recipe_of(name)
-    return _HERE / name / WEIGHTS
+    place = _HERE if (_HERE / name).is_dir() else _OF_BENCH
+    return place / name / WEIGHTS

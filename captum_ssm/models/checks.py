@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from captum_ssm.errors import CaptumSSMError, CheckpointError, DataNotFoundError
-from captum_ssm.tasks.files import optional
+from .._files import optional
+from ..errors import CaptumSSMError, CheckpointError, DataNotFoundError
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
 #: made one by one, so that these numbers cost time and memory before any weight is looked at.

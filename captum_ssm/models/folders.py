@@ -10,17 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm._files import make_folder, write_whole, writing
-from captum_ssm.errors import CheckpointError
-from captum_ssm.models.checks import (
-    check_counts,
-    check_fit,
-    naming,
-    read_json,
-    read_safetensors,
-)
-from captum_ssm.models.small import model_of
-from captum_ssm.tasks.files import optional
+from .._files import make_folder, optional, write_whole, writing
+from ..errors import CheckpointError
+from .checks import check_counts, check_fit, naming, read_json, read_safetensors
+from .small import model_of
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

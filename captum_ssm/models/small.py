@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from captum_ssm.errors import OptionError
-from captum_ssm.tasks.vocabulary import WordVocabulary
+from ..errors import OptionError
+from .vocabulary import WordVocabulary
 
 #: By architecture, the class of transformers.
 MODELS = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}

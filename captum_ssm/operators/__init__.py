@@ -1,20 +1,19 @@
 """The mathematics: frozen linear token mixers.  Knows tensors, no model."""
 
-from .base import Operator, Shape
-from .compose import Chain
+from .base import Mixing, Operator, Shape
+from .chain import Chain
+from .combine import Sum
 from .conv import ShortConv
-from .decay_heads import ScalarDecayHeads
-from .delta_rule import DeltaRule
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
-from .mixing import Mixing
-from .permute import Permute
-from .recurrence import ElementwiseRecurrence, wkv
+from .recurrences.delta_rule import DeltaRule
+from .recurrences.elementwise import ElementwiseRecurrence, wkv
+from .recurrences.scalar_decay import ScalarDecayHeads
+from .recurrences.selective_scan import SelectiveScan
+from .recurrences.vector_decay import VectorDecayHeads
 from .reduction import Reduce, discard_smallest
-from .selective_scan import SelectiveScan
-from .sums import Sum
-from .vector_decay_heads import VectorDecayHeads
+from .reorder import Permute
 
 __all__ = [
     "Chain",

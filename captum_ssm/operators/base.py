@@ -21,25 +21,47 @@ dimensions are free: a stack of vectors is mapped at once.
 Everything in :class:`Operator` is derived from :meth:`Operator.apply` and its adjoint.  These
 generic versions are slow and obvious; subclasses override what they can do faster, and tests hold
 the two together in float64.
+
+How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
+
+The theorem asks of a layer whether the part that mixes its tokens depends on the data.  S4 and
+DSS convolve with a fixed kernel; GSS and Hyena put gates, one factor per token, around such a
+kernel; in S6, as in attention, the data enters the mixing itself.
+
+The answer follows from the parts an operator is made of, whatever numbers they hold:
+
+- A product of fixed mixing with gates between, such as two steps of Hyena (gate . conv . gate .
+  conv), is data-controlled: what reaches token i from token j depends on the tokens between.  The
+  theorem, too, speaks of a single step.
+- A recurrence whose decays follow from the data is data-controlled even with a single state.  Each
+  of its matrices is a constant one between two diagonals, but these hold products of decays over
+  the whole past, not factors of single tokens.
+- Which tokens are padding is no data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .band import Band, add_shifted
-from .by_channel import by_channel, goes_by_channel
-from .maps import linear_map
-from .mixing import Mixing
-from .positions import Positions, at_positions, in_stacks, per_example, unit_vectors
-from .reduction import Reduce, reduce_channels
-from .streams import SMALL, Portion, Stream, channel_mean
-from .strips import Strip, total
+from .kernels.arithmetic import linear_map
+from .kernels.bands import Band, add_shifted
+from .kernels.portions import SMALL, Portion, Stream, channel_mean
+from .kernels.rows import (
+    Positions,
+    Strip,
+    at_positions,
+    in_stacks,
+    per_example,
+    total,
+    unit_vectors,
+)
+from .reduction import Reduce, by_channel, goes_by_channel, reduce_channels
 
 
 class Shape(NamedTuple):
@@ -458,3 +480,28 @@ class Operator:
 
     def _chunks(self, rows: range) -> Iterator[range]:
         return in_stacks(rows, torch.Size(self.shape).numel())
+
+
+class Mixing(Enum):
+    """How tokens are mixed, in one word.
+
+    Attributes:
+        NONE: no output reads another token.
+        FIXED: by one matrix per channel, the same for every input (S4, DSS).
+        GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
+        CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
+        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
+        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
+        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
+        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
+        ('fixed', 'gated')
+    """
+
+    NONE = "none"
+    FIXED = "fixed"
+    GATED = "gated"
+    CONTROLLED = "controlled"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .band import Band, convolve_band, overlap
 from .base import Operator, Shape
-from .compose import Chain
-from .maps import linear_map
-from .streams import LARGE, Portion, Stream
-from .strips import Strip
+from .chain import Chain
+from .kernels.arithmetic import linear_map
+from .kernels.bands import Band, convolve_band, overlap
+from .kernels.portions import LARGE, Portion, Stream
+from .kernels.rows import Strip
 
 
 class ShortConv(Operator):

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .band import Band, some_heads
 from .base import Operator, Shape
-from .positions import Positions, at_positions
-from .scratch import Scratch
-from .streams import LARGE, Portion, Stream
-from .strips import Strip, clipped
+from .kernels.arithmetic import Scratch
+from .kernels.bands import Band, some_heads
+from .kernels.portions import LARGE, Portion, Stream
+from .kernels.rows import Positions, Strip, at_positions, clipped
 
 
 class Diagonal(Operator):

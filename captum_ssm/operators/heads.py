@@ -9,11 +9,8 @@ from torch import Tensor
 
 from .base import Operator, Shape
 from .diagonal import Diagonal
-from .maps import full_precision
-from .positions import Positions, by_query, unit_vectors
-from .strips import Strip
-from .thin import times
-from .underflow import underflow_flushed
+from .kernels.arithmetic import full_precision, times, underflow_flushed
+from .kernels.rows import Positions, Strip, by_query, unit_vectors
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
 _STRIP_ELEMENTS = 2**18

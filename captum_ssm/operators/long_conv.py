@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .base import Operator, Shape
-from .maps import full_precision, linear_map
-from .strips import Strip
+from .kernels.arithmetic import full_precision, linear_map
+from .kernels.rows import Strip
 
 #: Elements of the padded signals transformed at a time (128 MiB as complex64).
 _SIGNAL_ELEMENTS = 2**24

@@ -5,7 +5,7 @@ from .gradients import graphs_dropped
 from .layer import Layer
 from .padding import require_real_tokens
 from .record import Graph, Trace, require_layers, trace
-from .repair import repaired_scans
+from .repair.loops import repaired_scans
 
 __all__ = [
     "Graph",

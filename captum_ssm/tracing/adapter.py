@@ -14,7 +14,7 @@ from ..errors import AdapterError, CaptumSSMError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, class_path
 from ..operators import Operator
-from ..operators.fitting import ran_out_of_memory
+from ..operators.kernels.portions import ran_out_of_memory
 from .find import Mixer
 
 

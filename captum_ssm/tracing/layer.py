@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
-from ..mixers.token_map import TokenMap
+from ..mixers.parts.token_map import TokenMap
 from ..operators import Operator
-from ..operators.maps import full_precision
+from ..operators.kernels.arithmetic import full_precision
 from .find import Mixer
 from .verification import relative_error, require_same, tolerance_for
 

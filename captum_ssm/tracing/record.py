@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer
-from ..operators.finite import all_finite
-from ..operators.maps import full_precision
+from ..operators.kernels.arithmetic import all_finite, full_precision
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
 from .hooks import Hook, detached, hooked, swap_first, without_caches
 from .layer import Layer
 from .offload import linearize
-from .repair import repaired_scans
+from .repair.loops import repaired_scans
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.

@@ -1,13 +1,13 @@
 """Pictures and pages: matplotlib figures, Captum's own pictures, and a report in HTML."""
 
 from .captum_pictures import captum_image, captum_text, image_arrays
-from .contributions import plot_contributions
 from .curves import plot_curves, plot_perturbed
 from .html.report import report
-from .images import plot_image
 from .intervals import plot_intervals
 from .layers import plot_decomposition_errors, plot_layers
 from .matrices import plot_channels, plot_depths, plot_matrices
+from .overlay import plot_image
+from .sources import plot_contributions
 from .text import plot_text
 
 __all__ = [

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 from .figure import numbers
-from .images import picture_of, pixels_of
 from .labels import shown, spelled
+from .overlay import picture_of, pixels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 from captum_ssm import trace
-from captum_ssm.attr.contributions import Contributions, tiles
+from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.mixers.base import LinearMixer
 from captum_ssm.operators import Operator
 from captum_ssm.tracing import Layer

@@ -19,8 +19,8 @@ from captum_ssm import (
     MambaAttribution,
     MambaLRP,
 )
-from captum_ssm.attr import run
-from captum_ssm.attr.targets import Each
+from captum_ssm.attr.call.targets import Each
+from captum_ssm.attr.engine import run
 from captum_ssm.operators import Chain, Operator
 
 QUERIES = [ImplicitAttention, ImplicitAttentionRollout, LatimNorm, LatimALTI]

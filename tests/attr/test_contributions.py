@@ -17,9 +17,9 @@ from oracles import padded_batch, relative_error
 from torch import Tensor
 from versions import not_in_4
 
-from captum_ssm.attr import contributions
-from captum_ssm.attr.contributions import Contributions, tiles
-from captum_ssm.attr.taps import ACTIVATIONS
+from captum_ssm.attr.vectors import contributions
+from captum_ssm.attr.vectors.contributions import Contributions, tiles
+from captum_ssm.attr.vectors.taps import ACTIVATIONS
 from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.models.vim import VimMixer
 from captum_ssm.operators import Chain, DenseHeads, HeadCentering

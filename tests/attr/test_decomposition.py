@@ -13,7 +13,7 @@ import torch
 from small_models import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
-from captum_ssm.attr.decomposition import Decomposition, exact, stacked
+from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
 
 
 def mamba() -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from selection_mixers import CHANNELS, KINDS, MASKED, explain, make_mixer, sprea
 from torch import Tensor
 
 from captum_ssm import ImplicitAttention
-from captum_ssm.attr.factors import Factors
+from captum_ssm.attr.engine.factors import Factors
 from captum_ssm.tracing import repaired_scans
 
 FLOAT64, FLOAT32, TYPICAL = 1e-11, 1e-5, 5e-7

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from captum_ssm import LatimFlow, LatimNorm
+from captum_ssm.bench.tasks import LONG_COPIES, SHORT_COPIES, CopyingTask
 from captum_ssm.models import load_bundled
-from captum_ssm.tasks import LONG_COPIES, SHORT_COPIES, CopyingTask
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -19,9 +19,9 @@ from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vis
 from torch import Tensor
 
 from captum_ssm import LatimALTI, trace
-from captum_ssm.attr import contributions, latim
-from captum_ssm.attr.alti import StageMixing
-from captum_ssm.attr.streams import residual_streams
+from captum_ssm.attr.engine.residual import residual_streams
+from captum_ssm.attr.vectors import contributions, latim
+from captum_ssm.attr.vectors.mixing import StageMixing
 from captum_ssm.errors import InputError, OptionError, ReconstructionError
 from captum_ssm.operators import DenseHeads
 

@@ -17,8 +17,8 @@ from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vis
 from torch import Tensor
 
 from captum_ssm import LatimALTI, LatimLogit, trace
-from captum_ssm.attr.projection import ProjectionMixing
-from captum_ssm.attr.streams import residual_streams
+from captum_ssm.attr.engine.residual import residual_streams
+from captum_ssm.attr.vectors.mixing import ProjectionMixing
 from captum_ssm.errors import GradientModeError, InputError, OptionError, ReconstructionError
 
 TARGET = {"target": (-1, 3)}

@@ -8,7 +8,7 @@ from small_models import GRID, WIDTH, images, vision
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.attr.layout import PatchGrid
+from captum_ssm.attr.call.layout import PatchGrid
 from captum_ssm.errors import InputError
 
 

@@ -11,7 +11,7 @@ from small_models import CLASSES, classifier, falcon_lm, mamba_lm, token_ids, vi
 from small_models import images as random_images
 
 from captum_ssm import MambaAttribution, discard_smallest
-from captum_ssm.attr import run as runs
+from captum_ssm.attr.engine import run as runs
 from captum_ssm.tracing import record
 
 CLAMPS = {"relu": lambda x: x * (x > 0), "abs": lambda x: x.abs(), "none": lambda x: x}

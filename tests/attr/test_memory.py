@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.attr import memory
-from captum_ssm.attr.memory import Budget, free_memory
+from captum_ssm.attr.engine import strips as memory
+from captum_ssm.attr.engine.strips import Budget, free_memory
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Diagonal, Shape
 

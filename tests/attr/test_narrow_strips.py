@@ -9,10 +9,9 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.attr.memory import Budget
-from captum_ssm.attr.streaming import reduced, streamed
+from captum_ssm.attr.engine.strips import Budget, reduced, streamed
 from captum_ssm.operators import Chain, Diagonal, LongConv, Operator, Shape, ShortConv
-from captum_ssm.operators.strips import Strip
+from captum_ssm.operators.kernels.rows import Strip
 
 TOKENS = 13
 SHAPE = Shape(batch=2, tokens=TOKENS, heads=3, per_head=2)

@@ -11,7 +11,7 @@ from latim_models import layer_of
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.attr.contributions import Contributions
+from captum_ssm.attr.vectors.contributions import Contributions
 from captum_ssm.operators import DenseHeads
 
 

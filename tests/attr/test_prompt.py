@@ -11,8 +11,8 @@ from small_models import mamba_lm
 from tokenizers import Tokenizer
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution
-from captum_ssm.attr.codec import Codec
-from captum_ssm.attr.prompt import read_prompt
+from captum_ssm.attr.text.codec import Codec
+from captum_ssm.attr.text.prompt import read_prompt
 
 PROMPT = "anna owns the lamp . bob owns the"
 MESSAGES = [{"role": "user", "content": "anna owns"}, {"role": "bot", "content": "the lamp"}]

@@ -10,13 +10,14 @@ from latim_models import all_vectors, record
 from oracles import padded_batch, relative_error
 from torch import Tensor
 
-from captum_ssm.attr import contributions
-from captum_ssm.attr.contributions import Contributions
-from captum_ssm.attr.scanned import scanned
-from captum_ssm.attr.taps import Path
+from captum_ssm.attr.vectors import contributions
+from captum_ssm.attr.vectors.contributions import Contributions
+from captum_ssm.attr.vectors.scanned import scanned
+from captum_ssm.attr.vectors.taps import Path
 from captum_ssm.models.vim import VimMixer
-from captum_ssm.operators import Chain, Permute, SelectiveScan, scan_tiles
-from captum_ssm.operators.maps import unseen
+from captum_ssm.operators import Chain, Permute, SelectiveScan
+from captum_ssm.operators.kernels.arithmetic import unseen
+from captum_ssm.operators.readings import scan_tiles
 from captum_ssm.tracing import Layer
 
 

@@ -22,8 +22,8 @@ from captum_ssm import (
     TransformerAttribution,
     compare,
 )
-from captum_ssm.attr import sharing
-from captum_ssm.attr.sharing import Kept, shared_forward
+from captum_ssm.attr.engine import sharing
+from captum_ssm.attr.engine.sharing import Kept, shared_forward
 from captum_ssm.errors import TargetError
 
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]

@@ -12,12 +12,11 @@ from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
-from captum_ssm.attr.codec import Codec
-from captum_ssm.attr.prompt import read_prompt
-from captum_ssm.attr.spans import Span, find_spans
+from captum_ssm.attr.text.codec import Codec, Span, find_spans
+from captum_ssm.attr.text.prompt import read_prompt
+from captum_ssm.bench.tasks import WordVocabulary
 from captum_ssm.errors import InputError
 from captum_ssm.models import load_bundled
-from captum_ssm.tasks import WordVocabulary
 
 
 class Slow:

@@ -9,13 +9,13 @@ from oracles import padded_batch, relative_error
 from small_models import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr import memory, run
-from captum_ssm.attr.fold import Mixing, given
-from captum_ssm.attr.memory import Budget
-from captum_ssm.attr.streaming import streamed
+from captum_ssm.attr.engine import run
+from captum_ssm.attr.engine import strips as memory
+from captum_ssm.attr.engine.fold import Mixing, given
+from captum_ssm.attr.engine.strips import Budget, streamed
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Operator, Shape, discard_smallest
-from captum_ssm.operators.strips import Strip
+from captum_ssm.operators.kernels.rows import Strip
 
 MODELS = ("mamba", "mamba2", "vim", "recurrent_gemma", "rwkv", "bamba")
 #: Numbers a strip may hold for one of two or three rows, of two examples of 9 tokens.

@@ -12,8 +12,8 @@ from latim_models import a_model, all_vectors, layer_of, record
 from oracles import padded_batch, relative_error
 from torch import nn
 
-from captum_ssm.attr.contributions import Contributions
-from captum_ssm.attr.taps import ACTIVATIONS, check_activation
+from captum_ssm.attr.vectors.contributions import Contributions
+from captum_ssm.attr.vectors.taps import ACTIVATIONS, check_activation
 from captum_ssm.errors import OptionError, UnsupportedMixerError
 from captum_ssm.operators import Chain, DenseHeads, Diagonal, ShortConv
 

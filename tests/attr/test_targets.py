@@ -9,7 +9,7 @@ from captum._utils.common import _select_targets
 from small_models import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr import target_errors
+from captum_ssm.attr.call import target_errors
 
 BATCH = 4
 #: name: (target, the class it means for each example)

@@ -17,7 +17,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.mixers import LinearMixer, registry
-from captum_ssm.mixers.token_map import Reduction, TokenMap, square_windows
+from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 from captum_ssm.operators import DenseHeads
 
 METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from captum_ssm.bench import EXPERIMENTS
+from captum_ssm.bench.training.recipes import recipe_of
 from captum_ssm.cli import main
-from captum_ssm.evaluation import EXPERIMENTS
-from captum_ssm.evaluation.command import _plans
-from captum_ssm.models.recipes import recipe_of
+from captum_ssm.cli.evaluate import _plans
 
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
 EXAMPLES = 6

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from captum_ssm.evaluation import EXPERIMENTS, Line
-from captum_ssm.evaluation.counterparts import KINDS, ROWS, counterparts
+from captum_ssm.bench import EXPERIMENTS, Line
+from captum_ssm.bench.experiments.counterparts import KINDS, ROWS, counterparts
 
 
 def line(model: str, method: str, formulation: str, row: str = "") -> Line:

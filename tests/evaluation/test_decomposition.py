@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from captum_ssm import LatimNorm
-from captum_ssm.evaluation import EXPERIMENTS, Cell
+from captum_ssm.bench import EXPERIMENTS, Cell
 
 ERRORS = EXPERIMENTS["decomposition-error"]
 

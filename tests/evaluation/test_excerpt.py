@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from captum_ssm.evaluation import Column, Entry, Experiment, Line, Subject
-from captum_ssm.evaluation.excerpt import ROWS, as_text, best_rows, excerpt
+from captum_ssm.bench import Column, Entry, Experiment, Line, Subject
+from captum_ssm.bench.harness.excerpt import ROWS, as_text, best_rows, excerpt
 
 
 class Table(Experiment):

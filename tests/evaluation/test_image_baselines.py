@@ -16,8 +16,8 @@ pytest.importorskip("skimage")
 from captum.attr import InputXGradient, IntegratedGradients, Saliency
 from vision_models import GRID, MODELS, SIDE, patch_places, scene_image, streams
 
-from captum_ssm.evaluation import Cell
-from captum_ssm.evaluation.image_baselines import (
+from captum_ssm.bench import Cell
+from captum_ssm.bench.experiments.image_baselines import (
     STEPS,
     activation_maps,
     brightness,
@@ -27,7 +27,7 @@ from captum_ssm.evaluation.image_baselines import (
     noise,
     picture_maps,
 )
-from captum_ssm.tasks.scenes import SceneTask
+from captum_ssm.bench.tasks.scenes import SceneTask
 
 MAPS = {**captum_maps(), **activation_maps(), **picture_maps()}
 ASKED = [4, 0, 4]

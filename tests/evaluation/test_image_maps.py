@@ -25,8 +25,8 @@ from captum_ssm import (
     MambaLRP,
     TransformerAttribution,
 )
-from captum_ssm.evaluation import Cell
-from captum_ssm.evaluation.image_maps import attention_alone, image_maps
+from captum_ssm.bench import Cell
+from captum_ssm.bench.experiments.image_maps import attention_alone, image_maps
 from captum_ssm.operators.reduction import discard_smallest
 
 MAPS = image_maps()

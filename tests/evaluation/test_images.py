@@ -17,10 +17,10 @@ pytest.importorskip("skimage")
 from vision_models import MODELS, SCENES, vim, vit
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.evaluation import Cell
-from captum_ssm.evaluation.images import ImagePerturbation, areas
+from captum_ssm.bench import Cell
+from captum_ssm.bench.experiments.pixel_removal import ImagePerturbation, areas
+from captum_ssm.bench.tasks.scenes import SceneBatch
 from captum_ssm.metrics import blurred, image_perturbation
-from captum_ssm.tasks.scenes import SceneBatch
 
 EXPERIMENT = ImagePerturbation(task=SCENES)
 NUMBERS = {name for column in EXPERIMENT.columns for name in column.numbers}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import captum_ssm
-from captum_ssm.evaluation.machine import described, note
+from captum_ssm.bench.harness.machine import described, note
 
 
 def test_versions_and_the_kind_of_machine() -> None:

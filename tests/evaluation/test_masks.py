@@ -16,10 +16,16 @@ from oracles import relative_error
 from vision_models import CLASSES, MODELS, SCENES, SIDE, vim, vit
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.evaluation import Cell, Experiment, Key, Line, Rows, lines
-from captum_ssm.evaluation.masks import BACKGROUND_SCORES, PseudoMasks, Segmenting, counted, masks
+from captum_ssm.bench import Cell, Experiment, Key, Line, Rows, lines
+from captum_ssm.bench.experiments.masks import (
+    BACKGROUND_SCORES,
+    PseudoMasks,
+    Segmenting,
+    counted,
+    masks,
+)
+from captum_ssm.bench.tasks.scenes import SceneBatch, SceneTask
 from captum_ssm.metrics import PseudoMaskScores, SegmentationScores, pixel_relevance, pseudo_masks
-from captum_ssm.tasks.scenes import SceneBatch, SceneTask
 
 SEVERAL = SceneTask(size=SIDE, objects=2)
 SEGMENTING, PSEUDO = Segmenting(task=SCENES), PseudoMasks(task=SEVERAL)

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from captum_ssm.bench import EXPERIMENTS, Cell
+from captum_ssm.bench.harness.placing import placed
 from captum_ssm.errors import OptionError
-from captum_ssm.evaluation import EXPERIMENTS, Cell
-from captum_ssm.evaluation.placing import placed
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from captum_ssm.bench import Key, Records
 from captum_ssm.errors import InputError
-from captum_ssm.evaluation import Key, Records
 
 
 def key(example: int, method: str = "m") -> Key:

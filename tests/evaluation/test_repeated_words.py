@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from captum_ssm import LatimNorm
-from captum_ssm.evaluation import EXPERIMENTS, Cell
-from captum_ssm.evaluation.repeated_words import FIRST, LAST, OCCURRENCES, by_occurrence
-from captum_ssm.tasks import FREQUENT_WORD
+from captum_ssm.bench import EXPERIMENTS, Cell
+from captum_ssm.bench.experiments.repeated_words import FIRST, LAST, OCCURRENCES, by_occurrence
+from captum_ssm.bench.tasks import FREQUENT_WORD
 
 REPEATED = EXPERIMENTS["repeated-words"]
 

@@ -11,8 +11,8 @@ from task_solvers import Solver
 
 pytest.importorskip("transformers")
 
-from captum_ssm.evaluation import EXPERIMENTS
-from captum_ssm.evaluation.retrieval import (
+from captum_ssm.bench import EXPERIMENTS
+from captum_ssm.bench.experiments.passkeys import (
     FIRST_OF_FOUR,
     FIRST_OF_TWO,
     FOUR,
@@ -21,7 +21,7 @@ from captum_ssm.evaluation.retrieval import (
     ONE,
     TWO,
 )
-from captum_ssm.tasks.retrieval import IS, ONE_PASSKEY, OWNED, TWO_PASSKEYS, PasskeyTask
+from captum_ssm.bench.tasks.long_texts import IS, ONE_PASSKEY, OWNED, TWO_PASSKEYS, PasskeyTask
 
 RETRIEVAL = EXPERIMENTS["retrieval"]
 TASKS = {"passkey-mamba": ONE_PASSKEY, "two-passkeys-mamba2": TWO_PASSKEYS}

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from captum_ssm.errors import InputError, OptionError
-from captum_ssm.evaluation import (
+from captum_ssm.bench import (
     Cell,
     Column,
     Experiment,
@@ -29,7 +28,8 @@ from captum_ssm.evaluation import (
     run,
     write_tables,
 )
-from captum_ssm.evaluation.tables import as_markdown, picture
+from captum_ssm.bench.harness.tables import as_markdown, picture
+from captum_ssm.errors import InputError, OptionError
 
 
 class Ended(Exception):

@@ -10,10 +10,10 @@ pytest.importorskip("skimage")
 
 from vision_models import SCENES, vim
 
+from captum_ssm.bench import EXPERIMENTS, Subject
+from captum_ssm.bench.experiments.on_scenes import OnScenes, image_of, predicted
+from captum_ssm.bench.experiments.pixel_removal import ImagePerturbation
 from captum_ssm.errors import OptionError
-from captum_ssm.evaluation import EXPERIMENTS, Subject
-from captum_ssm.evaluation.images import ImagePerturbation
-from captum_ssm.evaluation.scenes import OnScenes, image_of, predicted
 from captum_ssm.models.bundled import BUNDLED
 
 ANYONE = Subject("scenes-vim", lambda device: vim(), "")

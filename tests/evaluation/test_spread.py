@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from captum_ssm.bench.harness.spread import interval
 from captum_ssm.errors import InputError
-from captum_ssm.evaluation.spread import interval
 from captum_ssm.metrics import Sample
 from captum_ssm.metrics.sample import mean
 

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from captum_ssm.bench import EXPERIMENTS
+from captum_ssm.bench.harness.experiment import name_of
+from captum_ssm.bench.harness.subjects import asked, bundled, retrained
+from captum_ssm.bench.training.recipes import recipe_of
 from captum_ssm.errors import DataNotFoundError, OptionError
-from captum_ssm.evaluation import EXPERIMENTS
-from captum_ssm.evaluation.experiment import name_of
-from captum_ssm.evaluation.subjects import asked, bundled, retrained
 from captum_ssm.models import load_bundled
-from captum_ssm.models.recipes import recipe_of
 
 NAME = "passkey-mamba"
 PASSKEYS = EXPERIMENTS["passkey"]

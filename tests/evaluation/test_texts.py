@@ -20,8 +20,9 @@ from valence_texts import BAD, GOOD, needs_real_texts, rated_texts, write_folder
 pytest.importorskip("transformers")
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, LatimLogit, MambaAttribution
-from captum_ssm.evaluation import EXPERIMENTS, Cell
-from captum_ssm.evaluation.texts import (
+from captum_ssm.bench import EXPERIMENTS, Cell
+from captum_ssm.bench.data.valence import VARIABLE
+from captum_ssm.bench.experiments.class_words import (
     RANDOM,
     WORD_WEIGHTS,
     Example,
@@ -31,12 +32,11 @@ from captum_ssm.evaluation.texts import (
     says_more,
     scores,
 )
-from captum_ssm.evaluation.token_maps import STEPS, choice_maps, token_maps
-from captum_ssm.evaluation.word_weights import TRUST, WordWeights
+from captum_ssm.bench.experiments.token_maps import STEPS, choice_maps, token_maps
+from captum_ssm.bench.experiments.word_weights import TRUST, WordWeights
+from captum_ssm.bench.tasks import RatedText, class_vocabulary, load_lexicon, load_valence
+from captum_ssm.bench.training.text_recipes import TEXT_RECIPES
 from captum_ssm.models import load_bundled
-from captum_ssm.models.text_recipes import TEXT_RECIPES
-from captum_ssm.tasks import RatedText, class_vocabulary, load_lexicon, load_valence
-from captum_ssm.tasks.valence import VARIABLE
 
 NAMES = tuple(TEXT_RECIPES)
 TEXT = RatedText("movies/1", "A dull, tedious film; good actors cannot save its awful plot.", -2.0)

@@ -17,9 +17,15 @@ import mamba2_models
 import oracles
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, MambaAttribution
-from captum_ssm.attr.sharing import Kept, shared_forward
-from captum_ssm.evaluation import Cell
-from captum_ssm.evaluation.token_maps import NO_CLAMP, REDUCTIONS, STEPS, choice_maps, token_maps
+from captum_ssm.attr.engine.sharing import Kept, shared_forward
+from captum_ssm.bench import Cell
+from captum_ssm.bench.experiments.token_maps import (
+    NO_CLAMP,
+    REDUCTIONS,
+    STEPS,
+    choice_maps,
+    token_maps,
+)
 
 Case = tuple[Any, Tensor, list[tuple[int, int]]]
 

@@ -10,9 +10,9 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 pytest.importorskip("transformers")
 
-from captum_ssm.evaluation import EXPERIMENTS
-from captum_ssm.evaluation.tokens import Example, of_text, scores
-from captum_ssm.tasks import SHORT_COPIES, CopyingTask
+from captum_ssm.bench import EXPERIMENTS
+from captum_ssm.bench.experiments.sources import Example, of_text, scores
+from captum_ssm.bench.tasks import SHORT_COPIES, CopyingTask
 
 
 def example(seed: int) -> Example:

@@ -8,13 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from captum_ssm.errors import OptionError
-from captum_ssm.evaluation import EXPERIMENTS, Cell, Column, Experiment, Key, Rows, Subject
-from captum_ssm.evaluation.beyond import BEYOND
-from captum_ssm.evaluation.published_images import IMAGES, VIM, VIT
-from captum_ssm.evaluation.published_texts import RWKV, TEXTS
-from captum_ssm.evaluation.published_tokens import MAMBA, MAMBA2, TOKENS
-from captum_ssm.evaluation.verdicts import (
+from captum_ssm.bench import EXPERIMENTS, Cell, Column, Experiment, Key, Rows, Subject
+from captum_ssm.bench.harness.verdicts import (
     BEST,
     Comparison,
     Outcome,
@@ -23,6 +18,11 @@ from captum_ssm.evaluation.verdicts import (
     stated,
     verdicts,
 )
+from captum_ssm.bench.published.beyond import BEYOND
+from captum_ssm.bench.published.on_images import IMAGES, VIM, VIT
+from captum_ssm.bench.published.on_texts import RWKV, TEXTS
+from captum_ssm.bench.published.on_tokens import MAMBA, MAMBA2, TOKENS
+from captum_ssm.errors import OptionError
 
 A, B = Side("a"), Side("b")
 Result = tuple[Key, Rows]

@@ -15,11 +15,11 @@ pytest.importorskip("skimage")
 from vision_models import GRID, MODELS, PATCHES, SCENES, patch_places, streams, vim, vit
 
 from captum_ssm import ImplicitAttention, LatimNorm
+from captum_ssm.bench import Cell, Key, lines
+from captum_ssm.bench.experiments.patches import Patches, patches_of
+from captum_ssm.bench.experiments.vision_layers import ClsInfluence, Oversmoothing, by_distance
+from captum_ssm.bench.tasks.scenes import SceneBatch
 from captum_ssm.errors import InputError
-from captum_ssm.evaluation import Cell, Key, lines
-from captum_ssm.evaluation.patches import Patches, patches_of
-from captum_ssm.evaluation.vision_layers import ClsInfluence, Oversmoothing, by_distance
-from captum_ssm.tasks.scenes import SceneBatch
 
 INFLUENCE = ClsInfluence()
 SMOOTHING = Oversmoothing(task=SCENES)

@@ -19,10 +19,10 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
-from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.cli import explain as command
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
-from captum_ssm.explain import command
 from captum_ssm.explain.methods import DEFAULT, METHODS
 from captum_ssm.models import VisionMamba, load_bundled
 from captum_ssm.viz.html.png import png

@@ -9,7 +9,7 @@ import pytest
 from language import WORDS, word_tokenizer
 from torch import nn
 
-from captum_ssm.attr.codec import Codec
+from captum_ssm.attr.text.codec import Codec
 from captum_ssm.errors import OptionError
 from captum_ssm.explain.targets import read_target
 from captum_ssm.viz.html.example import Subject

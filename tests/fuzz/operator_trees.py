@@ -20,8 +20,8 @@ from operator_recurrences import (
 )
 
 from captum_ssm.operators import Chain, Shape, Sum
-from captum_ssm.operators.direct_sum import DirectSum
-from captum_ssm.operators.windows import Windowed, Windows
+from captum_ssm.operators.combine import DirectSum
+from captum_ssm.operators.reorder import Windowed, Windows
 
 
 class Tree(Protocol):

@@ -13,7 +13,7 @@ import pytest
 
 from captum_ssm import operators
 from captum_ssm.operators import base
-from captum_ssm.operators.streams import Portion
+from captum_ssm.operators.kernels.portions import Portion
 
 #: How many elements, tokens, columns or channels blocks have, by how constants' names end.
 _SIZES = {

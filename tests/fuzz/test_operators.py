@@ -15,7 +15,7 @@ from small_blocks import blocks
 from torch import Tensor
 
 from captum_ssm.operators import Operator
-from captum_ssm.operators.strips import Strip
+from captum_ssm.operators.kernels.rows import Strip
 
 #: Of the largest number that may have cancelled.
 LIMIT = {torch.float64: 1e-11, torch.float32: 1e-5}

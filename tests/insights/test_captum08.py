@@ -12,7 +12,7 @@ import torch
 from small_models import CLASSES, classifier, token_ids, vision
 
 from captum_ssm import MambaAttribution
-from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.attr.engine.method import ImplicitMethod
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
 from captum_ssm.insights.captum08 import _translated

@@ -14,13 +14,14 @@ import torch
 from insights_examples import ask
 from small_models import randomise
 
+from captum_ssm.bench.tasks.recall import generate
 from captum_ssm.cli import main
+from captum_ssm.cli import serve as command
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
-from captum_ssm.insights import AttributionVisualizer, FilterConfig, command
+from captum_ssm.insights import AttributionVisualizer, FilterConfig
 from captum_ssm.insights.files import Images, Texts, class_names
 from captum_ssm.models import VisionMamba, load_bundled
-from captum_ssm.tasks.recall import generate
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 from insights_examples import cnn, table_model
 from small_models import classifier, mamba_lm, token_ids
 
-from captum_ssm.attr.base import ImplicitMethod
+from captum_ssm.attr.engine.method import ImplicitMethod
 from captum_ssm.insights.config import NumberConfig, StrEnumConfig
 from captum_ssm.insights.methods import (
     ATTRIBUTION_METHOD_CONFIG,

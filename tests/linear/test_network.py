@@ -12,8 +12,8 @@ from torch import Tensor
 from versions import not_in_4
 
 from captum_ssm import LatimFlow
-from captum_ssm.attr.decomposition import Decomposition
-from captum_ssm.attr.targets import logits_of
+from captum_ssm.attr.call.targets import logits_of
+from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import linearised
 
 QUICK = ("mamba2", "jamba", "recurrent_gemma", "vim, two cls", "gpt_neox")

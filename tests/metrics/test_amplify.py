@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from captum_ssm import LatimFlow
+from captum_ssm.bench.training.text_recipes import TEXT_RECIPES
 from captum_ssm.metrics import Demonstration, amplify_prompt, hardest_examples, key_words
 from captum_ssm.models import load_bundled
-from captum_ssm.models.text_recipes import TEXT_RECIPES
 
 #: Sentences and their labels; the last two are of a mind that their words alone do not show.
 SENTENCES = (

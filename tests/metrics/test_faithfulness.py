@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from small_models import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, LatimNorm, trace
-from captum_ssm.attr.contributions import Contributions
+from captum_ssm.attr.vectors.contributions import Contributions
+from captum_ssm.bench.tasks import CopyingTask
 from captum_ssm.errors import CaptumSSMError, InputError, QueryError
 from captum_ssm.metrics import (
     average_precision,
@@ -20,7 +21,6 @@ from captum_ssm.metrics import (
     token_faithfulness,
     token_similarity,
 )
-from captum_ssm.tasks import CopyingTask
 
 
 def test_matrices_are_ranked_as_one():

@@ -22,16 +22,7 @@ from versions import continuing, recurrent_gemma_block
 
 from captum_ssm import ImplicitAttention, register_mixer
 from captum_ssm.mixers import Call, LinearMixer, registry
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    LongConv,
-    Mixing,
-    Operator,
-    Shape,
-    ShortConv,
-    Sum,
-)
+from captum_ssm.operators import Chain, Diagonal, LongConv, Mixing, Operator, Shape, ShortConv, Sum
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from versions import VERSION_4
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
-from captum_ssm.attr.fold import stages
+from captum_ssm.attr.engine.fold import stages
 from captum_ssm.errors import CachedStateError
 from captum_ssm.tracing import Layer, repaired_scans
 

@@ -14,7 +14,7 @@ from oracles import alpha, mamba1_parts, padded_batch, randomise, relative_error
 from torch import Tensor
 from versions import continuing
 
-from captum_ssm.attr.components import parse_components
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
 
 pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from oracles import padded_batch, randomise, relative_error
 from torch import Tensor
 
 from captum_ssm import trace
-from captum_ssm.attr.components import parse_components
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.tracing import Layer
 
 pytest.importorskip("transformers")

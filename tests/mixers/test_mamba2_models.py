@@ -14,7 +14,7 @@ from torch import Tensor
 from versions import not_in_4
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
-from captum_ssm.attr.components import parse_components
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, InputError
 from captum_ssm.tracing import Layer
 

@@ -9,7 +9,7 @@ import torch
 from oracles import relative_error
 from torch import Tensor, nn
 
-from captum_ssm.mixers.token_map import Reduction, TokenMap, square_windows
+from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 
 
 def tokens_read(conv: nn.Conv2d, size: tuple[int, int]) -> Tensor:

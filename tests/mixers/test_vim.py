@@ -17,7 +17,7 @@ from oracles import relative_error, times
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
-from captum_ssm.attr.components import parse_components
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, NonFiniteError, OptionError, UnsupportedMixerError
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer

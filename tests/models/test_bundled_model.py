@@ -15,9 +15,7 @@ from captum_ssm.models import load_bundled
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.models import bundled
-from captum_ssm.models.language_recipes import accuracy_by_length
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     Example,
     RecallTask,
     accuracy,
@@ -27,7 +25,9 @@ from captum_ssm.tasks import (
     predict,
     with_value,
 )
-from captum_ssm.tasks.recall import OBJECTS
+from captum_ssm.bench.tasks.recall import OBJECTS
+from captum_ssm.bench.training.language_recipes import accuracy_by_length
+from captum_ssm.models import bundled
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
 SEED = 20_240_607

@@ -15,10 +15,10 @@ from captum_ssm.models import load_bundled
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from captum_ssm.bench.tasks import LinkedTask, answer_accuracy, swap_check
+from captum_ssm.bench.training.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
 from captum_ssm.models import bundled
 from captum_ssm.models.bundled import weights_of
-from captum_ssm.models.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
-from captum_ssm.tasks import LinkedTask, answer_accuracy, swap_check
 
 CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
 

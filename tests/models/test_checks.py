@@ -19,9 +19,9 @@ pytest.importorskip("safetensors")
 from hostile_weights import BROKEN
 from little_memory import at_most
 
+from captum_ssm.bench.harness.subjects import retrained
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
-from captum_ssm.evaluation.subjects import retrained
 from captum_ssm.models import VisionMamba, bundled, load_bundled, load_vim
 from captum_ssm.models.checks import check_complete, check_counts, check_fit, naming
 

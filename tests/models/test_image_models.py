@@ -18,19 +18,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytest.importorskip("skimage")
 
-from captum_ssm.cli import main
-from captum_ssm.errors import CheckpointError, OptionError
-from captum_ssm.models import VisionMamba, load_bundled
-from captum_ssm.models.bundled import BUNDLED, weights_of
-from captum_ssm.models.image_recipes import (
+from captum_ssm.bench.tasks.scenes import SCENES, SceneTask
+from captum_ssm.bench.training.image_recipes import (
     IMAGE_RECIPES,
     ImageModelSize,
     ImageRecipe,
     image_accuracy,
 )
-from captum_ssm.models.recipes import RECIPES
-from captum_ssm.models.training import train, train_model
-from captum_ssm.tasks.scenes import SCENES, SceneTask
+from captum_ssm.bench.training.recipes import RECIPES
+from captum_ssm.bench.training.training import train, train_model
+from captum_ssm.cli import main
+from captum_ssm.errors import CheckpointError, OptionError
+from captum_ssm.models import VisionMamba, load_bundled
+from captum_ssm.models.bundled import BUNDLED, weights_of
 
 TINY = SceneTask(size=16, lines=1, spots=2)
 SIZES = {

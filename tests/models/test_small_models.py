@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from captum_ssm.bench.tasks import CopyingTask
 from captum_ssm.errors import OptionError
 from captum_ssm.models.small import MODELS, ModelSize, new_model
-from captum_ssm.tasks import CopyingTask
 
 VOCABULARY = CopyingTask(symbols=5).vocabulary
 

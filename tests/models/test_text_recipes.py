@@ -18,9 +18,10 @@ from captum_ssm.errors import OptionError
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.models import load_bundled, recipes
-from captum_ssm.models.bundled import weights_of
-from captum_ssm.models.text_recipes import (
+from captum_ssm.bench.data.valence import VARIABLE
+from captum_ssm.bench.tasks import CLASS_WORDS, TextReader, WordVocabulary, load_valence
+from captum_ssm.bench.training import recipes
+from captum_ssm.bench.training.text_recipes import (
     TEXT_RECIPES,
     ClassifierSize,
     RatedTexts,
@@ -31,9 +32,9 @@ from captum_ssm.models.text_recipes import (
     class_weights,
     rating_loss,
 )
-from captum_ssm.models.training import fit, train_model
-from captum_ssm.tasks import CLASS_WORDS, TextReader, WordVocabulary, load_valence
-from captum_ssm.tasks.valence import VARIABLE
+from captum_ssm.bench.training.training import fit, train_model
+from captum_ssm.models import load_bundled
+from captum_ssm.models.bundled import weights_of
 
 ARCHITECTURES = ("mamba", "rwkv", "bert")
 TINY = RatedTexts(least=2)

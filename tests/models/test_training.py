@@ -16,15 +16,7 @@ from captum_ssm.errors import OptionError
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.models import language_recipes, load_bundled, recipes
-from captum_ssm.models.language_recipes import (
-    LANGUAGE_RECIPES,
-    LanguageRecipe,
-    accuracy_by_length,
-)
-from captum_ssm.models.small import ModelSize
-from captum_ssm.models.training import train, train_model
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     CopyingTask,
     FrequentWordTask,
     LinkedTask,
@@ -34,6 +26,15 @@ from captum_ssm.tasks import (
     answer_accuracy,
     recall_vocabulary,
 )
+from captum_ssm.bench.training import language_recipes, recipes
+from captum_ssm.bench.training.language_recipes import (
+    LANGUAGE_RECIPES,
+    LanguageRecipe,
+    accuracy_by_length,
+)
+from captum_ssm.bench.training.training import train, train_model
+from captum_ssm.models import load_bundled
+from captum_ssm.models.small import ModelSize
 
 COPIES = CopyingTask(symbols=3, shortest=1, longest=3)
 TASKS: list[LinkedTask] = [

@@ -24,7 +24,7 @@ from captum_ssm import (
     MambaLRP,
     report,
 )
-from captum_ssm.attr.published import min_max
+from captum_ssm.attr.engine.published import min_max
 from captum_ssm.errors import PaddedExampleError
 
 METHODS = (LatimFlow, LatimLogit, ImplicitAttention, ImplicitAttentionRollout, MambaAttribution)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators import Operator, by_channel
-from captum_ssm.operators.by_channel import goes_by_channel
+from captum_ssm.operators import Operator
+from captum_ssm.operators import reduction as by_channel
+from captum_ssm.operators.reduction import goes_by_channel
 
 REDUCTIONS = ["max", "min", "product", None]
 

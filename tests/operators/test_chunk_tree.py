@@ -18,15 +18,8 @@ from chunked_kinds import (
 )
 from oracles import relative_error
 
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    Operator,
-    Permute,
-    ShortConv,
-    Sum,
-)
-from captum_ssm.operators.chunks import CHUNK
+from captum_ssm.operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
+from captum_ssm.operators.kernels.chunks import CHUNK
 
 
 @kinds

@@ -24,12 +24,10 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import (
-    chunks,
-    vector_decay_heads,
-)
-from captum_ssm.operators.chunks import CHUNK
 from captum_ssm.operators.heads import HeadOperator
+from captum_ssm.operators.kernels import chunks
+from captum_ssm.operators.kernels.chunks import CHUNK
+from captum_ssm.operators.recurrences import vector_decay as vector_decay_heads
 
 LENGTHS = [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
 HEAVY = pytest.param(9 * CHUNK + 5, marks=pytest.mark.heavy)

@@ -11,7 +11,7 @@ from oracles import relative_error, times
 from torch import Tensor
 
 from captum_ssm.operators import Operator
-from captum_ssm.operators import positions as query_positions
+from captum_ssm.operators.kernels import rows as query_positions
 
 # "max|a - b| / max|b|" of results that took different roads in float64
 EXACT = 1e-12

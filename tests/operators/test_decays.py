@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators.decays import Decays
+from captum_ssm.operators.kernels.within_chunk import Decays
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 9, 31, 64])

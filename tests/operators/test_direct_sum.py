@@ -8,8 +8,8 @@ import torch
 from oracles import relative_error, times
 
 from captum_ssm.operators import Chain, Diagonal, ShortConv, Sum
-from captum_ssm.operators.direct_sum import DirectSum
-from captum_ssm.operators.mixing import Mixing
+from captum_ssm.operators.base import Mixing
+from captum_ssm.operators.combine import DirectSum
 
 
 def test_a_part_of_which_nothing_is_left_passes_values_on(make: Any) -> None:

@@ -7,7 +7,8 @@ import torch
 from oracles import relative_error, times
 from torch import Tensor
 
-from captum_ssm.operators import ElementwiseRecurrence, recurrence, wkv
+from captum_ssm.operators import ElementwiseRecurrence, wkv
+from captum_ssm.operators.recurrences import elementwise as recurrence
 
 
 def drawn(tokens: int, heads: int = 4) -> tuple[ElementwiseRecurrence, Tensor]:

@@ -10,7 +10,7 @@ from oracles import relative_error
 from torch import Tensor
 
 from captum_ssm.operators import ElementwiseRecurrence, Operator, SelectiveScan
-from captum_ssm.operators.fading import TREE_LAGS, FadingRecurrence
+from captum_ssm.operators.recurrences.base import TREE_LAGS, FadingRecurrence
 
 EXACT = 1e-12
 TOKENS, HEADS = 23, 4

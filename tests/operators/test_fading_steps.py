@@ -7,7 +7,7 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators.fading_steps import FadingSteps
+from captum_ssm.operators.kernels.odd_even import FadingSteps
 
 STACK, BATCH, HEADS = 3, 2, 5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.operators.fitting import fitting
+from captum_ssm.operators.kernels.portions import fitting
 
 #: What devices and the processor's allocator say, as torch raises it.
 OUT_OF_MEMORY = [

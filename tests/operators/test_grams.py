@@ -7,8 +7,8 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators.chunk_tree import decay_matrices
-from captum_ssm.operators.grams import decayed, decayed_grams
+from captum_ssm.operators.kernels.chunk_tree import decay_matrices
+from captum_ssm.operators.kernels.within_chunk import decayed, decayed_grams
 
 EXACT = 1e-12
 

@@ -7,7 +7,8 @@ import torch
 from oracles import relative_error, scan_matrices, times
 from torch import Tensor
 
-from captum_ssm.operators import SelectiveScan, selective_scan
+from captum_ssm.operators import SelectiveScan
+from captum_ssm.operators.recurrences import selective_scan
 
 
 def drawn(groups: int, tokens: int = 11) -> tuple[SelectiveScan, Tensor]:

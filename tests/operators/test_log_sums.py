@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.operators.log_sums import fading_log_sums
+from captum_ssm.operators.kernels.arithmetic import fading_log_sums
 
 
 def token_by_token(scores: Tensor, log_decay: Tensor) -> Tensor:

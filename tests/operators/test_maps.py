@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators.maps import linear_map
+from captum_ssm.operators.kernels.arithmetic import linear_map
 
 
 def test_nothing_is_recorded_where_gradients_are_off(build: Callable[[int], Any]) -> None:

@@ -33,8 +33,8 @@ from captum_ssm.operators import (
     VectorDecayHeads,
     wkv,
 )
-from captum_ssm.operators.direct_sum import DirectSum
-from captum_ssm.operators.windows import Windowed, Windows
+from captum_ssm.operators.combine import DirectSum
+from captum_ssm.operators.reorder import Windowed, Windows
 
 BATCH, WIDTH, HEADS, VALUES, STATE = 2, 4, 3, 2, 2
 SHAPE = Shape(BATCH, TOKENS, HEADS, VALUES)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from captum_ssm.operators import ElementwiseRecurrence, SelectiveScan, pivot
-from captum_ssm.operators.pivot import from_pivot, strip_by_pivot
+from captum_ssm.operators import ElementwiseRecurrence, SelectiveScan
+from captum_ssm.operators.kernels import pivot_strip as pivot
+from captum_ssm.operators.kernels.pivot_strip import from_pivot, strip_by_pivot
 
 EXACT = 1e-12
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from captum_ssm.errors import QueryError
-from captum_ssm.operators import positions
-from captum_ssm.operators.positions import in_stacks, per_example, unit_vectors
+from captum_ssm.operators.kernels import rows as positions
+from captum_ssm.operators.kernels.rows import in_stacks, per_example, unit_vectors
 
 CPU = torch.device("cpu")
 

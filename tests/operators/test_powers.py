@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.operators.powers import exponential, exponential_
+from captum_ssm.operators.kernels.arithmetic import exponential, exponential_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from oracles import times
 from torch import Tensor
 
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    Operator,
-    SelectiveScan,
-    Shape,
-    ShortConv,
-    Sum,
-)
+from captum_ssm.operators import Chain, Diagonal, Operator, SelectiveScan, Shape, ShortConv, Sum
 
 LEAVES = st.one_of(
     st.just(("diagonal",)),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.operators import SelectiveScan, scan_tiles
-from captum_ssm.operators.scan_tiles import ScanRows, tiles
+from captum_ssm.operators import SelectiveScan
+from captum_ssm.operators.readings import scan_tiles
+from captum_ssm.operators.readings.scan_tiles import ScanRows, tiles
 
 BATCH, HEADS, STATE = 2, 3, 4
 

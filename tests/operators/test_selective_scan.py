@@ -9,14 +9,8 @@ import torch
 from oracles import relative_error, scan_matrices, times
 from torch import Tensor
 
-from captum_ssm.operators import (
-    Chain,
-    Diagonal,
-    SelectiveScan,
-    Shape,
-    ShortConv,
-    selective_scan,
-)
+from captum_ssm.operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv
+from captum_ssm.operators.recurrences import selective_scan
 
 # for any draw, of sums over up to 1024 tokens; typical is 3e-7
 FLOAT32 = 1e-5

@@ -7,8 +7,8 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import semiseparable
-from captum_ssm.operators.semiseparable import semiseparable_strip, semiseparable_sum
+from captum_ssm.operators.kernels import pivot_tree as semiseparable
+from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip, semiseparable_sum
 
 Factors = tuple[Tensor, Tensor, list[Tensor]]
 

@@ -25,8 +25,8 @@ from captum_ssm.operators import (
     VectorDecayHeads,
     wkv,
 )
-from captum_ssm.operators.selection import selection_factors
-from captum_ssm.operators.states import state_matrices, terms_of
+from captum_ssm.operators.readings.selection import selection_factors
+from captum_ssm.operators.readings.states import state_matrices, terms_of
 
 BATCH, TOKENS, HEADS, STATE, VALUES = 2, 7, 6, 3, 4
 TOLERANCE = 1e-12

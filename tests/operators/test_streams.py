@@ -22,11 +22,11 @@ from captum_ssm.operators import (
     Shape,
     ShortConv,
     Sum,
-    chunked_heads,
-    streams,
 )
-from captum_ssm.operators.chunks import CHUNK
-from captum_ssm.operators.recurrent import Recurrent
+from captum_ssm.operators.kernels import portions as streams
+from captum_ssm.operators.kernels.chunks import CHUNK
+from captum_ssm.operators.recurrences import base as chunked_heads
+from captum_ssm.operators.recurrences.base import Recurrent
 
 
 def randn(*size: int) -> Tensor:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import Operator, compose, decay_heads
-from captum_ssm.operators.strips import Strip, clipped, total
+from captum_ssm.operators import Operator
+from captum_ssm.operators import chain as compose
+from captum_ssm.operators.kernels.rows import Strip, clipped, total
+from captum_ssm.operators.recurrences import scalar_decay as decay_heads
 
 EXACT = 1e-12
 Build = Callable[[int], Any]

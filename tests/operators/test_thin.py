@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.operators.thin import times
+from captum_ssm.operators.kernels.arithmetic import times
 
 
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 33])

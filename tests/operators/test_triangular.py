@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators.triangular import inverse
+from captum_ssm.operators.kernels.within_chunk import inverse
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=["one", "three", "stacked"])

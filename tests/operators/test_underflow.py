@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from captum_ssm.operators.underflow import underflow_flushed
+from captum_ssm.operators.kernels.arithmetic import underflow_flushed
 
 TINY = torch.finfo(torch.float32).tiny
 

@@ -9,8 +9,8 @@ import torch
 from oracles import relative_error
 
 from captum_ssm.operators import Chain, Diagonal
-from captum_ssm.operators.mixing import Mixing
-from captum_ssm.operators.windows import Windowed, Windows
+from captum_ssm.operators.base import Mixing
+from captum_ssm.operators.reorder import Windowed, Windows
 
 #: Five tokens in three windows of two places.
 PLACES = torch.tensor([[3, 0], [-1, 4], [1, 2]])

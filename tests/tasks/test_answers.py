@@ -10,8 +10,7 @@ import pytest
 import torch
 from task_solvers import Rule, Solver
 
-from captum_ssm.errors import InputError, OptionError
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     NUMBER_WORDS,
     LinkedBatch,
     LinkedText,
@@ -19,6 +18,7 @@ from captum_ssm.tasks import (
     answer_accuracy,
     swap_check,
 )
+from captum_ssm.errors import InputError, OptionError
 
 TASK = PasskeyTask(digits=4)
 

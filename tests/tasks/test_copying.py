@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.errors import InputError, OptionError
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     LONG_COPIES,
     SHORT_COPIES,
     CopyBatch,
@@ -20,6 +19,7 @@ from captum_ssm.tasks import (
     copy_accuracy,
     swap_check,
 )
+from captum_ssm.errors import InputError, OptionError
 
 TASKS = [SHORT_COPIES, LONG_COPIES, CopyingTask(symbols=2, shortest=1, longest=5)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from captum_ssm.bench.tasks import AlignedPair, load_gold_alignment
 from captum_ssm.errors import DataError, DataNotFoundError, OptionError
-from captum_ssm.tasks import AlignedPair, load_gold_alignment
 
 
 def texts(folder: Path, *pairs: tuple[str, str], encoding: str = "utf-8") -> tuple[Path, Path]:

@@ -15,10 +15,15 @@ import numpy as np
 import pytest
 from little_memory import at_most
 
+from captum_ssm.bench.data import valence as of_valence
+from captum_ssm.bench.tasks import (
+    load_imagenet_segmentation,
+    load_pascal_voc,
+    load_ruler,
+    load_valence,
+)
 from captum_ssm.errors import DataError
-from captum_ssm.tasks import load_imagenet_segmentation, load_pascal_voc, load_ruler, load_valence
-from captum_ssm.tasks import valence as of_valence
-from captum_ssm.tasks.images import check_pixels, read_image, read_labels
+from captum_ssm.models.image_files import check_pixels, read_image, read_labels
 
 _INSIDE = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
 _MOVIES = of_valence.SOURCES["movies"]

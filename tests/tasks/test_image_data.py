@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from captum_ssm.errors import CaptumSSMError, DataError, DataNotFoundError
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     VOC_CLASSES,
     VOC_IGNORED,
     LabelledImage,
@@ -19,6 +18,7 @@ from captum_ssm.tasks import (
     load_imagenet_segmentation,
     load_pascal_voc,
 )
+from captum_ssm.errors import CaptumSSMError, DataError, DataNotFoundError
 
 
 def noise(height: int, width: int) -> np.ndarray:

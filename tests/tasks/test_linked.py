@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from captum_ssm.errors import InputError
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     FREQUENT_WORD,
     LONG_COPIES,
     NUMBER_WORDS,
@@ -18,6 +17,7 @@ from captum_ssm.tasks import (
     LinkedText,
     RecallTask,
 )
+from captum_ssm.errors import InputError
 
 TASKS: list[LinkedTask] = [LONG_COPIES, NUMBER_WORDS, TWO_PASSKEYS, FREQUENT_WORD, RecallTask()]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from captum_ssm.bench.tasks import accuracy, collate, generate, parse_prompt, predict, with_value
 from captum_ssm.errors import CaptumSSMError, InputError, OptionError
-from captum_ssm.tasks import accuracy, collate, generate, parse_prompt, predict, with_value
 
 
 class Echo(torch.nn.Module):

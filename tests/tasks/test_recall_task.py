@@ -10,7 +10,7 @@ import pytest
 import torch
 from task_solvers import Solver
 
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     RecallTask,
     WordVocabulary,
     answer_accuracy,
@@ -21,7 +21,7 @@ from captum_ssm.tasks import (
     swap_check,
     with_value,
 )
-from captum_ssm.tasks.recall import ADJECTIVES, FILLERS, MAX_FACTS, MIN_FACTS, NAMES, OBJECTS
+from captum_ssm.bench.tasks.recall import ADJECTIVES, FILLERS, MAX_FACTS, MIN_FACTS, NAMES, OBJECTS
 
 
 def test_gold_follows_from_the_words() -> None:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 from task_solvers import Solver
 
-from captum_ssm.errors import OptionError
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     FREQUENT_WORD,
     ONE_PASSKEY,
     TWO_PASSKEYS,
@@ -19,7 +18,8 @@ from captum_ssm.tasks import (
     answer_accuracy,
     swap_check,
 )
-from captum_ssm.tasks.retrieval import RetrievalTask
+from captum_ssm.bench.tasks.long_texts import RetrievalTask
+from captum_ssm.errors import OptionError
 
 PASSKEYS = [
     ONE_PASSKEY,

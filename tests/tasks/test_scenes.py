@@ -17,11 +17,11 @@ pytest.importorskip("skimage")
 
 import skimage.data
 
+from captum_ssm.bench.tasks.outlines import random_lines, random_shapes, random_spots
+from captum_ssm.bench.tasks.scenes import SCENES, SceneTask
+from captum_ssm.bench.tasks.shapes import SHAPES
+from captum_ssm.bench.tasks.textures import PHOTOGRAPHS, photographs, textures
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.tasks.outlines import random_lines, random_shapes, random_spots
-from captum_ssm.tasks.scenes import SCENES, SceneTask
-from captum_ssm.tasks.shapes import SHAPES
-from captum_ssm.tasks.textures import PHOTOGRAPHS, photographs, textures
 
 PATCH = 4
 
@@ -118,7 +118,7 @@ def test_textures_are_centred_and_bounded_crops(seed: int) -> None:
 @pytest.mark.usefixtures("fresh_photographs")
 def test_photographs_are_those_of_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half that is resized to its own size is the half itself."""
-    monkeypatch.setattr("captum_ssm.tasks.textures.PHOTOGRAPHS", ("brick",))
+    monkeypatch.setattr("captum_ssm.bench.tasks.textures.PHOTOGRAPHS", ("brick",))
     pixels = torch.as_tensor(skimage.data.brick()).float() / 255  # 512 x 512
     for held_out, wanted in ((False, pixels[:, :256]), (True, pixels[:, 256:])):
         half = photographs(128, held_out)

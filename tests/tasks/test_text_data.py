@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from captum_ssm.bench.tasks import load_arc, load_imdb, load_ruler
 from captum_ssm.errors import DataError, DataNotFoundError, OptionError
-from captum_ssm.tasks import (
-    load_arc,
-    load_imdb,
-    load_ruler,
-)
 
 
 def write(path: Path, *records: object) -> Path:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from task_solvers import Solver
 
-from captum_ssm.errors import InputError, OptionError
-from captum_ssm.metrics import AlignmentScores, best_links
-from captum_ssm.tasks import (
+from captum_ssm.bench.tasks import (
     NUMBER_WORDS,
     LinkedBatch,
     LinkedText,
@@ -20,6 +18,8 @@ from captum_ssm.tasks import (
     swap_check,
     translated,
 )
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.metrics import AlignmentScores, best_links
 
 SPELT = {
     1: ("one", "eins"),

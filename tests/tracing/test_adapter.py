@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register_mixer, trace
 from captum_ssm.errors import AdapterError, CachedStateError
 from captum_ssm.mixers import Call, LinearMixer
-from captum_ssm.mixers.token_map import TokenMap, square_windows
+from captum_ssm.mixers.parts.token_map import TokenMap, square_windows
 from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Shape
 from captum_ssm.tracing import find_mixers
 from captum_ssm.tracing.adapter import linear_form

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from versions import VERSION_4
 
 from captum_ssm import trace
-from captum_ssm.errors import (
-    ModelNotFoundError,
-    NoMixerError,
-)
+from captum_ssm.errors import ModelNotFoundError, NoMixerError
 from captum_ssm.tracing import find_mixers, find_model, require_layers
 
 pytest.importorskip("transformers")

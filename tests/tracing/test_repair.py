@@ -27,7 +27,7 @@ from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
 
 from captum_ssm.tracing import repaired_scans
-from captum_ssm.tracing.scan import selective_scan
+from captum_ssm.tracing.repair.scan import selective_scan
 
 #: In version 4 of transformers the loop is no function of its own, and is left as it is.
 reference = getattr(modeling_mamba, "mamba_selective_scan", None)

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from captum_ssm.errors import ReconstructionError
-from captum_ssm.tracing.verification import (
-    TOLERANCES,
-    relative_error,
-    require_same,
-    tolerance_for,
-)
+from captum_ssm.tracing.verification import TOLERANCES, relative_error, require_same, tolerance_for
 
 
 def on_a_gpu(dtype: torch.dtype) -> Any:

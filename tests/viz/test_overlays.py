@@ -10,7 +10,7 @@ from pictures import draw
 
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.viz import plot_image
-from captum_ssm.viz.images import MANNERS, picture_of, pixels_of
+from captum_ssm.viz.overlay import MANNERS, picture_of, pixels_of
 
 
 def test_all_manners_of_all_methods() -> None:

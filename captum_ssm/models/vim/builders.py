@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from captum_ssm.errors import OptionError
-
+from ...errors import OptionError
 from .model import VisionMamba
 
 #: What timm.create_model passes to every model.

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from captum_ssm.errors import CheckpointError
-
+from ...errors import CheckpointError
 from ..checks import check_fit, read_safetensors
 from .model import VisionMamba
 

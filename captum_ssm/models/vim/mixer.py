@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
-from captum_ssm.tracing.scan import selective_scan
+from ...errors import OptionError
+from ...tracing.repair.scan import selective_scan
 
 #: Which weights the second direction has of its own: there is none, A alone, or all but the
 #: projections in and out.

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captum_ssm.errors import OptionError
-
+from ...errors import OptionError
 from .mixer import BimambaType, VimMixer
 
 #: Where the cls token stands: behind the first half of the patches, in front of them, behind

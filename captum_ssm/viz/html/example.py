@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attr.batches import cuts
-from ...attr.codec import Codec
-from ...attr.forward import as_tuple, check_batch, single_input
+from ...attr.call.inputs import as_tuple, check_batch, cuts, single_input
+from ...attr.text.codec import Codec
 from ...errors import InputError
 from ...tracing import find_model
 

@@ -23,11 +23,11 @@ from ...attr import (
     TransformerAttribution,
     compare,
 )
-from ...attr.fold import shown
+from ...attr.engine.fold import shown
 from ...errors import InputError
 from ..figure import numbers
-from ..images import picture_of
 from ..labels import spelled
+from ..overlay import picture_of
 from .account import Account, account_of
 from .example import Example, Subject
 from .outline import LayerOutline, Outline

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attr.forward import call_model
-from ...attr.layout import ImageProbe
-from ...attr.query import query_weights
-from ...attr.targets import logits_of, target_index
+from ...attr.call.inputs import call_model
+from ...attr.call.layout import ImageProbe
+from ...attr.call.query import query_weights
+from ...attr.call.targets import logits_of, target_index
 from ...errors import InputError, QueryError
 from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import Example, Subject

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
 from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
-from ...attr.batches import cuts
-from ...attr.fold import shown
-from ...attr.latim import wanted as layers_wanted
+from ...attr.call.inputs import cuts
+from ...attr.engine.fold import shown
+from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples

@@ -1,0 +1,167 @@
+"""From one number per token to the shape of the user's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import InputError
+from ...tracing.find import registered_mixers
+from ...tracing.hooks import hooked
+from .inputs import call_model
+
+
+class PatchGrid:
+    """Finds the grid of patches that an image is cut into.
+
+    It is the output of the last 2-D convolution before the first mixer.
+
+    Attributes:
+        grid: its height and width, once a run was watched.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # a model may call a block's parts itself, so that only the mixer's own call is seen
+        mixers = registered_mixers(model)
+        self.blocks = list(dict.fromkeys(x for m in mixers for x in (*m.blocks, m.module)))
+        self.grid: tuple[int, int] | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note the grid of convolutions run inside the ``with`` until a mixer's block runs."""
+        reached = False
+
+        def see_grid(module: nn.Module, args: Any, output: Any) -> None:
+            if not reached and isinstance(output, Tensor) and output.dim() == 4:
+                self.grid = (output.shape[-2], output.shape[-1])
+
+        def see_block(module: nn.Module, args: Any) -> None:
+            nonlocal reached
+            reached = True
+
+        convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
+        with ExitStack() as stack:
+            for convolution in convolutions:
+                stack.enter_context(hooked(convolution.register_forward_hook, see_grid))
+            for block in self.blocks:
+                stack.enter_context(hooked(block.register_forward_pre_hook, see_block))
+            yield
+
+    def sums(self, pixels: Tensor) -> Tensor:
+        """What each patch holds of (B, C, H, W) in all, (B, h, w)."""
+        if self.grid is None:
+            raise InputError(
+                "per_token=True with images, but the model has no 2-D convolution before its first "
+                "mixer that makes patches. Use per_token=False."
+            )
+        out = pixels.sum(1)
+        for dim, cells in zip((1, 2), self.grid, strict=True):
+            size = out.shape[dim]
+            cell = torch.arange(size, device=out.device) * cells // size
+            shape = [*out.shape[:dim], cells, *out.shape[dim + 1 :]]
+            out = out.new_zeros(shape).index_add(dim, cell, out)
+        return out
+
+
+class ImageProbe(PatchGrid):
+    """Finds which tokens are patches as well, and in which order.
+
+    Tokens that are not patches (cls, registers) are those that do not change when the image does.
+    """
+
+    def patches(
+        self,
+        forward_func: Callable[..., Any],
+        images: Tensor,
+        additional: tuple[Any, ...],
+        tokens: int,
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Indices of the patch tokens, row by row, and the grid (h, w)."""
+        if self.grid is None:
+            raise InputError(
+                f"inputs of shape {tuple(images.shape)} look like images, but the model has no 2-D "
+                "convolution before its first mixer that makes patches. Pass per_token=True with "
+                "inputs of another shape, or explain the embeddings."
+            )
+        height, width = self.grid
+        index = torch.arange(tokens, device=images.device)
+        if height * width < tokens:
+            # examples may not mix: run one image and a different one, up to the first block
+            other = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
+                -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
+            ).view_as(images[:1])
+            one = tuple(
+                a[:1] if isinstance(a, Tensor) and a.dim() and len(a) == len(images) else a
+                for a in additional
+            )
+            first = self._stream(forward_func, images[:1], one)
+            second = self._stream(forward_func, other, one)
+            changed = (first != second).flatten(2).any(-1)[0]
+            index = changed.nonzero().flatten()
+        if len(index) != height * width:
+            raise InputError(
+                f"The model turns the image into {tokens} tokens, {len(index)} of which depend on "
+                f"it, but its patch grid is {height} x {width}. Relevance per pixel cannot be "
+                "laid out; pass per_token=True for one number per token."
+            )
+        return index, self.grid
+
+    def _stream(
+        self, forward_func: Callable[..., Any], image: Tensor, additional: tuple[Any, ...]
+    ) -> Tensor:
+        """The tokens entering the first block; the run ends there."""
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = (*args, *kwargs.values())
+            raise _Reached(next(v for v in values if isinstance(v, Tensor)))
+
+        with ExitStack() as stack:
+            for block in self.blocks:
+                register = block.register_forward_pre_hook
+                stack.enter_context(hooked(register, stop, with_kwargs=True))
+            try:
+                with torch.no_grad():
+                    call_model(forward_func, image, additional)
+            except _Reached as reached:
+                return reached.stream
+        raise InputError("The model's blocks did not run when its patch tokens were looked for.")
+
+
+class _Reached(BaseException):
+    """Carries the first block's input out of a run that ends there.
+
+    Not an Exception, so that a model's own error handling lets it pass.
+    """
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
+    """(B, L) in the shape of ids (B, L) or of a sequence (B, L, F), uniformly over F."""
+    if inputs.dim() == 2 or per_token:
+        return relevance
+    if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:
+        raise InputError(
+            f"inputs of shape {tuple(inputs.shape)} became {relevance.shape[1]} tokens, so the "
+            "relevance per token cannot be laid out over them. Pass per_token=True."
+        )
+    features = inputs.shape[-1]
+    return (relevance / features).unsqueeze(-1).expand(-1, -1, features)
+
+
+def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
+    """(B, h, w) as (B, C, H, W): bilinear, the same for every colour channel."""
+    size = images.shape[-2:]
+    pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
+    return pixels.expand(-1, images.shape[1], -1, -1)

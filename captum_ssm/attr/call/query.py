@@ -1,0 +1,144 @@
+"""Which tokens' relevance rows are asked for, as weights (B, L) over the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError, QueryError
+from ...tracing import Layer
+
+#: None (found from the model), a name, one position, several positions common to all examples,
+#: or a tensor (B,) or (B, K) of positions per example.
+Query = None | int | Literal["cls", "last", "mean"] | Sequence[int] | Tensor
+
+
+def check_query(query: Query, batch: int) -> None:
+    """Raise for a query of an unusable form, before anything is run."""
+    if isinstance(query, str) and query not in ("cls", "last", "mean"):
+        raise OptionError(
+            f"query={query!r} is not known. Use None, 'cls', 'last', 'mean', a position, a list of "
+            "positions, or a tensor of positions per example."
+        )
+    if isinstance(query, list | tuple | range) and not query:
+        raise OptionError("query is an empty list of positions.")
+    if not isinstance(query, type(None) | str | int | list | tuple | range | Tensor):
+        raise OptionError(f"query={query!r} is neither a name nor positions.")
+    if isinstance(query, Tensor) and query.dim() > 0 and len(query) != batch:
+        raise QueryError(
+            f"query has positions for {len(query)} examples, but the batch holds {batch}. Use an "
+            "int, a list (common to all) or a name where Captum repeats the inputs."
+        )
+
+
+def needs_readers(query: Query) -> bool:
+    """Whether the query may have to be found from the tokens that the output reads."""
+    return query is None or query == "cls"
+
+
+def query_weights(
+    query: Query, output: Tensor, index: Tensor | None, tail: Layer, mask: Tensor | None
+) -> Tensor:
+    """Row weights (B, L), each summing to 1.
+
+    Args:
+        query: what the user asked for.
+        output: the model's output; its graph reaches that of ``tail`` where :func:`needs_readers`.
+        index: the target's indices, or None.
+        tail: the last layer.
+        mask: True for real tokens (B, L), or None.
+    """
+    device = tail.output.device
+    size = tail.in_order(tail.output).shape[:2]
+    keep = torch.ones(size, dtype=torch.bool, device=device) if mask is None else mask.to(device)
+    dtype = torch.promote_types(tail.output.dtype, torch.float32)
+    return _share(_chosen(query, output, index, tail, keep), dtype)
+
+
+def _chosen(
+    query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
+) -> Tensor:
+    """How often each token is asked for, (B, L)."""
+    batch, tokens = keep.shape
+    per_token = output.dim() == 3 and output.shape[1] == tokens
+    if query is None and per_token:
+        return _last(keep) if index is None else _at(index[:, :1].to(keep.device), keep)
+    if isinstance(query, str) and query == "mean":
+        return keep
+    if isinstance(query, str) and query == "last":
+        return _last(keep)
+    if needs_readers(query):
+        readers = tokens_read(output, tail) & keep
+        if query == "cls" and bool((readers.sum(-1) != 1).any()):
+            raise QueryError(
+                "query='cls', but the model's output does not read a single token: it has no cls "
+                "token. Use None, 'last', 'mean' or positions."
+            )
+        return readers
+    positions = torch.as_tensor(query, device=keep.device)
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise OptionError(f"query must hold integer positions, got {positions.dtype}.")
+    if isinstance(query, Tensor) and query.dim() == 1:
+        positions = positions[:, None]
+    positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
+    return _at(positions.expand(batch, -1), keep)
+
+
+def tokens_read(output: Tensor, tail: Layer) -> Tensor:
+    """True at the tokens of the last layer's output that the model's output depends on, (B, L).
+
+    One backward through the head finds the cls token, the last token or the pooled tokens alike.
+    """
+    if not output.requires_grad:
+        raise QueryError(
+            "The tokens read by the model's head cannot be found, because the forward run records "
+            "no gradients. Pass query='last', 'mean' or positions."
+        )
+    # unequal weights, since a softmax's outputs sum to a constant
+    weights = torch.linspace(1, 2, output[0].numel(), dtype=output.dtype, device=output.device)
+    with torch.enable_grad():
+        probe = (output.reshape(len(output), -1) * weights).sum()
+    (gradient,) = torch.autograd.grad(probe, tail.output, retain_graph=True, allow_unused=True)
+    if gradient is None or not bool(gradient.any()):
+        raise QueryError(
+            "The model's output does not depend on its last mixer. Pass query='last', 'mean' or "
+            "positions."
+        )
+    return tail.in_order(gradient).abs().amax(-1) > 0
+
+
+def _last(keep: Tensor) -> Tensor:
+    position = torch.arange(keep.shape[1], device=keep.device)
+    last = torch.where(keep, position, -1).amax(-1, keepdim=True)
+    return position == last
+
+
+def _at(positions: Tensor, keep: Tensor) -> Tensor:
+    """How often each position occurs among ``positions`` (B, K), as (B, L)."""
+    tokens = keep.shape[1]
+    outside = positions[(positions < -tokens) | (positions >= tokens)]
+    if len(outside):
+        raise QueryError(
+            f"query position {int(outside[0])} is outside the sequence of {tokens} tokens; "
+            f"positions run from {-tokens} to {tokens - 1}."
+        )
+    positions = positions % tokens
+    padded = ~keep.gather(1, positions)
+    if bool(padded.any()):
+        example = int(padded.any(-1).nonzero()[0])
+        raise QueryError(
+            f"query position {int(positions[padded][0])} is a padded token of example {example}."
+        )
+    times = torch.zeros(keep.shape, dtype=torch.long, device=keep.device)
+    return times.scatter_add(1, positions, torch.ones_like(positions))
+
+
+def _share(chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    total = chosen.sum(-1, keepdim=True)
+    if bool((total == 0).any()):
+        example = int((total == 0).nonzero()[0, 0])
+        raise QueryError(f"Example {example} has no token to ask for: every token is padding.")
+    return chosen.to(dtype) / total

@@ -1,0 +1,191 @@
+"""The exact decomposition of a target over the input and the constants of a linear network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import GradientModeError, NotLinearError
+from ...linear import Ledger, Network, contribution
+
+#: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """What every part of a network's input adds to one number of its output.
+
+    ``inputs`` and ``biases`` sum to ``output``; :attr:`delta` is what rounding leaves.
+
+    Attributes:
+        inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
+            floating input.
+        streams: relevance of each token of the residual stream entering the block of each mixer,
+            (B, L) each; with the constants that enter behind it, each sums to the output too.
+        mixers: relevance of each token of what each mixer returns, (B, L) each.
+        biases: what biases and other constants add, (B,), by the module that adds them.
+        output: the explained number (B,).
+    """
+
+    inputs: Tensor
+    streams: tuple[Tensor, ...]
+    mixers: tuple[Tensor, ...]
+    biases: dict[str, Tensor]
+    output: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """Relevance of each token (B, L): that of its features together."""
+        return self.inputs if self.inputs.dim() == 2 else self.inputs.flatten(2).sum(-1)
+
+    @property
+    def bias(self) -> Tensor:
+        """What all constants add (B,)."""
+        return sum(self.biases.values(), torch.zeros_like(self.output))
+
+    @property
+    def delta(self) -> Tensor:
+        """output - inputs - biases (B,): 0, but for rounding."""
+        return self.output - self.inputs.flatten(1).sum(1) - self.bias
+
+
+def decompose(network: Network, output: Tensor, constant: Tensor | None = None) -> Decomposition:
+    """One backward pass through a linear network.
+
+    Args:
+        network: the network, after its forward run.
+        output: the number to explain per example (B,), of the network's graph.
+        constant: a summand of the output that no module added (B,). Default: None.
+    """
+    root, steps = network.root, network.steps
+    wanted = [root, *(x for s in steps for x in (*s.entering, s.output))]
+    gradients, biases = account(network.mode.ledger, output, constant, wanted)
+    parts = zip(gradients, wanted, strict=True)
+    gradient, value = next(parts)
+    inputs = gradient * value.detach()
+
+    def tokens() -> Tensor:
+        gradient, value = next(parts)
+        return (gradient * value.detach()).flatten(2).sum(-1)
+
+    streams, mixers = [], []
+    for step in steps:
+        entering = [tokens() for _ in step.entering]
+        if entering:
+            streams.append(sum(entering[1:], entering[0]))
+        mixers.append(tokens())
+    return Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach())
+
+
+def account(
+    ledger: Ledger,
+    output: Tensor,
+    constant: Tensor | None,
+    wanted: Sequence[Tensor],
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One backward pass: gradients, and what each constant adds.
+
+    Args:
+        ledger: the constants of the graph.
+        output: the number to explain per example (B,).
+        constant: a summand of the output that no module added (B,), or None.
+        wanted: the tensors whose gradients are wanted; zeros where none arrives.
+    """
+    biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
+
+    def write(gradient: Tensor, value: Tensor, where: str) -> None:
+        entry = _per_example(contribution(gradient, value), len(output))
+        biases[where] = biases.get(where, 0) + entry.to(output)
+
+    live = [x for x in wanted if x.requires_grad]
+    with ledger.entries_to(write):
+        try:
+            found = torch.autograd.grad(output.sum(), live, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" in str(error):  # its layers run again, out of the rules' sight
+                raise not_linear(output) from error
+            raise
+    given = {x: g for x, g in zip(live, found, strict=True) if g is not None}
+    return [given.get(x, torch.zeros_like(x)) for x in wanted], biases
+
+
+def _per_example(x: Tensor, batch: int) -> Tensor:
+    """Sums (B,) of what has examples, or their tokens or windows, in front.
+
+    What does not, such as the tokens routed to an expert, is spread evenly, or taken for examples
+    that it does not hold: :func:`exact` then sees it in the deltas.
+    """
+    if x.dim() and len(x) % batch == 0:
+        return x.reshape(batch, -1).sum(1)
+    return (x.sum() / batch).expand(batch)
+
+
+def exact(found: Decomposition) -> bool:
+    """Whether inputs and biases sum to the output for every example.
+
+    In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
+    each can be explained by itself.
+    """
+    size = found.inputs.flatten(1).abs().sum(1) + found.output.abs()
+    size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
+    dtypes, device = {found.inputs.dtype, found.output.dtype}, found.output.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
+    limit = limit if len(found.output) == 1 else limit / 10
+    return bool((found.delta.abs() <= limit * size).all())
+
+
+def stacked(parts: Sequence[Decomposition]) -> Decomposition:
+    """Decompositions of parts of a batch as one."""
+    if len(parts) == 1:
+        return parts[0]
+    names = list(dict.fromkeys(name for part in parts for name in part.biases))
+    return Decomposition(
+        torch.cat([part.inputs for part in parts]),
+        tuple(map(torch.cat, zip(*(part.streams for part in parts), strict=True))),
+        tuple(map(torch.cat, zip(*(part.mixers for part in parts), strict=True))),
+        {
+            name: torch.cat([p.biases.get(name, torch.zeros_like(p.output)) for p in parts])
+            for name in names
+        },
+        torch.cat([part.output for part in parts]),
+    )
+
+
+def not_reached() -> GradientModeError:
+    """The error for an output that is not, or not linearly, reached from the input."""
+    return GradientModeError(
+        "The model's output does not depend linearly on its input. Does it end in a softmax or "
+        "another function that is frozen, or run under no_grad or detach? Explain the logits; "
+        "contrast='all' gives log-probabilities, contrast='others' log-odds."
+    )
+
+
+def not_linear(output: Tensor) -> NotLinearError:
+    """The error for a network whose graph is not linear; names functions that may be to blame."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.add(type(node).__name__.removesuffix("Backward"))
+    own = sorted(found - {"_LinearMap"})
+    blame = f" It runs functions of its own ({', '.join(own)}), which cannot be seen into." * bool(
+        own
+    )
+    return NotLinearError(
+        f"The model's output is not the sum of what its inputs and biases contribute.{blame} Run "
+        "it with torch's own functions in place of fused kernels, without torch.utils.checkpoint, "
+        "or report the model."
+    )

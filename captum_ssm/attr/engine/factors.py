@@ -1,0 +1,123 @@
+"""A mixer's implicit attention taken apart: matrices per state; queries, keys and histories.
+
+The sums and products are those of :mod:`~captum_ssm.operators.readings.states` and
+:mod:`~captum_ssm.operators.readings.selection`; here the user's choices meet a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import index
+
+from torch import Tensor
+
+from ...errors import OptionError
+from ...operators import Diagonal, Operator
+from ...operators.readings.selection import Factors, selection_factors
+from ...operators.readings.states import Term, products_of, state_matrices, terms_of
+from ...tracing import Layer
+from ..call.components import parse_components
+from .method import options
+
+__all__ = ["Factors", "each_factor", "each_state"]
+
+
+def each_state(
+    channels: Iterable[int], components: str | Collection[str], verify: bool | float
+) -> Callable[[Layer], Tensor]:
+    """The user's choices, checked, as a function from a layer to its (B, C, N, L, L).
+
+    Args:
+        channels: the channels wanted, C of them; negative ones count from the end.
+        components: components with the scan and without the skip.
+        verify: whether operators are checked against their modules; a number is the tolerance.
+    """
+    names = parse_components(components)
+    if "scan" not in names or "skip" in names:
+        raise OptionError(
+            f"components={components!r} are not a sum over states: name the scan, whose states "
+            "they are, and leave out the skip, which passes by them. Use 's6', 'unified', or a set "
+            "such as {'scan', 'gate'}; matrices() takes any components."
+        )
+    wanted = _checked(channels)
+    chosen = options(names, None, None, 0, "paper", False, verify, keep_channels=True)
+
+    def make(layer: Layer) -> Tensor:
+        operator = chosen.operator(layer)
+        return state_matrices(_terms(layer, operator), _counted(wanted, layer, operator))
+
+    return make
+
+
+def each_factor(
+    channels: Iterable[int], simplified: bool, verify: bool | float
+) -> Callable[[Layer], Factors]:
+    """The user's choices, checked, as a function from a layer to its factors.
+
+    Args:
+        channels: as in :func:`each_state`.
+        simplified: whether relu takes the place of softplus.
+        verify: as in :func:`each_state`.
+    """
+    wanted = _checked(channels)
+    chosen = options("s6", None, None, 0, "paper", False, verify, keep_channels=True)
+
+    def make(layer: Layer) -> Factors:
+        operator = chosen.operator(layer)
+        counted = _counted(wanted, layer, operator)
+        factors = selection_factors(_terms(layer, operator), counted, simplified)
+        if factors is None:
+            raise OptionError(
+                f"Layer {layer.name!r} ({layer.architecture}) has no query, key and history "
+                "factors: these are those of a selective scan with a step size dt, as in Mamba and "
+                f"Mamba-2, and its {_kinds(operator)} has none. states() takes it apart all the "
+                "same; leave the layer out of factors() with layers=[...]."
+            )
+        return factors
+
+    return make
+
+
+def _terms(layer: Layer, operator: Operator) -> list[Term]:
+    terms = terms_of(operator)
+    if terms is None:
+        raise OptionError(
+            f"Layer {layer.name!r} ({layer.architecture}) is no sum over states: these are those "
+            "of a recurrence with a diagonal decay (SelectiveScan, ScalarDecayHeads, "
+            f"VectorDecayHeads), and its matrices come from {_kinds(operator)}. Leave the layer "
+            "out with layers=[...]; matrices(reduce=None) has one matrix per channel of any layer."
+        )
+    return terms
+
+
+def _kinds(operator: Operator) -> str:
+    """The classes of what mixes the tokens."""
+    parts = (part for product in products_of(operator) for part in product)
+    kinds = {type(part).__name__ for part in parts if not isinstance(part, Diagonal)}
+    return " and ".join(sorted(kinds)) or "no recurrence"
+
+
+def _checked(channels: Iterable[int]) -> tuple[int, ...]:
+    try:
+        wanted = tuple(index(channel) for channel in channels)
+    except TypeError:
+        wanted = ()
+    if not wanted:
+        raise OptionError(
+            f"channels={channels!r} must list at least one channel, for example channels=[0, 5]. "
+            "A channel has an L x L matrix for every state, so name the channels you need."
+        )
+    return wanted
+
+
+def _counted(channels: Sequence[int], layer: Layer, operator: Operator) -> list[int]:
+    """The channels counted from 0."""
+    count = operator.shape.heads * operator.shape.per_head
+    outside = [channel for channel in channels if not -count <= channel < count]
+    if outside:
+        raise OptionError(
+            f"channels={list(channels)} names {outside}, but layer {layer.name!r} "
+            f"({layer.architecture}) has channels 0 to {count - 1}; negative ones count from the "
+            "end."
+        )
+    return [channel % count for channel in channels]

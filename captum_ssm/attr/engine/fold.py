@@ -1,0 +1,222 @@
+"""Folds: one row of relevance carried through the layers, last to first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from captum._utils.progress import progress
+from torch import Tensor
+
+from ...errors import InputError, NonFiniteError, OptionError
+from ...operators import Operator, Reduce
+from ...operators.kernels.arithmetic import all_finite, times
+from ...tracing import Layer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every implicit-attention method lets the user choose.
+
+    Attributes:
+        components: component names that the matrices include.
+        reduce: how channels are combined.
+        heads: the heads (for Mamba-1: channels) used, or None for all.
+        start_layer: layers before this one are left out.
+        recipe: ``"paper"`` or ``"published_code"``.
+        show_progress: show a bar over layers.
+        verify: check every operator against its module's output; a number is the tolerance.
+    """
+
+    components: frozenset[str]
+    reduce: Reduce
+    heads: tuple[int, ...] | None
+    start_layer: int
+    recipe: str
+    show_progress: bool
+    verify: bool | float
+
+    def operator(self, layer: Layer) -> Operator:
+        """The layer's operator restricted to the chosen components and heads."""
+        verify_layer(layer, self.verify)
+        operator = layer.linear.restrict(self.components).operator.per_channel()
+        if self.heads is None:
+            return operator
+        outside = [h for h in self.heads if not -operator.shape.heads <= h < operator.shape.heads]
+        if outside or not self.heads:
+            raise OptionError(
+                f"heads={list(self.heads)} must name heads (for Mamba-1: channels) between 0 and "
+                f"{operator.shape.heads - 1}."
+            )
+        return operator.select([head % operator.shape.heads for head in self.heads])
+
+    def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """The layers from start_layer on."""
+        if not 0 <= self.start_layer < len(layers):
+            raise OptionError(
+                f"start_layer={self.start_layer} leaves no layer: the model has {len(layers)}, "
+                f"numbered 0 to {len(layers) - 1}."
+            )
+        return layers[self.start_layer :]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What a layer adds to the identity, as a linear map over tokens that need not be formed.
+
+    Attributes:
+        rmatvec: row (B, L) to row times matrix.
+        matvec: column (B, L) to matrix times column.
+        normalized: row (B, L) to row times the matrix with the identity added and every row
+            divided by its sum. Default: None, by both maps in turn.
+    """
+
+    rmatvec: Callable[[Tensor], Tensor]
+    matvec: Callable[[Tensor], Tensor]
+    normalized: Callable[[Tensor], Tensor] | None = None
+
+    def carried(self, row: Tensor, normalize_rows: bool) -> Tensor:
+        """The row times I + matrix, whose rows are divided by their sums if asked for."""
+        if normalize_rows and self.normalized is not None:
+            return self.normalized(row)
+        if normalize_rows:
+            row = row / (1 + self.matvec(torch.ones_like(row)))
+        return row + self.rmatvec(row)
+
+
+#: One layer's part of a fold: the layer and its operator to what it adds to the identity.
+Step = Callable[[Layer, Operator], Mixing]
+
+
+def given(matrix: Tensor) -> Mixing:
+    """A formed matrix (B, L, L)."""
+    return Mixing(
+        lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
+        lambda column: times(matrix, column.unsqueeze(-1)).squeeze(-1),
+    )
+
+
+def scaled(mixing: Mixing, factor: float) -> Mixing:
+    """factor times the matrix."""
+    if factor == 1:
+        return mixing
+    return Mixing(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
+
+
+def fold(
+    layers: Sequence[Layer],
+    row: Tensor,
+    step: Step,
+    options: Options,
+    description: str,
+    normalize_rows: bool = False,
+) -> Tensor:
+    """Carry ``row`` (B, L) through I + mixing from the last layer to the first of those used.
+
+    Layers are linearised one at a time; a row that stops being finite is an error that names the
+    layer.  Where a hybrid's block holds several mixers, its stages say how they join; where the
+    number of tokens changes, :func:`carry` says how.  The row that results is one over the tokens
+    of the first layer, also if that is left out.
+    """
+    at = layers[-1]
+    with torch.no_grad():
+        for stage in shown(stages(options.used(layers))[::-1], description, options.show_progress):
+            mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
+            row = carry(row.to(stage[-1].values), at, stage[-1])
+            at = stage[-1]
+            row = check_row(mixing.carried(row, normalize_rows), stage[-1])
+        return carry(row, at, layers[0])
+
+
+def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
+    """A row over the tokens of one layer (B, L) as one over those of a layer before it.
+
+    Where a network makes its map of tokens coarser, the tokens from which a coarser one was made
+    share its relevance; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
+    """
+    if later is earlier or later.tokens == earlier.tokens:
+        return row
+    finer, coarser = earlier.map, later.map
+    reduction = None if finer is None else finer.reduction
+    if reduction is None or coarser is None or reduction.reduced != coarser.size:
+        raise InputError(
+            f"Layer {earlier.name!r} mixes {earlier.tokens} tokens and layer {later.name!r} "
+            f"{later.tokens}, and nothing says which of the former make which of the latter. Use "
+            "layers of one token count alone, with layers=[...]."
+        )
+    return reduction.spread(row)
+
+
+def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Layers that act on the same residual stream together, in the order in which they ran.
+
+    Most stages are one layer. Layers that join ``"parallel"`` share a stage within their block; a
+    layer that ``"feeds"`` opens the stage of the layer after it.
+    """
+    out: list[list[Layer]] = []
+    for layer in layers:
+        before = out[-1][-1] if out else None
+        together = before is not None and (
+            before.joins == "feeds"
+            or (before.joins == layer.joins == "parallel" and before.block is layer.block)
+        )
+        if together:
+            out[-1].append(layer)
+        else:
+            out.append([layer])
+    return out
+
+
+def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
+    """What a stage adds to the identity.
+
+    Parallel branches add up. A layer that feeds the next one adds to that one's input only: the
+    stage is M (I + F).
+    """
+    *earlier, (_, mixing) = stage
+    if not earlier:
+        return mixing
+    fed = [m for layer, m in earlier if layer.joins == "feeds"]
+    beside = [m for layer, m in earlier if layer.joins != "feeds"]
+
+    def rmatvec(row: Tensor) -> Tensor:
+        out = mixing.rmatvec(row)
+        for branch in reversed(fed):
+            out = out + branch.rmatvec(out)
+        return sum((branch.rmatvec(row) for branch in beside), out)
+
+    def matvec(column: Tensor) -> Tensor:
+        out = column
+        for branch in fed:
+            out = out + branch.matvec(out)
+        return sum((branch.matvec(column) for branch in beside), mixing.matvec(out))
+
+    return Mixing(rmatvec, matvec)
+
+
+def verify_layer(layer: Layer, verify: bool | float) -> None:
+    """Check the layer's operator against its module's output, if asked for."""
+    if verify is not False:
+        layer.verify(None if verify is True else verify)
+
+
+def check_row(row: Tensor, layer: Layer) -> Tensor:
+    """The row, or an error that names the layer at which it stopped being finite."""
+    if not all_finite(row):
+        raise NonFiniteError(
+            f"Layer {layer.name!r}: the relevance row is no longer finite. With normalize_rows, a "
+            "row of I + alpha may sum to zero; else the products of the layers overflow."
+        )
+    return row
+
+
+def shown(items: Sequence[T], description: str, show: bool) -> Iterable[T]:
+    """The items, with a progress bar if asked for."""
+    if not show:
+        return items
+    bar: Iterable[T] = progress(items, desc=description, total=len(items))
+    return bar

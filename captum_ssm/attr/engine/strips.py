@@ -1,0 +1,212 @@
+"""Mixings whose matrix exists a strip of rows at a time.
+
+How much memory the strips of a layer's matrix may take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ...operators import Operator, Reduce
+from ...operators.kernels.arithmetic import times
+from ...operators.kernels.portions import fitting
+from ...operators.kernels.rows import Strip
+from ...operators.reduction import goes_by_channel
+from .fold import Mixing
+
+#: Up to this part of the rows are made row by row where a whole matrix would go by channel.
+_FEW = 8
+
+#: The entries (B, R, W) of a strip to what takes their place; they may be overwritten.
+Change = Callable[[Strip], Tensor]
+
+
+def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> Mixing:
+    """The reduced matrix of an operator; not formed where the reduction is the mean."""
+    if reduce == "mean":
+        return Mixing(operator.mean_rmatvec, operator.mean_matvec)
+    return streamed(operator, reduce, budget, _unchanged)
+
+
+def streamed(
+    operator: Operator,
+    reduce: Reduce,
+    budget: Budget,
+    change: Change,
+    whole: Tensor | None = None,
+) -> Mixing:
+    """A change of every entry of an operator's reduced matrix, of which a strip exists at a time.
+
+    Rows to which nothing is given are left out, so that a single query costs a single row.
+
+    Args:
+        operator: the operator.
+        reduce: how its channels become one matrix.
+        budget: what the strips may take.
+        change: what becomes of the entries.
+        whole: the reduced matrix (B, L, L) where it is there already. Default: None.
+    """
+    tokens = operator.shape.tokens
+    quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
+
+    def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
+        matrix = whole
+        if matrix is None and quick and len(within) > tokens // _FEW:
+            matrix = operator.dense(reduce)
+
+        def form(rows: range) -> tuple[Strip, Tensor]:
+            if matrix is None:
+                strip = operator.reduced_strip(rows, reduce)
+            else:
+                strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
+            return strip, change(strip)
+
+        return fitting(within, budget.height(operator, reduce), form)
+
+    def rmatvec(row: Tensor) -> Tensor:
+        out = torch.zeros_like(row)
+        for strip, entries in strips(_reached(row)):
+            _add(out, strip, _times(_of_rows(row, strip), entries))
+        return out
+
+    def matvec(column: Tensor) -> Tensor:
+        out = torch.zeros_like(column)
+        for strip, entries in strips(range(tokens)):
+            values = column[:, strip.columns.start : strip.columns.stop]
+            _of_rows(out, strip).copy_(times(entries, values.unsqueeze(-1)).squeeze(-1))
+        return out
+
+    def normalized(row: Tensor) -> Tensor:
+        out = torch.zeros_like(row)
+        for strip, entries in strips(_reached(row)):
+            share = _of_rows(row, strip) / (1 + entries.sum(-1))
+            _of_rows(out, strip).add_(share)
+            _add(out, strip, _times(share, entries))
+        return out
+
+    return Mixing(rmatvec, matvec, normalized)
+
+
+def _unchanged(strip: Strip) -> Tensor:
+    return strip.entries
+
+
+def _reached(row: Tensor) -> range:
+    """From the first to the last token to which any example's row (B, L) gives something."""
+    tokens = row.ne(0).any(0).nonzero().flatten()
+    return range(int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else range(0)
+
+
+def _of_rows(x: Tensor, strip: Strip) -> Tensor:
+    return x[:, strip.rows.start : strip.rows.stop]
+
+
+def _times(row: Tensor, entries: Tensor) -> Tensor:
+    return torch.bmm(row.unsqueeze(1), entries).squeeze(1)
+
+
+def _add(out: Tensor, strip: Strip, values: Tensor) -> None:
+    """Add to the columns of a strip, in place."""
+    out[:, strip.columns.start : strip.columns.stop] += values
+
+
+#: What ``memory_budget`` accepts: bytes, a size such as ``"512MiB"``, or None.
+MemoryBudget = int | str | None
+
+_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
+_UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
+_MEMINFO = Path("/proc/meminfo")
+#: Share of the free memory that is taken where no budget is given.
+_SHARE = 8
+#: What counts as free where the system does not tell (4 GiB).
+_UNKNOWN = 2**32
+#: Tensors of a strip's size that exist together, also per channel where each has entries.
+_COPIES = 4
+#: Entries of a strip (32 MiB in float32) and rows where memory allows more, and fewest of them.  A
+#: strip makes anew what is left of all tokens before it, which for fewer rows would cost as much as
+#: their entries do.
+_ENTRIES = 2**23
+_ROWS = 4096
+_FEW_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes for the strips of a matrix, and what they are worked out with.
+
+    Attributes:
+        bytes: how many; None for a share of the memory that is free on a device when asked.
+    """
+
+    bytes: int | None = None
+
+    @classmethod
+    def parse(cls, memory_budget: MemoryBudget) -> Budget:
+        """The budget that a user named.
+
+        Args:
+            memory_budget: bytes, a size such as ``"512MiB"`` or ``"2 GB"``, or None.
+        """
+        if memory_budget is None:
+            return cls(None)
+        found: float | None = None
+        if isinstance(memory_budget, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory_budget)
+            unit = None if match is None else _UNITS.get(match[2].upper())
+            found = None if match is None or unit is None else float(match[1]) * unit
+        elif isinstance(memory_budget, int) and not isinstance(memory_budget, bool):
+            found = memory_budget
+        if found is None or found <= 0:
+            raise OptionError(
+                f"memory_budget={memory_budget!r} is not a size. Pass a number of bytes above 0, a "
+                "string such as '512MiB' or '2GB', or None for a share of the free memory."
+            )
+        return cls(int(found))
+
+    def on(self, device: torch.device) -> int:
+        """Bytes to use on a device."""
+        return free_memory(device) // _SHARE if self.bytes is None else self.bytes
+
+    def height(self, operator: Operator, reduce: Reduce) -> int:
+        """How many rows of an operator's reduced matrix a strip may have.
+
+        Args:
+            operator: the operator.
+            reduce: how its channels become one matrix.
+        """
+        batch, tokens, heads, per_head = operator.shape
+        # the mean is summed in blocks of channels, other reductions see all channels of an entry
+        channels = 0 if reduce == "mean" else heads * per_head
+        row = _COPIES * (1 + channels) * batch * tokens * operator.dtype.itemsize
+        height = self.on(operator.device) // row
+        if height == 0 and self.bytes is not None:
+            raise OptionError(
+                f"memory_budget={self.bytes} bytes is too little for one row of a matrix of "
+                f"{tokens} tokens in a batch of {batch}. Allow at least {row} bytes"
+                + ("." if batch == 1 else ", or use internal_batch_size=1.")
+            )
+        enough = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
+        return max(1, min(height, enough, _ROWS))
+
+    def holds_matrix(self, operator: Operator) -> bool:
+        """Whether an operator's whole reduced matrix is within it."""
+        batch, tokens, *_ = operator.shape
+        return self.on(operator.device) >= _COPIES * batch * tokens**2 * operator.dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; a fixed guess where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and _MEMINFO.exists():
+        match = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        if match is not None:
+            return 1024 * int(match[1])
+    return _UNKNOWN

@@ -1,0 +1,178 @@
+"""Text to token ids and back, by whatever tokenizer the user has.
+
+Which characters of a text each of its tokens stands for, where the tokenizer does not say.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError, OptionError
+
+
+class Codec:
+    """A tokenizer, of which no more is asked than ``encode`` and ``decode``.
+
+    Serves tokenizers of transformers and the tokenizers library, the vocabularies of
+    :mod:`captum_ssm.bench.tasks`, and any other with these two methods.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        for method in ("encode", "decode"):
+            if not callable(getattr(tokenizer, method, None)):
+                raise OptionError(
+                    f"tokenizer has no method {method}(), got {type(tokenizer).__name__}. Pass the "
+                    "model's tokenizer, with encode(text) and decode(ids)."
+                )
+        self._tokenizer = tokenizer
+
+    @property
+    def _name(self) -> str:
+        return type(self._tokenizer).__name__
+
+    def encode(self, text: str, *, special: bool) -> Tensor:
+        """The token ids of a text (L,), with the tokens the tokenizer adds to a text or without."""
+        encode, options = self._tokenizer.encode, {}
+        if not special and _accepts(encode, "add_special_tokens"):
+            options["add_special_tokens"] = False
+        found = encode(text, **options)
+        return torch.tensor(list(getattr(found, "ids", found)), dtype=torch.long)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
+        """The token ids (L,) of a conversation, up to where the answer begins."""
+        apply = getattr(self._tokenizer, "apply_chat_template", None)
+        if apply is None or getattr(self._tokenizer, "chat_template", apply) is None:
+            raise InputError(
+                f"The prompt is a list of messages, but {self._name} has no chat template that "
+                "makes a text of them. Set tokenizer.chat_template, or pass the prompt as a str."
+            )
+        text = apply(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.encode(text, special=False)  # the template writes them itself
+
+    def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
+        """The token ids of a text (L,), and the first and last character of each, half open."""
+        if getattr(self._tokenizer, "is_fast", False):
+            found = self._tokenizer(text, return_offsets_mapping=True)
+            return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
+        found = self._tokenizer.encode(text)
+        ids = list(getattr(found, "ids", found))
+        spans = getattr(found, "offsets", None)  # the tokenizers library tells them
+        return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
+
+    def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
+        marks.discard(getattr(self._tokenizer, "unk_token_id", None))  # stands for a word
+        try:
+            return find_spans(text, ids, self._tokenizer.decode, marks)
+        except InputError as error:
+            raise InputError(
+                f"A template's values are found by the characters of each token, which "
+                f"{self._name} does not tell, and its tokens do not read as the text. {error} Use "
+                "a fast tokenizer of transformers, or pass the prompt as a str or TextTokenInput."
+            ) from None
+
+    def names(self, ids: Tensor) -> list[str]:
+        """What each token of (L,) reads; its own name where it is no text by itself."""
+        read = {token: self._read(token) for token in set(ids.tolist())}
+        return [read[token] for token in ids.tolist()]
+
+    def own_names(self, ids: Tensor) -> list[str]:
+        """The name of each token of (L,) in the vocabulary, or what it reads."""
+        own = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        return self.names(ids) if own is None else [str(name) for name in own(ids.tolist())]
+
+    def _read(self, token: int) -> str:
+        text = str(self._tokenizer.decode([token]))
+        own = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        if own is None or (text and NO_TEXT not in text):
+            return text
+        return str(own([token])[0] or f"[{token}]")  # models embed more ids than there are tokens
+
+
+def _accepts(function: Any, keyword: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a compiled function may not tell
+        return False
+    return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+#: First and last character of a token, half open.
+Span: TypeAlias = tuple[int, int]
+#: Token ids to the text that they read as.
+Read: TypeAlias = Callable[[Sequence[int]], str]
+
+#: What tokenizers decode the parts of a broken character to.
+NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+
+#: Characters of the text that an error quotes.
+_QUOTED = 20
+
+
+def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]) -> list[Span]:
+    """The characters of each token, by reading the tokens along the text.
+
+    Tokens that are parts of one character all stand for it.  Whitespace may be the token's or not,
+    and upper and lower case are the same, as tokenizers drop them.
+
+    Args:
+        text: what was encoded.
+        ids: its tokens.
+        read: the tokenizer's decoding.
+        silent: ids that stand for no characters, such as that of a mark in front.
+
+    Returns:
+        Start and end for each token; silent ones have none, at the place where they stand.
+
+    Raises:
+        InputError: when the tokens do not read as the text.
+    """
+    spans: list[Span] = []
+    at, before = 0, list[int]()  # how far the text is read, and the tokens read last
+    while len(spans) < len(ids):
+        if ids[len(spans)] in silent:
+            spans.append((at, at))
+            before = []
+            continue
+        count, piece = _readable(ids[len(spans) :], before, read)
+        start, end = _place(text, at, piece)
+        spans += [(start, end)] * count
+        at, before = end, list(ids[len(spans) - count : len(spans)])
+    if text[at:].strip():
+        raise InputError(f"Its {len(ids)} tokens end before {text[at : at + _QUOTED]!r}.")
+    return spans
+
+
+def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
+    """How many of the tokens make whole characters, and what they add to the text of ``before``."""
+    known = read(before) if before else ""
+    for count in range(1, len(ids) + 1):
+        group = list(ids[:count])
+        whole = read(before + group)
+        # some tokens read otherwise by themselves: "##ing" in "going"
+        piece = whole.removeprefix(known) if whole.startswith(known) else read(group)
+        if piece and NO_TEXT not in piece:
+            return count, piece
+    return len(ids), ""
+
+
+def _place(text: str, at: int, piece: str) -> Span:
+    """Where the text goes on with this piece."""
+    if piece.isspace():
+        return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)
+    word = piece.strip()
+    while at < len(text) and text[at].isspace():
+        at += 1
+    end = at + len(word)
+    if text[at:end].lower() != word.lower():
+        raise InputError(f"A token reads {word!r} where the text is {text[at : at + _QUOTED]!r}.")
+    return at, end

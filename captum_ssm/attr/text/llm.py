@@ -1,0 +1,220 @@
+"""Which parts of a prompt a language model's text is due to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from captum.attr import Attribution
+from torch import Tensor, nn
+
+from ...errors import InputError, OptionError, OutputError, TargetError
+from ...tracing import find_model
+from .codec import Codec
+from .prompt import Prompt, SkipTokens, read_ids, read_prompt
+from .result import SSMLLMAttributionResult
+
+#: How many tokens are generated if nothing else is said.
+_NEW_TOKENS = 25
+
+#: What is set for the method and cannot be set by the user.
+_FIXED = ("inputs", "targets", "per_token", "return_convergence_delta")
+
+
+class SSMLLMAttribution(Attribution):
+    """A method of this package on prompts and texts, in the manner of Captum's LLMAttribution.
+
+    A token of the text at position p is explained as ``target=(p - 1, token)``, where the model
+    predicts it.  The model reads prompt and text in one forward run, however many tokens the text
+    has; methods that take gradients then need one backward pass for each of them.
+
+    Args:
+        attr_method: the method, made with the language model: any class of this package, or of
+            your own with a method ``attribute_each`` like theirs.
+        tokenizer: the model's tokenizer, or anything with ``encode(text)`` and ``decode(ids)``.
+
+    Raises:
+        OptionError: when ``attr_method`` has no ``attribute_each``.
+        OutputError: when the model has no language-modelling head.
+
+    Example:
+        >>> from captum_ssm import MambaAttribution, SSMLLMAttribution
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> explain = SSMLLMAttribution(MambaAttribution(model), vocabulary)
+        >>> result = explain.attribute("anna owns the lamp . ? anna owns the", target="lamp .")
+        >>> tuple(result.token_attr.shape), result.output_tokens
+        ((2, 9), ['lamp', '.'])
+    """
+
+    def __init__(self, attr_method: Any, tokenizer: Any) -> None:
+        if not callable(getattr(attr_method, "attribute_each", None)):
+            raise OptionError(
+                f"attr_method is {type(attr_method).__name__}, which has no attribute_each(). Pass "
+                "a method of this package, such as LatimFlow(model)."
+            )
+        super().__init__(attr_method.forward_func)
+        self.attr_method = attr_method
+        self.codec = Codec(tokenizer)
+        self.model = find_model(self.forward_func, getattr(attr_method, "model", None))
+        if isinstance(self.forward_func, nn.Module):
+            _check_head(self.forward_func)
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name that Captum shows."""
+        return "SSM LLM Attribution"
+
+    def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered; Captum's remote methods alone have it."""
+        raise NotImplementedError("SSMLLMAttribution has no asynchronous form; call attribute().")
+
+    def attribute(
+        self,
+        inp: Any,
+        target: Any = None,
+        *,
+        skip_tokens: SkipTokens = None,
+        gen_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> SSMLLMAttributionResult | list[SSMLLMAttributionResult]:
+        """Relevance of the prompt to every token of a text that follows it.
+
+        Args:
+            inp: the prompt: a str; token ids as a list of ints or a tensor (L,) or (1, L); chat
+                messages ``{"role": ..., "content": ...}`` as a list; Captum's TextTokenInput, or
+                TextTemplateInput, whose values then are the features.
+            target: the text: a str, which joins the prompt as it is, so that it begins with a
+                space where the tokenizer wants one; token ids as for the prompt; or a list of
+                either, for several texts, each of which costs a forward run. Default: None, what
+                the model generates.
+            skip_tokens: ids or strings of tokens whose relevance is left out of the result, such
+                as the tokenizer's own. Default: None.
+            gen_args: arguments of the model's ``generate``, for a target of None. Default: None,
+                the likeliest 25 tokens, one by one.
+            **options: further arguments of the method's ``attribute``, such as ``components`` or
+                ``contrast``, with its defaults. Positions in them count in the sequence that the
+                model reads, the prompt and all of the text but its last token.
+
+        Returns:
+            The result, on the CPU and in float32; for several targets a list of them.
+
+        Raises:
+            InputError: for a prompt or text without tokens, or with ids that the model does not
+                embed.
+            OptionError: for options that are set here, or a ``generate`` that adds nothing.
+            TargetError: when the model's output has no logits (B, L, vocabulary).
+        """
+        for name in _FIXED:
+            if name in options:
+                raise OptionError(f"{name}={options[name]!r} cannot be set here; leave it out.")
+        prompt = read_prompt(inp, self.codec, skip_tokens)
+        self._check_ids(prompt.ids)
+        if target is None:
+            return self._explained(prompt, self._generated(prompt.ids, gen_args), options)
+        if gen_args is not None:
+            raise OptionError("gen_args is for generating a target, but target is given as well.")
+        if not _is_several(target):
+            return self._explained(prompt, self._read_target(target), options)
+        texts = [self._read_target(text) for text in target]
+        return [self._explained(prompt, text, options) for text in texts]
+
+    def _explained(
+        self, prompt: Prompt, text: Tensor, options: Mapping[str, Any]
+    ) -> SSMLLMAttributionResult:
+        length = len(prompt.ids)
+        ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts nothing
+        targets = [(length - 1 + i, token) for i, token in enumerate(text.tolist())]
+        try:
+            found = self.attr_method.attribute_each(ids, targets, **options)  # (n_out, 1, L)
+        except TargetError as error:
+            raise TargetError(
+                f"The text's tokens are looked up in the model's output as (position, token): "
+                f"{error} The model must return logits (B, L, vocabulary)."
+            ) from error
+        relevance = found[:, 0].detach().cpu()
+        token_attr = prompt.features(relevance[:, :length]).float()
+        return SSMLLMAttributionResult(
+            seq_attr=token_attr.sum(0),
+            token_attr=token_attr,
+            generated_attr=F.pad(relevance[:, length:], (0, 1)).float(),
+            input_tokens=prompt.names,
+            output_tokens=self.codec.names(text),
+        )
+
+    def _read_target(self, target: Any) -> Tensor:
+        if not isinstance(target, str):
+            text = read_ids(target, "The target")
+        else:
+            text = self.codec.encode(target, special=False)
+            if not len(text):
+                raise InputError(f"target={target!r} has no tokens. Pass a text that has some.")
+        self._check_ids(text)
+        return text
+
+    def _generated(self, ids: Tensor, gen_args: Mapping[str, Any] | None) -> Tensor:
+        """What the model generates behind the prompt, (n_out,)."""
+        generate = getattr(self.model, "generate", None)
+        if not callable(generate):
+            raise OptionError(
+                f"target=None has the model generate a text, but {type(self.model).__name__} has "
+                "no generate(). Pass the target."
+            )
+        inputs = ids[None].to(self._device)
+        options = dict(_default_gen_args(generate, len(ids)) if gen_args is None else gen_args)
+        if "attention_mask" in inspect.signature(type(self.model).forward).parameters:
+            options.setdefault("attention_mask", torch.ones_like(inputs))
+        found = generate(inputs, **options)
+        found = getattr(found, "sequences", found)
+        if len(found) != 1 or found.shape[1] <= len(ids):
+            raise OptionError(
+                f"gen_args={gen_args!r} made the model return sequences of shape "
+                f"{tuple(found.shape)} for a prompt of {len(ids)} tokens; one that is longer than "
+                "the prompt is needed."
+            )
+        return read_ids(found[0, len(ids) :], "The generated text")
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the model takes its ids; offloaded parameters do not tell."""
+        devices = (p.device for p in self.model.parameters() if p.device.type != "meta")
+        return next(devices, torch.device("cpu"))
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise for ids that the model has no embedding for."""
+        embeddings = getattr(self.model, "get_input_embeddings", lambda: None)()
+        size = getattr(embeddings, "num_embeddings", None)
+        if size is not None and int(ids.max()) >= size:
+            raise InputError(
+                f"Token id {int(ids.max())} is none of the {size} that the model embeds. Does the "
+                "tokenizer belong to this model?"
+            )
+
+
+def _check_head(model: nn.Module) -> None:
+    """Raise if a model of transformers says that it returns no logits over a vocabulary."""
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(head) and head() is None:
+        raise OutputError(
+            f"{type(model).__name__} has no language-modelling head: it returns no logits (B, L, "
+            "vocabulary) in which a text's tokens could be looked up. Use the ...ForCausalLM class."
+        )
+
+
+def _is_several(target: Any) -> bool:
+    """Whether a target is a list of texts, not the token ids of one."""
+    if not isinstance(target, list | tuple):
+        return False
+    if not target:
+        raise InputError("target is an empty list; pass a text, token ids, or a list of texts.")
+    return all(isinstance(t, str | list | tuple) or getattr(t, "ndim", 0) > 0 for t in target)
+
+
+def _default_gen_args(generate: Any, tokens: int) -> dict[str, Any]:
+    """The likeliest token each time; mamba_ssm's own generate counts the prompt too."""
+    if "max_length" in inspect.signature(generate).parameters:
+        return {"max_length": tokens + _NEW_TOKENS}
+    return {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "temperature": None, "top_p": None}

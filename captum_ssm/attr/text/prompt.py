@@ -1,0 +1,184 @@
+"""A prompt in any of the forms a user may have it in: token ids, and the features that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from captum.attr import TextTemplateInput, TextTokenInput
+from torch import Tensor
+
+from ...errors import InputError, OptionError
+from .codec import Codec
+
+#: Ids or strings of tokens.
+SkipTokens = Sequence[int] | Sequence[str] | None
+
+#: The first of the private characters that mark a template's values.
+_MARK = 0xF0000
+
+ACCEPTED = (
+    "Accepted prompts: a str, token ids as a list of ints or a tensor (L,) or (1, L), a list of "
+    "chat messages {'role': ..., 'content': ...}, captum's TextTokenInput or TextTemplateInput."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        ids: its token ids (L,).
+        names: what its features are called.
+        features: relevance of its tokens (..., L) to relevance of its features (..., names).
+    """
+
+    ids: Tensor
+    names: list[str]
+    features: Callable[[Tensor], Tensor]
+
+
+def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
+    """The prompt from what the user has.
+
+    Args:
+        prompt: see :data:`ACCEPTED`.
+        codec: the tokenizer.
+        skip_tokens: ids or strings of tokens that are no features. Default: None.
+    """
+    if isinstance(prompt, TextTemplateInput):
+        if skip_tokens is not None:
+            raise OptionError(
+                "skip_tokens names tokens, but the features of a TextTemplateInput are its values. "
+                "Leave skip_tokens out, or pass the prompt as a str."
+            )
+        return _template(prompt, codec)
+    if isinstance(prompt, TextTokenInput):
+        ids = _filled(prompt.inp_tensor[0], "The prompt")
+        keep = torch.ones_like(ids, dtype=torch.bool)
+        if prompt.itp_mask is not None:
+            keep = prompt.itp_mask[0].cpu()
+        names = [""] * len(ids)
+        for place, value in zip(keep.nonzero().flatten().tolist(), prompt.values, strict=True):
+            names[place] = value
+    else:
+        ids = _filled(_ids_of(prompt, codec), "The prompt")
+        keep, names = torch.ones_like(ids, dtype=torch.bool), codec.names(ids)
+    keep &= ~_skipped(ids, codec, skip_tokens)
+    places = keep.nonzero().flatten()
+    if not len(places):
+        raise InputError(
+            f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
+            "tokens to explain. Skip fewer."
+        )
+    return Prompt(ids, [names[i] for i in places.tolist()], lambda x: x[..., places])
+
+
+def read_ids(value: Any, what: str) -> Tensor:
+    """Token ids (L,) from a list, a tensor or an array (L,) or (1, L).
+
+    Args:
+        value: the ids.
+        what: what they are, to begin the messages of errors with.
+    """
+    try:
+        ids = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{what} does not consist of token ids: {value!r}.") from None
+    if ids.dim() == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.dim() != 1:
+        raise InputError(
+            f"{what} has shape {tuple(ids.shape)}, but one sequence (L,) or (1, L) is explained at "
+            "a time."
+        )
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise InputError(f"{what} must hold token ids, which are integers, not {ids.dtype}.")
+    if bool((ids < 0).any()):
+        raise InputError(f"{what} holds {int(ids.min())}, but token ids count from 0.")
+    return _filled(ids.long(), what)
+
+
+def _filled(ids: Tensor, what: str) -> Tensor:
+    if not len(ids):
+        raise InputError(f"{what} is empty: it has no tokens. Pass at least one.")
+    return ids.cpu()
+
+
+def _ids_of(prompt: Any, codec: Codec) -> Tensor:
+    if isinstance(prompt, str):
+        return codec.encode(prompt, special=True)
+    if isinstance(prompt, list | tuple) and prompt:
+        if all(isinstance(message, Mapping) for message in prompt):
+            return codec.encode_chat(prompt)
+        if any(isinstance(text, str) for text in prompt):
+            raise InputError(
+                f"The prompt is a {type(prompt).__name__} of {len(prompt)} entries with text among "
+                f"them, but one prompt is explained at a time. {ACCEPTED}"
+            )
+    if not isinstance(prompt, list | tuple | Tensor) and not hasattr(prompt, "__array__"):
+        raise InputError(f"The prompt is of type {type(prompt).__name__}. {ACCEPTED}")
+    return read_ids(prompt, "The prompt")
+
+
+def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
+    """True at the tokens (L,) that are named by id or by string."""
+    if isinstance(skip_tokens, str) or not isinstance(skip_tokens, Sequence | None):
+        raise OptionError(
+            f"skip_tokens={skip_tokens!r} must be a list of token ids or of strings, for example "
+            f"skip_tokens=[{skip_tokens!r}]."
+        )
+    named = set(skip_tokens or ())
+    if not named:
+        return torch.zeros_like(ids, dtype=torch.bool)
+    known = zip(ids.tolist(), codec.names(ids), codec.own_names(ids), strict=True)
+    return torch.tensor([not named.isdisjoint(token) for token in known])
+
+
+def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
+    """A prompt whose features are the values of a template.
+
+    A token's relevance goes to the value it lies in; that of a token across several values is
+    divided by characters, and that of the template's own words belongs to no feature.
+    """
+    text = prompt.to_model_input()
+    ids, tokens = codec.encode_with_spans(text)
+    ids = _filled(ids, "The prompt")
+    shares = torch.zeros(prompt.n_itp_features, len(ids), dtype=torch.float64)
+    for value, start, end in _values(prompt, text):
+        feature = value if prompt.mask is None else prompt.formatted_mask[value]
+        for token, (first, last) in enumerate(tokens):
+            shares[feature, token] += max(0, min(end, last) - max(start, first))
+    shares /= shares.sum(0).clamp_min(1)  # tokens that lie in no value have no share
+
+    def features(relevance: Tensor) -> Tensor:
+        found: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
+        return found
+
+    return Prompt(ids, list(prompt.values), features)
+
+
+def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
+    """Where the values stand in the template's text: number, start and end of each occurrence."""
+    marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
+    if prompt.dict_keys:
+        filled = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))
+    else:
+        filled = prompt.format_fn(*marked)
+    found, begun, plain = [], dict[int, int](), []
+    for character in filled:
+        value = ord(character) - _MARK
+        if not 0 <= value < len(marked):
+            plain.append(character)
+        elif value in begun:
+            found.append((value, begun.pop(value), len(plain)))
+        else:
+            begun[value] = len(plain)
+    if begun or "".join(plain) != text:
+        raise InputError(
+            "The template changes its values or depends on them, so that they cannot be found in "
+            "its text. Use one that only puts them in, such as '{} feels {} right now'."
+        )
+    return found

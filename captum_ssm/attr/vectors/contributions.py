@@ -1,0 +1,309 @@
+"""Contribution vectors: the share of each token in what a mixer returns (LATIM, eqs. 3-4, 16-25).
+
+    T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
+
+a vector of the stream's width E for every pair of a query i and a source j, so that
+
+    output[i] = sum over j of T_i(x_j) + constant[i]
+
+exactly where the activation is linearised.  The constant comes of biases and belongs to no token.
+E L^2 numbers never exist at once: vectors come in tiles of a few queries by a range of sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...errors import UnsupportedMixerError
+from ...mixers.base import LinearMixer
+from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
+from ...operators.kernels.bands import overlap, shift_tokens
+from ...operators.kernels.portions import fitting
+from ...operators.kernels.rows import at_positions
+from ...operators.readings.scan_tiles import tiles as scan_tiles
+from ...tracing import Layer
+from .scanned import scanned
+from .taps import Path, Shares, paths_of, silenced
+
+#: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
+#: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
+_TILE_ELEMENTS = 2**21
+
+#: From this many queries on, the states of a scan are made for all of them together.
+_MANY_QUERIES = 6
+
+#: Size of the unit vectors that find W_out, which keeps constants from rounding it.
+_PROBE = 2.0**10
+
+
+class Tile(NamedTuple):
+    """Some queries' vectors from a range of sources.
+
+    Attributes:
+        queries: which of the queries asked for.
+        sources: which tokens; the vectors from all others are zero.
+        vectors: T (B, q, s, E).
+    """
+
+    queries: slice
+    sources: slice
+    vectors: Tensor
+
+
+class Contributions:
+    """The contribution vectors of one mixer at one input.
+
+    Args:
+        layer: the recorded call.
+        activation: how the activation is divided among the taps of the convolution before it; see
+            :mod:`.taps`. Default: ``"linearized"``.
+        scale: factor on all vectors and on the constant, such as that with which the mixer's
+            output joins the stream. Default: 1.0.
+    """
+
+    def __init__(self, layer: Layer, activation: str = "linearized", scale: float = 1.0) -> None:
+        linear = layer.linear
+        self.shape = linear.operator.shape
+        self.paths = paths_of(linear, layer.mixer.module, activation)
+        self.weight = scale * _output_weight(linear)  # (C, E)
+        self._linear = linear
+        self._exact = activation == "linearized"
+        self._scale = scale
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self.shape.heads * self.shape.per_head
+
+    def total(self) -> Tensor:
+        """The sum over all sources, (B, L, E), without a single tile."""
+        before = torch.stack([path.total() for path in self.paths]).sum(0)
+        return before.flatten(2) @ self.weight
+
+    def constant(self) -> Tensor:
+        """What belongs to no token: biases behind the activation and of W_out, (B, L, E)."""
+        operator = self._linear.operator
+        offset = (operator if self._exact else silenced(operator)).offset()
+        values = self._linear.values
+        at_rest = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
+        return self._scale * self._linear.project(at_rest)
+
+    def toward(self, direction: Tensor) -> Tensor:
+        """Sum over queries i of <T_i(x_j), direction_i>, without a single vector: (..., B, L).
+
+        Args:
+            direction: (..., B, L, E).
+        """
+        direction = direction.to(self.weight)
+        asked = direction.ne(0).any(-1)  # few queries, as a rule
+        before = direction.new_zeros(*asked.shape, self.channels)  # (..., B, L, C)
+        before[asked] = direction[asked] @ self.weight.T
+        before = before.view(*asked.shape, *self.shape[2:])
+        found = self.paths[0].toward(before)
+        for path in self.paths[1:]:
+            found = found + path.toward(before)
+        return found
+
+    def before_projection(self, index: Tensor) -> Tensor:
+        """The vectors before W_out, of queries ``index`` (B, q) from all sources: (q, B, L, C)."""
+        rows = [_rows(path, index) for path in self.paths]
+        return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).flatten(-2)
+
+
+def tiles(
+    parts: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
+) -> Iterator[Tile]:
+    """The vectors of queries ``index`` (B, Q), tile by tile; zeros may be left out.
+
+    Args:
+        parts: the mixers that write to the stream together; their vectors add up.
+        index: the queries, (B, Q).
+        stream: if given (B, L, E), what each token keeps of itself, added to the vector of a
+            query from its own token. Default: None.
+    """
+    quick = len(parts) == 1 and _is_long_and_ascends(index)
+    scans = scanned(parts[0].paths) if quick else None
+    if scans is None:
+        yield from _tiles_by_query(parts, index, stream)
+        return
+    for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
+        # one product for all pairs of an example; entries may lie in any order
+        vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
+        if stream is not None:
+            _add_own(vectors, index[:, queries], sources, stream)
+        yield Tile(queries, sources, vectors)
+
+
+def _is_long_and_ascends(index: Tensor) -> bool:
+    """Whether the queries (B, Q) are many, and the same for all examples in rising order."""
+    if index.shape[1] < _MANY_QUERIES:
+        return False
+    return bool((index == index[:1]).all() and (index[0].diff() > 0).all())
+
+
+def _tiles_by_query(
+    parts: Sequence[Contributions], index: Tensor, stream: Tensor | None
+) -> Iterator[Tile]:
+    """The tiles by one adjoint vector for each query, which serves any operator."""
+    batch, tokens = parts[0].shape[:2]
+    widest = max(max(part.weight.shape) for part in parts)
+    count = max(1, _TILE_ELEMENTS // (batch * tokens * widest))
+
+    def rows_of(some: range) -> tuple[slice, list[Tensor]]:
+        queries = slice(some.start, some.stop)
+        asked = index[:, queries]
+        return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
+
+    for queries, rows in fitting(range(index.shape[1]), count, rows_of):
+        asked = index[:, queries]
+
+        def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
+            sources = slice(some.start, some.stop)
+            vectors = rows[0][:, :, sources] @ parts[0].weight
+            for more, part in zip(rows[1:], parts[1:], strict=True):
+                vectors += more[:, :, sources] @ part.weight
+            vectors = vectors.transpose(0, 1)  # (B, q, s, E)
+            if stream is not None:
+                _add_own(vectors, index[:, queries], sources, stream)
+            return Tile(queries, sources, vectors)
+
+        reached = _reach(rows, asked if stream is not None else None)
+        yield from fitting(reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile)
+
+
+def _rows(path: Path, index: Tensor) -> Tensor:
+    """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
+    local, core = _cut(path.operator, like=path.shares[0][1])
+    rows = _sent(core.unit_rows(index.T), path.shares)
+    for part in reversed(local):
+        rows = _at_token(part, rows, index)
+    return rows if path.token is None else rows.index_select(2, path.token.argsort())
+
+
+def _sent(weight: Tensor, shares: Shares) -> Tensor:
+    """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
+    (first, phi), *others = shares
+    out = shift_tokens(weight * phi, -first)
+    for lag, phi in others:
+        earlier, later = overlap(weight.shape[-3], lag)
+        out[..., earlier, :, :].addcmul_(weight[..., later, :, :], phi[..., later, :, :])
+    return out
+
+
+def _cut(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
+    """The operator as a product: what mixes channels within a token, after a map per channel."""
+    parts = operator.parts if isinstance(operator, Chain) else (operator,)
+    mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]
+    local = parts[: mixing[-1] + 1] if mixing else ()
+    core = parts[len(local) :]
+    for part in local:
+        if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
+            raise UnsupportedMixerError(
+                f"{type(part).__name__} acts after channels were mixed, so the operator has no "
+                "matrix per channel. What mixes channels must come last and act on single tokens."
+            )
+    identity = Diagonal(like.new_ones(1, 1, 1, 1), operator.shape)
+    return local, Chain(*core) if core else identity
+
+
+def _mixes_channels(operator: Operator) -> bool:
+    return any(leaf.per_channel() is not leaf for leaf in operator.leaves())
+
+
+def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
+    """An operator within tokens on rows (q, B, L, H, P), as it acts at the queries (B, q)."""
+    if isinstance(part, Diagonal):
+        return rows * at_positions(part.weight, index.T)
+    return part.apply(rows)
+
+
+def _reach(rows: Sequence[Tensor], own: Tensor | None) -> range:
+    """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it."""
+    # the least and the greatest are found in a tenth of the time that comparing every number takes
+    ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
+    reached = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
+    if own is not None:
+        reached = reached.index_fill(0, own.flatten(), True)
+    found = reached.nonzero().flatten().tolist()
+    return range(found[0], found[-1] + 1) if found else range(0)
+
+
+def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
+    """Add each query's own stream (B, L, E) to the vector from its own token, in place."""
+    inside = (index >= sources.start) & (index < sources.stop)
+    example, query = inside.nonzero(as_tuple=True)
+    own = index[example, query]
+    vectors[example, query, own - sources.start] += stream[example, own]
+
+
+def _output_weight(linear: LinearMixer) -> Tensor:
+    """The linear part of the output projection, (C, E), as it acts on every token alike.
+
+    Most projections are one call of torch's ``linear``, whose weight is read off.  Any other is
+    found by projecting unit vectors: it may be any module, adapters included, and may add
+    constants that differ between tokens.
+    """
+    values = linear.values
+    zeros = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    heard = _Overheard(zeros)
+    # also where the functions that are called go unseen otherwise
+    with torch._C._EnableTorchFunction(), heard:
+        at_rest = linear.project(zeros)
+    weight = heard.weight_before(at_rest)
+    if weight is not None:
+        return weight.T.to(values)
+    channels, places = values[0, 0].numel(), values[..., 0, 0].numel()
+    parts = []
+    for start in range(0, channels, places):
+        count = min(places, channels - start)
+        probe = values.new_zeros(places, channels)
+        probe[range(count), range(start, start + count)] = _PROBE
+        found = linear.project(probe.view(values.shape)) - at_rest
+        parts.append(found.flatten(0, 1)[:count] / _PROBE)
+    return torch.cat(parts)
+
+
+class _Overheard(TorchFunctionMode):
+    """Keeps the calls of torch's ``linear``: input, weight and result.
+
+    Args:
+        zeros: of these no product is computed.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        super().__init__()
+        self._zeros = zeros
+        self._calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def weight_before(self, output: Tensor) -> Tensor | None:
+        """The weight (E, C) if one call is all that lies between zeros and output, else None."""
+        if len(self._calls) != 1:
+            return None
+        x, weight, result = self._calls[0]
+        unchanged = result is output and result._version == 0
+        return weight.detach() if unchanged and self._are_zeros(x) else None
+
+    def _are_zeros(self, x: Tensor) -> bool:
+        """Whether ``x`` is the zeros themselves, (B, L, C)."""
+        same = x.data_ptr() == self._zeros.data_ptr() and x.is_contiguous()
+        return same and x.shape == self._zeros.flatten(2).shape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear or kwargs or len(args) < 2:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        if self._are_zeros(x):
+            out = x.new_zeros(*x.shape[:-1], len(weight))
+            out = out if bias is None else out + bias
+        else:
+            out = func(*args)
+        self._calls.append((x, weight, out))
+        return out

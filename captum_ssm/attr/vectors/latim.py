@@ -1,0 +1,172 @@
+"""What the token-to-token methods of LATIM share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import OptionError, QueryError
+from ...operators.kernels.arithmetic import full_precision
+from ...operators.kernels.rows import Positions
+from ...tracing import Layer
+from ..call.inputs import as_tuple, check_batch, single_input
+from ..engine.fold import shown
+from ..engine.method import ImplicitMethod, options
+from ..engine.run import Run
+from .contributions import Contributions
+from .taps import check_activation
+
+T = TypeVar("T")
+
+#: Queries whose rows of a map are held at a time.
+_ROWS = 256
+
+
+class LatimMethod(ImplicitMethod):
+    """Base of the methods that read contribution vectors (LATIM, eqs. 16-25).
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+        activation: how an activation behind a short convolution is divided among its taps:
+            ``"linearized"`` (by its frozen ratio, exactly), ``"silu"`` (the model's own activation
+            of each tap), ``"taylor1"`` or ``"taylor2"`` (SiLU's expansion around zero),
+            ``"relu"``, or ``"identity"``. Default: ``"linearized"``.
+    """
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        model: nn.Module | None = None,
+        layers: Sequence[str | nn.Module] | None = None,
+        *,
+        activation: str = "linearized",
+    ) -> None:
+        super().__init__(forward_func, model, layers)
+        check_activation(activation)
+        self.activation = activation
+
+    def decomposition_error(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        layers: Sequence[int] | None = None,
+        additional_forward_args: Any = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[float]:
+        """How much of each mixer's output its contribution vectors miss (LATIM, figure 4).
+
+        ``mean |y_i - sum over j of T_i(x_j) - constant| / mean |y_i|`` over real tokens and
+        features, y being what the module itself returned.
+
+        Args:
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
+                one such tensor.
+            layers: indices of the layers wanted, in the order in which they ran; negative ones
+                count from the end. Default: None, all.
+            additional_forward_args: further positional arguments of forward_func. Default: None.
+            show_progress: show a progress bar over layers. Default: False.
+
+        Returns:
+            One number per layer: 0 but for rounding with ``activation="linearized"``.
+        """
+        with self._traced(inputs, additional_forward_args) as run:
+            return for_each(
+                wanted(run.layers, layers),
+                lambda layer: _missed(layer, self.activation, run.mask),
+                self.name if show_progress else None,
+            )
+
+    @contextmanager
+    def _traced(
+        self, inputs: Tensor | tuple[Tensor, ...], additional_forward_args: Any
+    ) -> Iterator[Run]:
+        """One traced run, of which no query is asked, in the modes its layers are read in."""
+        tensor, _ = single_input(inputs)
+        additional = as_tuple(additional_forward_args)
+        check_batch(tensor, additional)
+        with torch.inference_mode(False), ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+            run = self._run(tensor, None, additional, "mean", stack)
+            for device in {layer.output.device for layer in run.layers}:
+                stack.enter_context(full_precision(device))
+            yield run
+
+
+def from_layer(layers: Sequence[Layer], start_layer: int) -> Sequence[Layer]:
+    """The layers from ``start_layer`` on; raises if that is none of them."""
+    return options("exact", "mean", None, start_layer, "paper", False, False).used(layers)
+
+
+def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
+    """The layers, or stages, that a user's indices name."""
+    if indices is None:
+        return list(items)
+    for index in indices:
+        if not -len(items) <= index < len(items):
+            raise OptionError(
+                f"layers names {index}, but there are {len(items)}, numbered 0 to {len(items) - 1}."
+            )
+    return [items[index] for index in indices]
+
+
+def for_each(items: Sequence[T], make: Callable[[T], Any], description: str | None) -> list[Any]:
+    """``make`` of every item, of one named twice only once; a bar shows if it has a description."""
+    made: dict[int, Any] = {}
+    for item in shown(items, description or "", description is not None):
+        if id(item) not in made:
+            made[id(item)] = make(item)
+    return [made[id(item)] for item in items]
+
+
+def query_index(positions: Positions | None, layer: Layer) -> Tensor:
+    """Query positions as (B, Q), all tokens by default."""
+    batch, tokens = layer.operator.shape[:2]
+    device = layer.values.device
+    index = torch.as_tensor(range(tokens) if positions is None else positions, device=device)
+    if not index.numel():
+        raise QueryError("positions is empty. Name at least one token, or use None for all.")
+    if index.dim() not in (1, 2) or index.is_floating_point() or index.dtype == torch.bool:
+        raise OptionError(
+            f"positions must be a list of integers or a tensor of integers (B, Q), got "
+            f"{positions!r}."
+        )
+    if index.dim() == 2 and len(index) != batch:
+        raise QueryError(f"positions has {len(index)} rows, but the batch holds {batch} examples.")
+    if bool(((index < -tokens) | (index >= tokens)).any()):
+        raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions!r}.")
+    return (index % tokens).expand(batch, -1)
+
+
+def weighted_rows(weights: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows ``weights`` (..., B, L) times a map of which ``rows`` gives any rows, a few at a time.
+
+    Args:
+        weights: the rows; the map's rows of zero weight are not asked for.
+        rows: query positions (B, Q) to rows (B, Q, L).
+    """
+    out = torch.zeros_like(weights)
+    batch, length = weights.shape[-2:]
+    asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
+    for tokens in torch.split(asked, _ROWS):
+        found = rows(tokens.expand(batch, -1))
+        out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], found)
+    return out
+
+
+def _missed(layer: Layer, activation: str, mask: Tensor | None) -> float:
+    parts = Contributions(layer, activation)
+    explained = parts.total() + parts.constant()
+    real = layer.in_order(layer.output).to(explained)
+    missed, size = (real - explained).abs(), real.abs()
+    if mask is not None:
+        keep = mask.to(real.device)
+        missed, size = missed[keep], size[keep]
+    return float(missed.mean() / size.mean().clamp_min(torch.finfo(size.dtype).tiny))

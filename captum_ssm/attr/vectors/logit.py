@@ -1,0 +1,204 @@
+"""What each input token adds to an output along the direct paths, traced back layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...linear import DirectPaths
+from ...tracing import Layer
+from ..engine.decompose import account
+from ..engine.fold import shown, stages
+from ..engine.run import Question, Run
+from .contributions import Contributions
+from .mixing import ProjectionMixing, StageMixing
+
+
+class Mixing(Protocol):
+    """How the tokens behind a stage are made of those before it."""
+
+    def rmatvec(self, row: Tensor) -> Tensor:
+        """Rows (..., B, L) times the mixing, whose rows sum to 1."""
+
+
+MakeMixing = Callable[[Sequence[Layer], Run, str], Mixing]
+
+#: How tokens are traced back through a stage: from the stage and the run.
+MIXINGS: dict[str, MakeMixing] = {
+    "alti": lambda stage, run, activation: StageMixing(
+        stage, run.streams, activation=activation, mask=run.mask
+    ),
+    "projection": lambda stage, run, activation: ProjectionMixing(
+        stage, run.streams, activation=activation
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LogitContributions:
+    """What input tokens add to one number of the output, by the layer that wrote it.
+
+    Attributes:
+        layers: by mixer (Λ, B, L); where nobody asked by which, of all parts together (1, B, L).
+        locals: by each part that acts within tokens, such as an MLP (M, B, L); where nobody asked
+            by which, none (0, B, L).
+        embedding: what the embeddings add by themselves (B, L).
+        biases: what biases and other constants add (B,), by the module that adds them.
+        output: the explained number (B,).
+    """
+
+    layers: Tensor
+    locals: Tensor
+    embedding: Tensor
+    biases: dict[str, Tensor]
+    output: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """What each token adds in all, (B, L)."""
+        return self.layers.sum(0) + self.locals.sum(0) + self.embedding
+
+    @property
+    def bias(self) -> Tensor:
+        """What all constants add, (B,)."""
+        return sum(self.biases.values(), torch.zeros_like(self.output))
+
+    @property
+    def delta(self) -> Tensor:
+        """output - tokens - biases (B,): 0, but for rounding, if the activation is linearised."""
+        return self.output - self.tokens.sum(-1) - self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class LogitQuestion(Question):
+    """What is asked of a run.
+
+    Attributes:
+        constant: a summand of the selected number that no module added (B,), or None.
+    """
+
+    constant: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LogitRun(Run):
+    """A run of which the direct paths were kept.
+
+    Attributes:
+        paths: the direct paths.
+    """
+
+    paths: DirectPaths
+
+
+def contributions_to(
+    run: LogitRun,
+    activation: str,
+    make: MakeMixing,
+    description: str | None,
+    *,
+    by_layer: bool,
+) -> list[LogitContributions]:
+    """Take apart each of the run's questions; what they have in common is made once.
+
+    Args:
+        run: the run.
+        activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
+        make: one of :data:`MIXINGS`.
+        description: of the progress bar; None for no bar.
+        by_layer: whether to tell apart what each layer adds.  All of it is traced back through the
+            layers before, which for a sum takes as long as for one of them.
+    """
+    layers, locals_ = run.layers, run.paths.locals
+    apart = len(layers) if by_layer else 1
+    count = apart + len(locals_) if by_layer else 1
+    asked = [_direct(run, question) for question in run.questions]
+    like = asked[0].embedding
+    rows = like.new_zeros(len(asked), count, *like.shape)
+    # parts within tokens, by how many layers ran before them; the latest last
+    pending = [(part.mixers, at) for at, part in enumerate(locals_)]
+
+    def enter_locals(layers_before: int) -> None:
+        while pending and pending[-1][0] >= layers_before:
+            _, part = pending.pop()
+            for row, direct in zip(rows, asked, strict=True):
+                row[apart + part if by_layer else 0] += direct.locals[part]
+
+    with torch.no_grad():
+        for stage in shown(stages(layers)[::-1], description or "", description is not None):
+            first = layers.index(stage[0])
+            enter_locals(first + len(stage))
+            if rows.any():
+                rows = make(stage, run, activation).rmatvec(rows.to(stage[-1].values))
+            for i, layer in enumerate(stage, first):
+                rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i)
+        enter_locals(0)
+    return [
+        LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
+        for row, direct in zip(rows, asked, strict=True)
+    ]
+
+
+def _of_layer(layer: Layer, activation: str, asked: Sequence[_Direct], at: int) -> Tensor:
+    """What each token adds to each question through one layer, (T, B, L); notes its constants."""
+    shares = Contributions(layer, activation)
+    constant = shares.constant()
+    found = []
+    for direct in asked:
+        direction = direct.toward[at].to(shares.weight)
+        found.append(shares.toward(direction))
+        added = (direction * constant).flatten(1).sum(1)
+        direct.biases[layer.name] = direct.biases.get(layer.name, 0) + added
+    return torch.stack(found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Direct:
+    """One backward pass along the direct paths.
+
+    Attributes:
+        toward: the gradient of the output at what each mixer returned, (B, L, E) each.
+        locals: what each part within tokens adds at its tokens, (B, L) each.
+        embedding: what the stream entering the first block adds at its tokens, (B, L).
+        biases: what constants add, (B,) by module.
+        output: the explained number (B,).
+    """
+
+    toward: Sequence[Tensor]
+    locals: Sequence[Tensor]
+    embedding: Tensor
+    biases: dict[str, Tensor]
+    output: Tensor
+
+
+def _direct(run: LogitRun, question: Question) -> _Direct:
+    paths, layers = run.paths, run.layers
+    assert isinstance(question, LogitQuestion) and question.selected is not None
+    if any(layer.map is not None for layer in layers):
+        raise InputError(
+            "The model's mixers act on windows of maps that become coarser, whose tokens cannot be "
+            "traced back to those of the first. Use LatimFlow, which needs no tracing back."
+        )
+    batch, tokens = len(layers[0].output), layers[0].tokens
+    written = [part.output for part in paths.locals]
+    written += [] if paths.entry is None else [paths.entry]
+    gradients, biases = account(
+        paths.mode.ledger,
+        question.selected,
+        question.constant,
+        [*paths.outputs, *written],
+    )
+    # examples and tokens may share a dimension
+    added = [
+        (gradient * part.detach()).reshape(batch, tokens, -1).sum(-1)
+        for gradient, part in zip(gradients[len(layers) :], written, strict=True)
+    ]
+    embedding = (
+        added.pop() if paths.entry is not None else torch.zeros_like(paths.outputs[0][..., 0])
+    )
+    return _Direct(gradients[: len(layers)], added, embedding, biases, question.selected.detach())

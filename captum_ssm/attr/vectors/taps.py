@@ -1,0 +1,191 @@
+"""What each token contributes to the activation behind a short convolution (LATIM, eqs. 16-21).
+
+    u[t] = b + sum over k of w[k] x[t - k]          act(u[t]) ~ sum over k of phi[k][t]
+
+where the share phi[k][t] is due to token t - k alone.  Linearised, phi[k][t] = s[t] w[k] x[t - k]
+with the frozen ratio s = act(u) / u, and the sum is exact but for s b, a constant.  The paper puts
+a function f that is taken to be additive in its place: phi[k][t] = f(w[k] x[t - k]), the bias b
+being part of the tap k = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError, UnsupportedMixerError
+from ...mixers.base import LinearMixer
+from ...operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
+from ...operators.kernels.bands import shift_tokens
+
+Function = Callable[[Tensor], Tensor]
+#: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
+Shares = Sequence[tuple[int, Tensor]]
+
+#: What stands for the activation, tap by tap; ``"silu"`` is the model's own, found from the model.
+FUNCTIONS: dict[str, Function] = {
+    "silu": F.silu,
+    "taylor1": lambda x: x / 2,
+    "taylor2": lambda x: x / 2 + x.square() / 4,
+    "relu": torch.relu,
+    "identity": lambda x: x,
+}
+ACTIVATIONS = ("linearized", *FUNCTIONS)
+
+#: Where modules keep their activation.
+_ACTIVATION_NAMES = ("act", "act_fn", "activation_fn", "activation")
+#: Largest relative difference between a module's activation and the frozen one it stands behind.
+_SAME_FUNCTION = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """A linear map over tokens, and what every token sends into it.
+
+    Attributes:
+        operator: the map.
+        shares: what positions send, by lag.
+        token: the token at each position (L,); None if positions are the tokens themselves.
+    """
+
+    operator: Operator
+    shares: Shares
+    token: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """What all tokens together make of it, (B, L, H, P)."""
+        return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
+
+    def toward(self, direction: Tensor) -> Tensor:
+        """What each token adds to the output's product with ``direction`` (..., B, L, H, P)."""
+        weight = self.operator.transpose(direction)
+        added = torch.zeros_like(weight[..., 0, 0])
+        for lag, phi in self.shares:
+            sent = (weight * phi).sum((-1, -2))[..., None, None]
+            added += shift_tokens(sent, -lag)[..., 0, 0]
+        return added if self.token is None else added.index_select(-1, self.token.argsort())
+
+
+def check_activation(activation: str) -> None:
+    """Raise unless ``activation`` is one of :data:`ACTIVATIONS`."""
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"activation={activation!r} is not known. Use one of {ACTIVATIONS}.")
+
+
+def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Path]:
+    """A mixer's operator as a sum of paths on which each token's share is known.
+
+    A mixer without an activation in front of its recurrence is one path, whatever ``activation``.
+
+    Args:
+        linear: the linearised mixer.
+        module: the mixer itself, asked for its activation with ``"silu"``.
+        activation: one of :data:`ACTIVATIONS`.
+    """
+    operator, values = linear.operator, linear.values
+    if activation == "linearized" or not _holds_activation(operator):
+        return [Path(operator, [(0, values)])]
+    return [_path(parts, values, module, activation) for parts in products(operator)]
+
+
+def products(operator: Operator) -> list[list[Operator]]:
+    """An operator as a sum of products, sums without an activation being left whole.
+
+    Args:
+        operator: chains and sums of any depth.
+
+    Returns:
+        The factors of each product, of which the last acts first.
+    """
+    if isinstance(operator, Chain):
+        choices = product(*(products(part) for part in operator.parts))
+        return [list(chain.from_iterable(choice)) for choice in choices]
+    if isinstance(operator, Sum) and _holds_activation(operator):
+        return [parts for part in operator.parts for parts in products(part)]
+    return [[operator]]
+
+
+def silenced(operator: Operator) -> Operator:
+    """The operator with nothing passing its activations, so that it keeps later constants only."""
+    if isinstance(operator, Chain):
+        return Chain(*(silenced(part) for part in operator.parts))
+    if isinstance(operator, Sum):
+        return Sum(*(silenced(part) for part in operator.parts))
+    if _is_activation(operator):
+        return Diagonal(operator.tensors()["weight"].new_zeros(1, 1, 1, 1), operator.shape)
+    return operator
+
+
+def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> Path:
+    """One product of operators, cut at its activation."""
+    places = [i for i, part in enumerate(parts) if _is_activation(part)]
+    if not places and not any(_holds_activation(part) for part in parts):
+        return Path(Chain(*parts), [(0, values)])
+    at = places[0] if len(places) == 1 else -1
+    conv, before = _entering(parts[at + 1 :])
+    if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in before):
+        raise UnsupportedMixerError(
+            f"{type(module).__name__}: activation={activation!r} needs an activation with at most "
+            "a short convolution in front of it, which this mixer does not have. Use "
+            "activation='linearized', which serves every mixer."
+        )
+    token: Tensor | None = None
+    for part in reversed(before):
+        values = part.apply(values)
+        if isinstance(part, Permute):
+            token = part.order if token is None else token[part.order]
+    taps = _taps(conv, values)
+    function = FUNCTIONS[activation]
+    if activation == "silu":
+        function = _own_function(module, sum(taps.values()), parts[at].tensors()["weight"])
+    one = values.new_ones(1, 1, 1, 1)
+    after = parts[:at] or [Diagonal(one, parts[at].shape)]
+    return Path(Chain(*after), [(lag, function(tap)) for lag, tap in taps.items()], token)
+
+
+def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
+    """What each lag contributes to the convolution, its bias being part of lag 0."""
+    if conv is None:
+        return {0: values}
+    taps = {0: torch.zeros_like(values)}
+    for lag, weight in zip(conv.lags, conv.weight.unbind(-1), strict=True):
+        tap = weight * shift_tokens(values, lag)
+        taps[lag] = taps[lag] + tap if lag in taps else tap
+    if conv.bias is not None:
+        taps[0] = taps[0] + conv.bias
+    return taps
+
+
+def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
+    """The activation whose frozen ratio act(u) / u the operator holds."""
+    candidates = [F.silu, *(getattr(module, name, None) for name in _ACTIVATION_NAMES)]
+    frozen = ratio * u
+    for function in candidates:
+        if callable(function) and function(u).sub(frozen).abs().max() <= (
+            _SAME_FUNCTION * frozen.abs().max()
+        ):
+            return function
+    raise UnsupportedMixerError(
+        f"{type(module).__name__}: its activation was not found under {_ACTIVATION_NAMES}, so it "
+        "cannot be applied tap by tap. Use activation='linearized', which needs no such function."
+    )
+
+
+def _entering(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
+    """The convolution right behind an activation, if any, and what acts before it."""
+    first = parts[0] if parts else None
+    return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
+
+
+def _holds_activation(operator: Operator) -> bool:
+    return any(_is_activation(leaf) for leaf in operator.leaves())
+
+
+def _is_activation(operator: Operator) -> bool:
+    return isinstance(operator, Diagonal) and operator.component == "activation"

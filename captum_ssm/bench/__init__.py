@@ -1,0 +1,32 @@
+"""Experiments on trained models: how well explanations do, in tables."""
+
+from .experiments.catalogue import EXPERIMENTS
+from .harness.experiment import Cell, Column, Experiment, Subject
+from .harness.records import Key, Numbers, Records, Rows
+from .harness.runner import Plan, Processes, run
+from .harness.tables import Entry, Line, lines, write_tables
+from .harness.verdicts import Comparison, Outcome, Side, Verdict, verdicts
+
+__all__ = [
+    "EXPERIMENTS",
+    "Cell",
+    "Column",
+    "Comparison",
+    "Entry",
+    "Experiment",
+    "Key",
+    "Line",
+    "Numbers",
+    "Outcome",
+    "Plan",
+    "Processes",
+    "Records",
+    "Rows",
+    "Side",
+    "Subject",
+    "Verdict",
+    "lines",
+    "run",
+    "verdicts",
+    "write_tables",
+]

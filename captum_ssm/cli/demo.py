@@ -1,0 +1,165 @@
+"""What ``captum-ssm demo`` shows: a trained Mamba, its answers, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .._files import make_folder, optional, replacing
+from ..attr import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
+from ..bench.tasks.recall import Example, generate, parse_prompt
+from ..bench.tasks.recall_batch import accuracy
+from ..models.bundled import load_bundled
+from ..viz import plot_matrices, plot_text
+
+PROMPT = (
+    "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
+    "perhaps dora owns the clock . ? bob owns the"
+)
+_TEXT_TITLE = "Who owns what? Purple is positive, brown is negative; the evidence is framed."
+_GRID_TITLE = (
+    "Implicit attention: what each word takes from those before it "
+    "(absolute values, the largest of each layer is 1)"
+)
+#: Fresh prompts on which the methods are scored.
+_SCORED = 100
+_SEED = 2024
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method as the demo uses it.
+
+    Attributes:
+        name: what it is called.
+        says: what its numbers are.
+        relevance: token ids (1, L) and the answer's id to relevance (L,).
+    """
+
+    name: str
+    says: str
+    relevance: Callable[[Tensor, int], Tensor]
+
+
+def run(prompt: str | None, out: Path) -> None:
+    """Explain one prompt, score the methods on fresh ones, write pictures to ``out``.
+
+    Args:
+        prompt: a prompt of the recall task. Default (None): a built-in one.
+        out: folder for the pictures; made if missing.
+    """
+    example = parse_prompt(PROMPT if prompt is None else prompt)
+    make_folder(out)
+    torch.set_num_threads(1)  # the model is small: threads would wait for each other
+    with _without_hints_at_kernels():
+        _explain(example, out)
+
+
+def _explain(example: Example, out: Path) -> None:
+    model, vocabulary = load_bundled()
+    fresh = generate(_SCORED, _SEED)
+    ids = torch.tensor([example.tokens])
+    with torch.no_grad():
+        chances = model(ids).logits[0, -1].softmax(-1)
+    answer = int(chances.argmax())
+    evidence = example.value_position
+    print("A two-layer Mamba trained to recall who owns what (bundled, nothing is downloaded).")
+    print(f"It answers {accuracy(model, fresh):.0%} of {_SCORED} fresh prompts correctly.\n")
+    print(f"Prompt    {example.text}")
+    print(f"Answer    {vocabulary.vocab[answer]}   (probability {float(chances[answer]):.3f})")
+    print(f"Evidence  the word {example.words[evidence]!r} at position {evidence}\n")
+
+    methods = _methods(model)
+    found = {method.name: method.relevance(ids, answer) for method in methods}
+    for method in methods:
+        print(f"{method.name}: {method.says}")
+        _print_strongest(example, found[method.name])
+        share = _share_found(method, fresh)
+        print(f"  the evidence is its strongest word in {share:.0%} of the fresh prompts\n")
+
+    layers = ImplicitAttention(model).matrices(ids)
+    _print_scales(layers)
+    text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
+    grid, _ = plot_matrices(layers, example.words, title=_GRID_TITLE, absolute=True)
+    for figure, name in ((text, "relevance.png"), (grid, "matrices.png")):
+        with replacing(out / name) as file:
+            figure.savefig(file, dpi=150)
+        print(f"wrote {out / name}")
+
+
+def _methods(model: nn.Module) -> list[_Method]:
+    flow, rollout = LatimFlow(model), ImplicitAttentionRollout(model)
+    attribution = MambaAttribution(model)
+    return [
+        _Method(
+            "LatimFlow",
+            "what each word adds to the answer's logit; with the biases, all of it",
+            lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
+        ),
+        # As the published scripts have it, from the second layer on, which does the recalling.
+        _Method(
+            "Mamba-Attribution",
+            "the second layer's matrix, weighted by the answer's gradient",
+            lambda ids, answer: _without_query(
+                attribution.attribute(
+                    ids, target=(-1, answer), recipe="published_code", start_layer=1
+                )[0]
+            ),
+        ),
+        _Method(
+            "Rollout",
+            "the product of the layers' matrices, whatever the answer",
+            lambda ids, answer: _without_query(rollout.attribute(ids)[0]),
+        ),
+    ]
+
+
+def _without_query(relevance: Tensor) -> Tensor:
+    """The asking token's own entry, which holds the identity, says nothing of the others."""
+    out = relevance.clone()
+    out[-1] = 0
+    return out
+
+
+def _share_found(method: _Method, examples: Sequence[Example]) -> float:
+    hits = 0
+    for example in examples:
+        relevance = method.relevance(torch.tensor([example.tokens]), example.answer_id)
+        hits += int(relevance.abs().argmax()) == example.value_position
+    return hits / len(examples)
+
+
+def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:
+    """The words of the largest absolute relevance; bars of negative ones are of minus signs."""
+    strength = relevance.abs()
+    longest = float(strength.max().clamp_min(1e-30))
+    for i in strength.topk(min(count, len(strength))).indices.tolist():
+        bar = ("#" if relevance[i] > 0 else "-") * round(24 * float(strength[i]) / longest)
+        mark = "  <- evidence" if i == example.value_position else ""
+        print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):+9.4f} {bar}{mark}")
+
+
+def _print_scales(layers: Sequence[Tensor]) -> None:
+    """Why the rollout of this model looks like one layer."""
+    largest = " and ".join(f"{float(matrix.abs().max()):.2g}" for matrix in layers)
+    print(
+        f"The largest entries of the two layers' matrices are {largest}. Rollout adds 1 to the\n"
+        "diagonal of each, and so shows little of the first, in which names meet their objects.\n"
+    )
+
+
+@contextmanager
+def _without_hints_at_kernels() -> Iterator[None]:
+    """Transformers recommends packages for speed, which a model this small does not need."""
+    logging = optional("transformers.utils.logging", "transformers", "The demo")
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

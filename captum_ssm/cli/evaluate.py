@@ -1,0 +1,146 @@
+"""``captum-ssm evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from ..bench.harness.experiment import Experiment
+    from ..bench.harness.runner import Plan
+
+#: Examples of each model and seed with --quick.
+QUICK = 4
+
+_DESCRIPTION = """Measure explanations on trained models whose right answers are known, and write
+tables.  Results are recorded example by example; the same command goes on where a run ended, and
+under torchrun or accelerate launch several processes share the examples.
+Example: captum-ssm evaluate copying --methods LatimFlow MambaLRP --out results
+
+To tell how much depends on the seed of the training, make models again and name them all:
+  captum-ssm train copying-mamba --seed 1 --out again
+  captum-ssm evaluate copying --models copying-mamba copying-mamba=again"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="measure explanations on trained models with known answers",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="see --list")
+    parser.add_argument("--all", action="store_true", help="all experiments")
+    parser.add_argument(
+        "--list", action="store_true", help="list experiments, methods and variants"
+    )
+    parser.add_argument("--methods", nargs="+", metavar="M", help="only these methods")
+    parser.add_argument("--formulations", nargs="+", metavar="F", help="only these variants")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME[=FOLDER]",
+        help="only these models; of NAME=FOLDER the one that captum-ssm train NAME wrote there",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the examples")
+    parser.add_argument("--examples", type=int, help="of each model and seed; see --list")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} examples of each model")
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="spread each model by accelerate: auto, balanced, sequential; or one device",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("captum-ssm-results"), help="folder for records and tables"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    import torch
+
+    from ..bench import EXPERIMENTS, Processes, lines, write_tables
+    from ..bench import run as measure
+    from ..bench.harness.excerpt import as_text
+    from ..bench.harness.machine import note
+
+    if options.list:
+        _list(EXPERIMENTS)
+        return
+    plans = _plans(options, EXPERIMENTS)
+    processes = Processes.launched()
+    torch.set_num_threads(1)  # threads change the order of sums, and with it the last digits
+    for plan in plans:
+        results = measure(plan, options.out, processes, _log if processes.index == 0 else None)
+        if processes.index == 0:
+            table = lines(plan.experiment, results)
+            print(as_text(plan.experiment, table))
+            for path in write_tables(plan.experiment, table, options.out):
+                print(path)
+    if processes.index == 0:
+        print(note(options.out, processes.device))
+
+
+def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list[Plan]:
+    """What is to be measured of each experiment asked for; those that it leaves nothing of go."""
+    from ..bench.harness.runner import Plan
+    from ..bench.harness.subjects import asked
+
+    plans = []
+    for each in _experiments(options, known):
+        chosen = each.chosen(options.methods, options.formulations)
+        subjects = asked(each, options.models)
+        examples = options.examples or (QUICK if options.quick else each.examples)
+        if chosen and subjects:
+            plans.append(Plan(each, chosen, examples, options.seeds, subjects, options.device_map))
+    if not plans:
+        raise OptionError("No experiment has these methods, formulations and models together.")
+    return plans
+
+
+def _experiments(
+    options: argparse.Namespace, known: Mapping[str, Experiment]
+) -> Sequence[Experiment]:
+    """The experiments asked for; raises for what none of them has."""
+    names = list(known) if options.all else options.experiments
+    if not names:
+        raise OptionError(f"No experiment is named. Use --all or some of {', '.join(known)}.")
+    _check("the experiments", names, known)
+    found = [known[name] for name in names]
+    cells = [cell for each in found for cell in each.cells()]
+    _check("--methods", options.methods, [cell.method for cell in cells])
+    _check("--formulations", options.formulations, [cell.formulation for cell in cells])
+    models = [subject.name for each in found for subject in each.subjects()]
+    _check("--models", [each.partition("=")[0] for each in options.models or ()], models)
+    if options.examples is not None and options.examples < 1:
+        raise OptionError(f"--examples {options.examples}: use 1 or more.")
+    return found
+
+
+def _check(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> None:
+    names = dict.fromkeys(known)
+    for each in asked or ():
+        if each not in names:
+            accepted = ", ".join(filter(None, names))
+            raise OptionError(f"{what}: {each!r} is not known. Use some of {accepted}.")
+
+
+def _list(experiments: dict[str, Any]) -> None:
+    for name, experiment in experiments.items():
+        print(f"{name}: {experiment.title}; {experiment.examples} examples")
+        print(f"  models: {', '.join(subject.name for subject in experiment.subjects())}")
+        variants: dict[str, list[str]] = {}
+        for cell in experiment.cells():
+            variants.setdefault(cell.method, []).append(cell.formulation)
+        for method, known in variants.items():
+            print(f"  {method}: {'; '.join(filter(None, known))}" if any(known) else f"  {method}")
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

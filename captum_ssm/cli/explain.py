@@ -1,0 +1,202 @@
+"""``captum-ssm explain`` and ``captum-ssm methods``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._files import make_folder
+from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..explain.loading import Loaded
+    from ..viz.html.explanation import Explanation
+
+_DESCRIPTION = """Explain what a model says of texts or images, and write a report, a picture or
+numbers.  MODEL is a bundled model, a folder of transformers, a file of Vision Mamba's weights, or
+with --hub a name on the Hugging Face hub.
+
+Examples:
+  captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
+  captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
+  captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
+
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
+
+
+def add_to(commands: Any) -> None:
+    """Add the commands to the subparsers.
+
+    Args:
+        commands: what ``add_subparsers`` of a parser returns.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.explain import add_to
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> options = parser.parse_args(["explain", "recall-mamba", "--text", "anna owns the"])
+        >>> options.model, options.text, str(options.out)
+        ('recall-mamba', ['anna owns the'], 'report.html')
+    """
+    parser = commands.add_parser(
+        "explain",
+        help="explain texts or images by several methods: a report, a picture or numbers",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, each an example")
+    inputs.add_argument("--file", nargs="+", type=Path, help="files that hold a text each")
+    inputs.add_argument("--image", nargs="+", type=Path, help="image files")
+    parser.add_argument("--method", nargs="+", metavar="M", help="see captum-ssm methods")
+    parser.add_argument(
+        "--target",
+        help="what is explained: a class's name or number, or the next token's text, or its id as "
+        "id:NUMBER; if left, what the model predicts",
+    )
+    parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
+    parser.add_argument(
+        "--maps",
+        nargs="*",
+        choices=("attention", "contributions"),
+        help="token-to-token maps of the report; none if nothing follows; attention if left",
+    )
+    parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="file to write: .html, .png or .json"
+    )
+    parser.add_argument("--title", help="a heading; the model's name if left")
+    parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")
+    parser.add_argument("--hub", action="store_true", help="MODEL may be fetched from the hub")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    commands.add_parser(
+        "methods",
+        help="list the methods, what they cost and what they say",
+        description="List the methods. Example: captum-ssm methods",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run ``captum-ssm explain``: load, explain, print what is most relevant, and write.
+
+    Args:
+        options: as parsed by what :func:`add_to` adds.
+
+    Raises:
+        CaptumSSMError: when an option or an input cannot be used; the message names it.
+
+    Example:
+        >>> import argparse, json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.cli.explain import add_to, run
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> asked = ["explain", "recall-mamba", "--text", "anna owns the", "--method", "LatimFlow"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     out = Path(folder, "numbers.json")
+        ...     run(parser.parse_args([*asked, "--out", str(out)]))  # doctest: +ELLIPSIS
+        ...     (example,) = json.loads(out.read_text())["examples"]
+        Explained is ...
+        >>> example["tokens"], list(example["relevance"])
+        (['anna', 'owns', 'the'], ['LATIM Flow'])
+    """
+    from ..explain.loading import Source, load
+    from ..explain.methods import method_classes
+    from ..explain.targets import read_target
+    from ..explain.writing import check_format, write_json, write_pictures
+    from ..viz.html.example import find_subject, read_examples
+    from ..viz.html.report import explain_all, write_report
+
+    check_format(options.out)
+    is_page = options.out.suffix.lower() == ".html"
+    _check_maps(options, is_page)
+    make_folder(options.out.parent)
+    methods = method_classes(options.method)
+    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
+    loaded = load(source).on(options.device, options.dtype)
+    labels = loaded.labels
+    if options.labels is not None:
+        labels = _read("--labels", options.labels).splitlines()
+    inputs = _inputs(loaded, options)
+    subject = find_subject(loaded.model, None, None, loaded.tokenizer, labels)
+    target = None
+    if options.target is not None:
+        target = read_target(subject, options.target, language=loaded.is_language)
+    maps = ["attention"] if options.maps is None else options.maps
+    found = explain_all(
+        subject,
+        read_examples(subject, inputs, target, None, None),
+        methods,
+        matrices=maps if is_page else False,
+        shown_layers=options.layers,
+        accounts=options.out.suffix.lower() == ".json",
+        show_progress=not options.quiet and sys.stderr.isatty(),
+    )
+    _tell(found)
+    title = options.model if options.title is None else options.title
+    if is_page:
+        paths = [write_report(subject, found, title, options.out)]
+    elif options.out.suffix.lower() == ".json":
+        paths = write_json(found, options.model, options.out)
+    else:
+        images = None if isinstance(inputs, list) else inputs
+        paths = write_pictures(found, images, title, options.out)
+    for path in paths:
+        print(f"wrote {path}")
+
+
+def _tell(found: list[Explanation]) -> None:
+    """Print what is explained, and the most relevant tokens by each method."""
+    from ..explain.writing import largest
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tokens may have letters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for explanation in found:
+        print(f"Explained is {explanation.facts['explained']}. Most relevant:")
+        for method in explanation.facts["methods"]:
+            print(largest(explanation.facts, method))
+
+
+def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
+    """The texts, or the images (B, C, H, W)."""
+    if options.image:
+        if loaded.prepare is None:
+            raise OptionError(f"--image: {options.model} reads texts. Use --text or --file.")
+        return loaded.prepared(options.image)
+    if loaded.tokenizer is None:
+        raise OptionError(f"--text and --file: {options.model} reads images. Use --image.")
+    return options.text or [_read("--file", file) for file in options.file]
+
+
+def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
+    """Raise for options that only a report follows."""
+    for name in ("maps", "layers"):
+        if not is_page and getattr(options, name) is not None:
+            raise OptionError(
+                f"--{name} says what maps a report shows, and {options.out} holds none. Leave it "
+                "out, or let --out end in .html."
+            )
+
+
+def _read(option: str, file: Path) -> str:
+    """The text in a file that was named by an option."""
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise OptionError(f"{option} {file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{option} {file} is no text in UTF-8: {error}. Save it as one; images go by --image."
+        ) from error

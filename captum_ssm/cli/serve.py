@@ -1,0 +1,80 @@
+"""``captum-ssm serve``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from ..explain.loading import Loaded
+    from ..insights.visualizer import AttributionVisualizer
+
+_DESCRIPTION = """Show what models predict for texts or images, and why, on a page that only this
+machine can open.  MODEL is a bundled model, a folder of transformers, or a file of Vision Mamba's
+weights; nothing is downloaded.  Files in a folder that is named after a class have it as their
+label.  End it by Ctrl-C.
+
+Examples:
+  captum-ssm serve recall-mamba --texts prompts.txt
+  captum-ssm serve vim_tiny.pth vim_small.pth --images val --labels classes.txt"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "serve",
+        help="look through texts or images on a page, by all methods",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="several are shown side by side")
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--texts", type=Path, help="file of one text a line, or folder of *.txt")
+    inputs.add_argument("--images", type=Path, help="folder of image files")
+    parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the first model's own if left")
+    parser.add_argument("--device", default="cpu", help="where the models run; cpu if left")
+    parser.add_argument("--port", type=int, help="of the page; a free one if left")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command until it is interrupted."""
+    visualizer_of(options).serve(blocking=True, debug=options.debug, port=options.port)
+
+
+def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
+    """What the command's page shows."""
+    from ..explain.loading import Source, load
+    from ..insights.files import Images, Texts, class_names
+    from ..insights.visualizer import AttributionVisualizer
+
+    names = None if options.labels is None else options.labels.read_text("utf-8").splitlines()
+    loaded = [
+        load(Source(model, options.tokenizer)).on(options.device, "float32")
+        for model in options.models
+    ]
+    _check_kinds(loaded, options)
+    classes = class_names(loaded[0], names)
+    made: Texts | Images
+    if options.texts:
+        made = Texts(options.texts, loaded, classes)
+    else:
+        made = Images(options.images, loaded, classes)
+    return AttributionVisualizer(
+        [each.model for each in loaded],
+        classes,
+        made.feature,
+        made,
+        score_func=lambda output: output.float().softmax(-1),
+    )
+
+
+def _check_kinds(loaded: list[Loaded], options: argparse.Namespace) -> None:
+    for name, each in zip(options.models, loaded, strict=True):
+        if options.texts and each.tokenizer is None:
+            raise OptionError(f"--texts: {name} reads images. Use --images.")
+        if options.images and each.prepare is None:
+            raise OptionError(f"--images: {name} reads texts. Use --texts.")

@@ -1,0 +1,39 @@
+"""``captum-ssm train``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..bench.training.recipes import RECIPES
+
+_CHANGES = ("steps", "layers", "hidden", "state")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "train",
+        help="make one of the small models again that come with the package",
+        description="Train a model from scratch, save it and measure it. "
+        "Example: captum-ssm train copying-mamba2 --out copying-mamba2",
+    )
+    parser.add_argument("name", choices=list(RECIPES), metavar="NAME", help=", ".join(RECIPES))
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data; 0 if left out")
+    changes = parser.add_argument_group("changes to the recipe")
+    for name in _CHANGES:
+        changes.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    from ..bench.training.training import train
+
+    changes = {name: value for name, value in vars(options).items() if name in _CHANGES}
+    train(options.name, options.out, options.seed, _print, **changes)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

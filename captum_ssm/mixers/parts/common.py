@@ -1,0 +1,169 @@
+"""Small pieces that several adapters share."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import InputError, UnsupportedMixerError
+from ...operators import Diagonal, Operator, Shape, ShortConv
+from ...operators.kernels.arithmetic import unseen
+from ..base import Call
+
+#: Where the mixers of transformers 5 take their mask.
+_MASK = 2
+
+
+def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
+    """float64 for a float64 module or input, else float32, in which half precision is computed."""
+    dtypes = {p.dtype for p in module.parameters()} | {x.dtype}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def run(submodule: nn.Module, x: Tensor) -> Tensor:
+    """``submodule(x)`` computed in x's dtype.
+
+    The submodule itself is called where its dtype allows, so that adapters wrapped around it
+    (LoRA), hooks that move weights and steering hooks take part as they do in the model.
+    """
+    half = (torch.float16, torch.bfloat16)
+    if any(p.dtype in half for p in submodule.parameters()):
+        submodule = copy.deepcopy(submodule).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        out = submodule(x)
+    return out if isinstance(out, Tensor) else torch.as_tensor(out)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """An affine map by raw weights, in x's dtype."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMS normalisation without a weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> Tensor:
+    """act(u) / u, the factor that freezes an activation; at u = 0 the derivative there.
+
+    Args:
+        act: the activation.
+        name: its name, for the closed form of SiLU.
+        u: its input.
+    """
+    if name in ("silu", "swish"):
+        return torch.sigmoid(u)
+    with torch.inference_mode(False), torch.enable_grad(), unseen():
+        zero = torch.zeros((), dtype=u.dtype, device=u.device, requires_grad=True)
+        at_zero = act(zero)
+        (slope,) = torch.autograd.grad(at_zero, zero)
+    if at_zero != 0:
+        raise UnsupportedMixerError(
+            f"The activation {name!r} is not 0 at 0, so it has no frozen ratio act(u) / u."
+        )
+    return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
+
+
+def frozen(parameter: Tensor, like: Tensor) -> Tensor:
+    """A copy of a parameter in the dtype and on the device of ``like``, outside any graph."""
+    return parameter.detach().to(like, copy=True)
+
+
+def refuse_packed(call: Call, **positions: int) -> None:
+    """Raise if the call says where packed sequences begin, which only some kernels heed.
+
+    Args:
+        call: the recorded call.
+        positions: where an argument stands if passed by position.
+    """
+    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+        if call.argument(name, positions.get(name)) is not None:
+            raise InputError(
+                f"The mixer was called with {name}: several sequences packed into one, which its "
+                "adapter does not tell apart. Explain each sequence by itself."
+            )
+
+
+def padding_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing."""
+    if mask is None:
+        return None
+    keep = mask.to(x.device).bool().expand(x.shape[:2])
+    return None if bool(keep.all()) else keep
+
+
+def hf_entering(
+    module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The sequence entering a mixer of transformers, and the mask.
+
+    Args:
+        module: the mixer.
+        call: its recorded call, without a cache.
+        cache: what the class calls its cache. Default: ``"cache_params"``.
+        silent: whether padding is silenced. Default: True.
+    """
+    call.refuse_cache(cache, position=1)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    mask = padding_mask(_heeded_mask(module, call), hidden)
+    return hidden if mask is None or not silent else hidden * mask[:, :, None], mask
+
+
+def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
+    """The mask of a call as far as the module's own code heeds it.
+
+    That of transformers 4 passes over the mask of a single example, and over one of pairs.
+    """
+    names = list(inspect.signature(type(module).forward).parameters)
+    # a subclass may hand on whatever it is given
+    place = names.index("attention_mask") - 1 if "attention_mask" in names else _MASK
+    mask: Tensor | None = call.argument("attention_mask", place)
+    code = sys.modules[type(module).__module__]
+    silence = getattr(code, "apply_mask_to_padding_states", None)
+    if mask is None or silence is None:
+        return mask
+    ones = torch.ones(*call.hidden_states.shape[:2], 1, device=mask.device)
+    heeded: Tensor = silence(ones, mask)[..., 0]
+    return heeded
+
+
+def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
+    """(B, L, C) to (B, L, H, P); every channel its own head by default."""
+    heads = x.shape[-1] if heads is None else heads
+    return x.view(*x.shape[:-1], heads, -1)
+
+
+def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
+    """The structural operator that silences padding, or nothing."""
+    if mask is None:
+        return []
+    return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]
+
+
+def causal_conv(
+    conv: nn.Conv1d, values: Tensor, mask: Tensor | None, shape: Shape
+) -> tuple[ShortConv, Tensor]:
+    """A depthwise causal ``nn.Conv1d`` as an operator, and its output (B, L, H, P).
+
+    A model whose input projection has a bias lets padding leak through the convolution.  What
+    padded tokens contribute is a constant of the input, so it is counted as bias and padded
+    tokens themselves get exactly nothing.
+    """
+    weight = conv.weight.flip(-1).to(values).view(*shape[2:], -1)  # (H, P, K), by lag
+    bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, *shape[2:])
+    operator = ShortConv(weight, shape, bias)
+    if mask is None:
+        return operator, operator.affine(values)
+    output = operator.affine(values)
+    leaked = operator.apply(values * ~mask[:, :, None, None])
+    constant = leaked if bias is None else leaked + bias
+    return ShortConv(weight, shape, constant), output

@@ -1,0 +1,178 @@
+"""What the layers of flash-linear-attention (fla) have in common.
+
+Most of them drop padding before they compute and put zeros back in its place.  Here the tokens
+stay where they are: padded values are silenced, and the state does not decay over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import InputError
+from ...operators import Chain, Diagonal, Operator, Shape, ShortConv
+from ..base import Call, LinearMixer
+from .common import as_heads, masked, padding_mask, refuse_packed, run, working_dtype
+
+
+def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The sequence entering a layer in its working dtype, and the mask of real tokens."""
+    call.refuse_cache("past_key_values", position=2)
+    refuse_packed(call)
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    return hidden, padding_mask(call.argument("attention_mask", 1), hidden)
+
+
+def entering_unpadded(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The same for a layer that drops padded tokens, with zeros in their place."""
+    hidden, mask = entering(module, call)
+    if mask is None:
+        return hidden, None
+    pieces = (mask[:, 1:] != mask[:, :-1]).sum(1)
+    if getattr(module, "use_short_conv", False) and bool((pieces > 1).any()):
+        raise InputError(
+            f"The attention_mask given to {type(module).__name__} has padding between tokens of "
+            "one sequence, over which its short convolution would skip. Pad at one side."
+        )
+    return hidden * mask[:, :, None], mask
+
+
+def convolved(conv: Any, x: Tensor) -> Tensor:
+    """A ShortConvolution of (B, L, C), its activation included; x itself without one."""
+    if conv is None:
+        return x
+    heads = as_heads(x)
+    out = short_conv(conv, heads).affine(heads).squeeze(-1)
+    return out if conv.activation is None else F.silu(out)
+
+
+def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of RetNet and of GLA, per head and per group of heads, (B, L, ., N)."""
+    q = convolved(getattr(module, "q_conv1d", None), run(module.q_proj, hidden))
+    k = convolved(getattr(module, "k_conv1d", None), run(module.k_proj, hidden))
+    q, k = as_heads(q, module.num_heads), as_heads(k, module.num_kv_heads)
+    if module.feature_map_fn is None:
+        return q, k
+    return module.feature_map_fn(q), module.feature_map_fn(k)
+
+
+def short_conv(conv: Any, values: Tensor, repeat: int = 1) -> ShortConv:
+    """A ShortConvolution as an operator; ``repeat`` heads of the values in a row share filters."""
+    heads, per_head = values.shape[2] // repeat, values.shape[3]
+    weight = conv.weight.flip(-1).to(values).view(heads, per_head, -1)  # by lag
+    weight = weight.repeat_interleave(repeat, 0)
+    bias: Tensor | None = None
+    if conv.bias is not None:
+        bias = conv.bias.to(values).view(1, 1, heads, per_head).repeat_interleave(repeat, 2)
+    return ShortConv(weight, Shape(*values.shape), bias)
+
+
+def value_stream(
+    x: Tensor,
+    conv: Any,
+    mask: Tensor | None,
+    per_head: int,
+    *,
+    repeat: int = 1,
+    silu: bool = False,
+) -> tuple[Tensor, list[Operator]]:
+    """The values (B, L, H, P), and what happens to them before the recurrence.
+
+    Args:
+        x: projected values (B, L, C).
+        conv: a ShortConvolution, or None.
+        mask: True for real tokens (B, L), or None.
+        per_head: value channels of a head, P.
+        repeat: heads of the recurrence in a row that share the values of one.
+        silu: whether SiLU follows, also where it is not the convolution that applies it.
+    """
+    values = as_heads(x, x.shape[-1] // per_head).repeat_interleave(repeat, 2)
+    shape = Shape(*values.shape)
+    parts = masked(mask, shape, values)
+    u = values if mask is None else values * mask[:, :, None, None]
+    if conv is not None:
+        operator = short_conv(conv, values, repeat)
+        u, silu = operator.affine(u), silu or conv.activation is not None
+        parts = [operator, *parts]
+    if silu:
+        parts = [Diagonal(torch.sigmoid(u), shape, "activation"), *parts]
+    if conv is not None:  # its bias reaches padded tokens
+        parts = [*masked(mask, shape, values), *parts]
+    return values, parts
+
+
+def frozen_rms_norm(o: Tensor, weight: Tensor | None, eps: float, *, whole: bool) -> Diagonal:
+    """An RMSNorm of (B, L, H, P) with its statistics frozen: per head, or over all channels."""
+    over = (-2, -1) if whole else (-1,)
+    factor = torch.rsqrt(o.square().mean(over, keepdim=True) + eps)
+    if weight is not None:
+        factor = factor * weight.to(o).view(o.shape[2:] if whole else o.shape[3:])
+    return Diagonal(factor, Shape(*o.shape), "norm")
+
+
+def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
+    """The per-head RMSNorm and the output gate, if there is one, of RetNet and of GLA."""
+    norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
+    parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
+    if module.use_output_gate:
+        g = run(module.g_proj, hidden)
+        g = F.silu(g) if module.fuse_norm_and_gate else module.gate_fn(g)
+        parts.insert(0, Diagonal(as_heads(g, o.shape[2]), Shape(*o.shape), "gate"))
+    return parts
+
+
+def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
+    """The per-head RMSNorm and the output gate, if there is one, of the delta rule layers."""
+    norm = module.o_norm
+    parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
+    if module.use_gate:
+        g = run(module.g_proj, hidden)
+        g = torch.sigmoid(g) if norm.activation == "sigmoid" else F.silu(g)
+        parts.insert(0, Diagonal(as_heads(g, o.shape[2]), Shape(*o.shape), "gate"))
+    return parts
+
+
+def closing(
+    module: Any,
+    hidden: Tensor,
+    mask: Tensor | None,
+    scan: Operator,
+    after: Callable[[Any, Tensor, Tensor], list[Operator]],
+    *,
+    repeat: int = 1,
+    silu: bool = False,
+) -> LinearMixer:
+    """The mixer around a recurrence; padded outputs are zero.
+
+    Args:
+        module: the layer, whose values are those of v_proj.
+        hidden: what enters it (B, L, E).
+        mask: True for real tokens (B, L), or None.
+        scan: the recurrence.
+        after: what follows it, from the layer, what enters it and what the recurrence returns.
+        repeat: as in :func:`value_stream`. Default: 1.
+        silu: as in :func:`value_stream`. Default: False.
+    """
+    values, before = value_stream(
+        run(module.v_proj, hidden),
+        getattr(module, "v_conv1d", None),
+        mask,
+        module.head_v_dim,
+        repeat=repeat,
+        silu=silu,
+    )
+    core = Chain(scan, *before)
+    operator = Chain(
+        *masked(mask, scan.shape, values), *after(module, hidden, core.affine(values)), core
+    )
+    return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
+
+
+def steps(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Numbers per token (B, L, ...) with zeros at padded tokens."""
+    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -1,0 +1,53 @@
+"""Softmax attention as an operator, given queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...operators import Chain, DenseHeads, Operator, Shape, ShortConv
+
+#: Added to a score, this or less makes the exponential underflow: the key is hidden.
+_HIDDEN = -6e4
+
+
+def softmax_attention(
+    query: Tensor, key: Tensor, values: Tensor, scaling: float, mask: Tensor | None
+) -> tuple[Operator, Tensor | None]:
+    """softmax(scaling q k^T + mask) v, and which tokens are read by any other.
+
+    A token that may read nothing is padding: it has a row of zeros, and what the model computes
+    there (for a mask of large negative numbers the mean of all tokens) counts as bias.
+
+    Args:
+        query: (B, H, L, N).
+        key: (B, H, L, N).
+        values: (B, L, H, P).
+        scaling: factor of the scores.
+        mask: broadcastable to (B, H, L, L), boolean with True for what is read, or added to the
+            scores; None if everything is read.
+
+    Returns:
+        The operator, and a boolean (B, L), or None if every token is read.
+    """
+    shape = Shape(*values.shape)
+    # in place, for each tensor of this size takes longer to come by than to fill
+    scores = (query @ key.mT).mul_(scaling)
+    if mask is None:
+        return DenseHeads(scores.softmax(-1), shape.per_head), None
+    if mask.dtype == torch.bool:
+        hidden = ~mask
+        scores.masked_fill_(hidden, -torch.inf)
+    else:
+        hidden = mask <= _HIDDEN
+        scores.add_(mask.to(scores))
+    computed = scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
+    blind = hidden.all(-1, keepdim=True)
+    idle = computed.masked_fill(~blind, 0) if bool(blind.any()) else None
+    core: Operator = DenseHeads(computed.masked_fill_(hidden, 0), shape.per_head)
+    if idle is not None:
+        constant = DenseHeads(idle, shape.per_head).apply(values)
+        one = values.new_ones(shape.heads, shape.per_head, 1)
+        core = Chain(ShortConv(one, shape, constant, component=None), core)
+    read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
+    return core, None if bool(read.all()) else read

@@ -1,0 +1,93 @@
+"""Tokens that lie in a two-dimensional map, mixed within windows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
+
+from ...operators.reorder import Windows
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A convolution that makes the tokens of a coarser map from those of a finer one.
+
+    It mixes channels, so that no channel has a matrix of its own; relevance passes it by its
+    receptive field alone.
+
+    Attributes:
+        conv: the convolution.
+        size: height and width of the finer map.
+    """
+
+    conv: nn.Conv2d
+    size: tuple[int, int]
+
+    @property
+    def reduced(self) -> tuple[int, int]:
+        """Height and width of the coarser map."""
+        height, width = self._tokens_read(torch.zeros(1, 1)).shape[-2:]
+        return height, width
+
+    def spread(self, row: Tensor) -> Tensor:
+        """A row over the coarser tokens (B, L') as one over the finer (B, L).
+
+        The tokens that the convolution reads for a coarser one share its relevance equally, so
+        that none is lost: what the identity of the residual stream becomes where the stream itself
+        is made anew.
+        """
+        shares = row.reshape(-1, 1, *self.reduced) / self._tokens_read(row)
+        size, ones = (len(row), 1, *self.size), self._ones(row)
+        spread: Tensor = conv2d_input(size, ones, shares, **self._geometry())  # type: ignore[no-untyped-call]
+        return spread.flatten(1)
+
+    def _tokens_read(self, like: Tensor) -> Tensor:
+        """How many tokens are read for each coarser one, (1, 1, h', w')."""
+        return F.conv2d(like.new_ones(1, 1, *self.size), self._ones(like), **self._geometry())
+
+    def _ones(self, like: Tensor) -> Tensor:
+        return like.new_ones(1, 1, *self.conv.kernel_size)
+
+    def _geometry(self) -> dict[str, Any]:
+        conv = self.conv
+        return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """Where a mixer's tokens, numbered row by row, lie in a map.
+
+    Attributes:
+        size: height and width of the map.
+        windows: the windows that the mixer sees in place of the map.
+        reduction: what makes the next, coarser map from this one; None for the last.
+    """
+
+    size: tuple[int, int]
+    windows: Windows
+    reduction: Reduction | None = None
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """(B W, T, E), laid out as what the mixer returned, as (B, L, E) without padding."""
+        return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
+
+
+def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:
+    """A map's windows of ``side`` x ``side`` tokens, row by row, padded below and to the right.
+
+    Args:
+        size: height and width of the map.
+        side: height and width of a window.
+        device: where the mixer runs.
+    """
+    height, width = size
+    number = torch.arange(height * width, device=device).view(height, width)
+    padded = F.pad(number, (0, -width % side, 0, -height % side), value=-1)
+    rows = torch.unflatten(padded, 0, (-1, side))
+    windows = torch.unflatten(rows, 2, (-1, side)).transpose(1, 2)
+    return Windows(windows.flatten(2).flatten(0, 1))

@@ -1,0 +1,146 @@
+"""A word-level vocabulary: one known word, one id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .._files import write_whole
+from ..errors import InputError
+
+UNKNOWN = "<unk>"
+
+
+class WordVocabulary:
+    """Maps whitespace-separated words to ids and back.
+
+    A word outside the vocabulary is an error, because a silent replacement would make an
+    attribution speak about a prompt nobody wrote; unless ``<unk>`` is among the words, which then
+    stands for all others.
+
+    Args:
+        words: all words, each once; the position of a word is its id. Id 0 is the padding word.
+
+    Raises:
+        InputError: when a word occurs twice, is empty or has a space in it.
+
+    Example:
+        >>> from captum_ssm.bench.tasks import WordVocabulary
+        >>> vocabulary = WordVocabulary(["<pad>", "a", "lamp"])
+        >>> vocabulary.encode("a lamp"), vocabulary.decode([1, 2]), len(vocabulary)
+        ([1, 2], 'a lamp', 3)
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.vocab: list[str] = list(words)
+        self._ids = {word: i for i, word in enumerate(self.vocab)}
+        if len(self._ids) != len(self.vocab):
+            raise InputError("the words of a vocabulary must be distinct")
+        for word in self.vocab:
+            if word.split() != [word]:
+                raise InputError(f"a word must be non-empty and without whitespace, got {word!r}")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> WordVocabulary:
+        """Reads a vocabulary from a JSON list of words.
+
+        Args:
+            path: the file, such as :meth:`to_json` writes.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            InputError: when the file holds something else.
+        """
+        try:
+            words = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} does not hold a JSON list of words: {error}.") from None
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise InputError(f"{path} does not hold a JSON list of words")
+        return cls(words)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the vocabulary as a JSON list of words.
+
+        Args:
+            path: the file; what it held is replaced.
+        """
+        write_whole(Path(path), json.dumps(self.vocab, indent=0) + "\n")
+
+    @property
+    def pad_id(self) -> int:
+        """The id of the padding word."""
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.vocab)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._ids
+
+    def id_of(self, word: str) -> int:
+        """The id of one word, or that of ``<unk>``.
+
+        Args:
+            word: without whitespace.
+
+        Returns:
+            The id.
+
+        Raises:
+            InputError: when neither is in the vocabulary.
+        """
+        found = self._ids.get(word, self._ids.get(UNKNOWN))
+        if found is None:
+            raise InputError(f"unknown word {word!r}; the vocabulary is: {' '.join(self.vocab)}")
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the whitespace-separated words of ``text``.
+
+        Args:
+            text: known words, with whitespace between.
+
+        Returns:
+            One id for each word.
+
+        Raises:
+            InputError: when a word is unknown and the vocabulary has no ``<unk>``.
+        """
+        return [self.id_of(word) for word in text.split()]
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """The word of each id, for labelling a heat map.
+
+        Args:
+            ids: numbers, or a tensor (L,).
+
+        Returns:
+            The words.
+
+        Raises:
+            InputError: when an id is outside the vocabulary.
+        """
+        return [self._word_of(int(i)) for i in ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; the inverse of :meth:`encode` up to whitespace and unknown words.
+
+        Args:
+            ids: numbers, or a tensor (L,).
+
+        Returns:
+            The words, with spaces between.
+
+        Raises:
+            InputError: when an id is outside the vocabulary.
+        """
+        return " ".join(self.tokens(ids))
+
+    def _word_of(self, i: int) -> str:
+        if not 0 <= i < len(self.vocab):
+            raise InputError(f"id {i} is outside the vocabulary of {len(self.vocab)} words")
+        return self.vocab[i]

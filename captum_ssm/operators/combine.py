@@ -1,0 +1,231 @@
+"""Operators made of other operators: sums, and parts side by side on heads of their own.
+
+What operators made of other operators have in common.
+
+Sums of operators on the same values.
+
+Operators side by side, where some channels are mixed in another way than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from .base import Mixing, Operator
+from .diagonal import Diagonal
+from .kernels.bands import Band
+from .kernels.portions import Portion, Stream, all_streams
+from .kernels.rows import Positions, Strip, by_query, total
+
+
+class Composite(Operator):
+    """An operator made of others, its ``parts``."""
+
+    parts: tuple[Operator, ...]
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return any(part.mixes_tokens for part in self.parts)
+
+    @property
+    def data_dependent(self) -> bool:
+        return any(part.data_dependent for part in self.parts)
+
+    @property
+    def portion(self) -> Portion:
+        elements, most, multiple = zip(*(part.portion for part in self.parts), strict=True)
+        return Portion(min(elements), min(most), max(multiple))
+
+    def leaves(self) -> Iterator[Operator]:
+        for part in self.parts:
+            yield from part.leaves()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{i}.{k}": t for i, p in enumerate(self.parts) for k, t in p.tensors().items()}
+
+
+class Sum(Composite):
+    """A sum of operators on the same values, alpha = parts[0] + parts[1] + ...
+
+    Attributes:
+        parts: the summands.
+
+    Args:
+        *parts: at least one operator, all of the same shape.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Sum
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 1), 0.5))
+        >>> skip = Diagonal(torch.ones(1, 1, 1, 1), scan.shape, "skip")
+        >>> torch.allclose(Sum(scan, skip).dense(), scan.dense() + torch.eye(3))
+        True
+    """
+
+    def __init__(self, *parts: Operator) -> None:
+        self.parts = parts
+        self.shape = parts[0].shape
+
+    def apply(self, v: Tensor) -> Tensor:
+        return added(part.apply(v) for part in self.parts)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return added(part.transpose(u) for part in self.parts)
+
+    def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        scalings, others = self._by_kind()
+        if not others:
+            return super().unit_rows(positions, weight)
+        out = added(part.unit_rows(positions, weight) for part in others)
+        out = out.contiguous()  # heads may have said it once for all their channels
+        index = by_query(positions, out.device)
+        query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
+        for scaling in scalings:  # each token's own share, and nothing of others
+            _, factors = scaling.asked(positions, weight)
+            out[query[:, None], example, index] += factors.squeeze(2)
+        return out
+
+    def mean_matvec(self, x: Tensor) -> Tensor:
+        return added(part.mean_matvec(x) for part in self.parts)
+
+    def mean_rmatvec(self, r: Tensor) -> Tensor:
+        return added(part.mean_rmatvec(r) for part in self.parts)
+
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        scalings, others = self._by_kind()
+        streams = all_streams(others or [scalings.pop()], transposed, longest)
+        if streams is None:
+            return None
+
+        def summed(x: Tensor, part: slice) -> Tensor:
+            out = added(stream(x, part) for stream in streams)
+            for scaling in scalings:  # without a tensor of what each of them adds
+                out = torch.addcmul(out, scaling.factors(part), x)
+            return out
+
+        return summed
+
+    def _by_kind(self) -> tuple[list[Diagonal], list[Operator]]:
+        """The summands that scale single tokens, and all others."""
+        scalings = [part for part in self.parts if isinstance(part, Diagonal)]
+        return scalings, [part for part in self.parts if not isinstance(part, Diagonal)]
+
+    def offset(self) -> Tensor | None:
+        terms = [t for part in self.parts if (t := part.offset()) is not None]
+        return added(terms) if terms else None
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        kept = [p for part in self.parts if (p := part.restrict(components)) is not None]
+        if len(kept) <= 1:
+            return kept[0] if kept else None
+        return Sum(*kept)
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return Sum(*(part.select(heads) for part in self.parts))
+
+    def per_channel(self) -> Operator:
+        return Sum(*(part.per_channel() for part in self.parts))
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        tokens = self.shape.tokens
+        return self.strip(left, right, range(tokens)).whole(tokens)
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        return total((part.strip(left, right, rows) for part in self.parts), rows)
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.heads_of_product(left, {0: right})
+
+    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
+        out = self.parts[0].heads_of_product(left, band)
+        for part in self.parts[1:]:
+            part.add_heads(out, left, band)
+        return out
+
+    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+        return total((part.strip_of_product(left, band, rows) for part in self.parts), rows)
+
+
+def added(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    return reduce(torch.add, terms)
+
+
+class DirectSum(Composite):
+    """Operators each on heads of its own: the first one on the first heads, and so on.
+
+    Restricted, a part of which nothing is left passes its values on.
+
+    Args:
+        parts: alike in batch, tokens and channels per head.
+    """
+
+    def __init__(self, *parts: Operator) -> None:
+        self.parts = parts
+        self._heads = [part.shape.heads for part in parts]
+        self.shape = parts[0].shape._replace(heads=sum(self._heads))
+
+    @property
+    def mixing(self) -> Mixing:
+        """That of the part whose matrices the data forms most freely."""
+        return max((part.mixing for part in self.parts), key=list(Mixing).index)
+
+    def apply(self, v: Tensor) -> Tensor:
+        shares = zip(self.parts, self._shares(v), strict=True)
+        return torch.cat([part.apply(share) for part, share in shares], -2)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        shares = zip(self.parts, self._shares(u), strict=True)
+        return torch.cat([part.transpose(share) for part, share in shares], -2)
+
+    def offset(self) -> Tensor | None:
+        offsets = [part.offset() for part in self.parts]
+        if all(offset is None for offset in offsets):
+            return None
+        shares = zip(self.parts, offsets, strict=True)
+        return torch.cat([self._zeros(*p.shape) if t is None else t for p, t in shares], -2)
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        kept = [part.restrict(components) for part in self.parts]
+        if all(part is None for part in kept):
+            return None
+        shares = zip(kept, self.parts, strict=True)
+        return DirectSum(*(_identity(part) if left is None else left for left, part in shares))
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        places = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
+        runs = groupby((places[head] for head in heads), key=itemgetter(0))
+        return DirectSum(*(self.parts[i].select([head for _, head in run]) for i, run in runs))
+
+    def per_channel(self) -> Operator:
+        return DirectSum(*(part.per_channel() for part in self.parts))
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        tokens = self.shape.tokens
+        return self.strip(left, right, range(tokens)).whole(tokens)
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
+        shares = zip(self.parts, *factors, strict=True)
+        return total((part.strip(above, aside, rows) for part, above, aside in shares), rows)
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
+        shares = zip(self.parts, *factors, strict=True)
+        return torch.cat([part.contract_heads(above, aside) for part, above, aside in shares], 1)
+
+    def _shares(self, v: Tensor) -> Sequence[Tensor]:
+        """The heads of each part."""
+        return torch.split(v, self._heads, -2)
+
+
+def _identity(part: Operator) -> Operator:
+    """What passes the part's values on."""
+    one = torch.ones(1, 1, 1, 1, dtype=part.dtype, device=part.device)
+    return Diagonal(one, part.shape)

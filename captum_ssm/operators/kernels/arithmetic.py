@@ -1,0 +1,182 @@
+"""Arithmetic that torch has only slower, and the contexts in which linear maps run.
+
+Exponentials as powers of two, which processors have in a fraction of the time.
+
+torch takes exp of a large tensor on a processor from a library that is several times slower than
+its own exp2, and slower by another ten times where results underflow.
+
+Memory that serves block after block of the same computation.
+
+Products of many matrices with a few columns each.
+
+Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and by a
+few columns several times slower, up to twenty times where the matrices are transposed.
+
+Arithmetic that takes numbers too small to be normal for zero, for the time of a ``with``.
+
+Linear maps of values that bring their own adjoint, and the contexts in which they run.
+
+Whether numbers are finite.
+
+Logarithms of sums that fade: what a softmax with decays over the past divides by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: exp(x) is 2 to the power of this times x.
+BINARY = 1 / math.log(2)
+
+
+def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x), written to ``out`` if that is given."""
+    return torch.mul(x, BINARY, out=out).exp2_()
+
+
+def exponential_(x: Tensor) -> Tensor:
+    """exp(x), in place."""
+    return x.mul_(BINARY).exp2_()
+
+
+class Scratch:
+    """Tensors by name: asked for again, the same memory is handed out again.
+
+    Fresh memory comes from the system page by page, which takes longer than to fill it with the
+    results of simple arithmetic.
+
+    Args:
+        like: a tensor of the dtype and device wanted.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._held: dict[Hashable, Tensor] = {}
+
+    def __call__(self, name: Hashable, *size: int) -> Tensor:
+        """A contiguous tensor whose content is arbitrary, valid until the name is asked for again.
+
+        The same name and size yield the same tensor.
+        """
+        held = self._held.get(name)
+        if held is None or held.shape != size:
+            held = self._held[name] = self._like.new_empty(size)
+        return held
+
+
+#: From so many columns on both take as long.
+_THIN = 16
+
+
+def times(matrices: Tensor, values: Tensor) -> Tensor:
+    """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns."""
+    # matmul ends in bmm, and what it does before that takes as long as products with few columns
+    alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
+    product = torch.bmm if alike else torch.matmul
+    if values.shape[-1] < _THIN:
+        return product(values.mT, matrices.mT).mT.contiguous()
+    return product(matrices, values)
+
+
+@contextmanager
+def underflow_flushed() -> Iterator[None]:
+    """Let the calling thread's processor flush denormal numbers to zero.
+
+    What decays token by token soon underflows, and processors take some hundred cycles for each
+    operation on a denormal number: whole scans would be several times slower for the sake of
+    numbers below 1e-38.
+    """
+    if _is_flushed():
+        yield
+        return
+    try:
+        torch.set_flush_denormal(True)
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _is_flushed() -> bool:
+    """Whether the thread flushes already; torch can set the mode but not tell it."""
+    tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
+    return not tiny.mul_(0.5).item()
+
+
+#: A linear map of values.
+Map = Callable[[Tensor], Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear map whose backward is its adjoint, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+        ctx.maps = adjoint, forward
+        with full_precision(x.device), unseen(), underflow_flushed():
+            return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return linear_map(grads[0], *ctx.maps), None, None
+
+
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+    """forward(x), differentiable through the adjoint; neither needs to record a graph."""
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
+        return out
+    with torch.no_grad(), full_precision(x.device), unseen(), underflow_flushed():
+        return forward(x)
+
+
+def unseen() -> Any:
+    """A context in which no mode of torch looks on, for loops over many small steps."""
+    return torch._C.DisableTorchFunction()
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether no entry is NaN or infinite.
+
+    The least and the greatest entry tell, which takes a tenth of the time of asking them all.
+    """
+    with unseen():
+        return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
+def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
+    """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
+
+    Tokens are cut into runs, as many as a run has tokens: these take their steps side by side, and
+    then each receives what came before it.  Every step adds two logarithms, so that no exponential
+    can overflow and what is left of a distant past keeps its size, however small.
+
+    Args:
+        scores: (B, L, H); -inf for a token that adds nothing.
+        log_decay: at most zero (H,).
+
+    Returns:
+        (B, L, H).
+    """
+    tokens = scores.shape[1]
+    length = max(1, math.isqrt(tokens))
+    out = F.pad(scores, (0, 0, 0, -tokens % length), value=-torch.inf)  # a copy
+    runs = torch.unflatten(out, 1, (-1, length))  # (B, R, T, H)
+    for before, sums in pairwise(runs.unbind(2)):
+        torch.logaddexp(before + log_decay, sums, out=sums)
+    faded = torch.arange(1, length + 1, device=scores.device)[:, None] * log_decay  # (T, H)
+    for before, sums in pairwise(runs.unbind(1)):
+        torch.logaddexp(before[:, -1:] + faded, sums, out=sums)
+    return out[:, :tokens]

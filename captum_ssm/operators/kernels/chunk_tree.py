@@ -1,0 +1,281 @@
+"""Matrices of recurrences, from their chunks.
+
+Of two chunks in a row, in the words of :mod:`.chunks`,
+
+    alpha[second, first] = second.reads . transposed first.writes
+
+and together they are a longer chunk: joined in pairs, all tiles of a matrix are matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunks import CHUNK, Chunk, Cut, held, in_chunks
+from .within_chunk import Decays
+
+#: Elements of the tiles of some heads formed at a time (1 MiB in float32).
+_TILE_ELEMENTS = 2**18
+
+
+class _Span(NamedTuple):
+    """What tokens read of the state before all of them, and write to the state after all."""
+
+    tokens: slice
+    reads: Tensor
+    writes: Tensor
+
+
+#: Takes rows and columns of a tile, what the rows read and what the columns write.
+Put = Callable[[slice, slice, Tensor, Tensor], None]
+
+
+def chunks_up_to(cut: Cut, rows: range, each: int) -> list[Chunk]:
+    """All chunks up to the last row; one of them begins with the first row.
+
+    Args:
+        cut: the chunks of some tokens.
+        rows: the rows.
+        each: how many heads, of all examples, a token has.
+    """
+    parts = [part for tokens in (range(rows.start), rows) for part in held(tokens, CHUNK, each)]
+    return [_by_head(cut(part, CHUNK)) for part in parts]
+
+
+def weighted(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
+    """With row and column factors, given for all tokens, (B, H, L, 1) each."""
+    left, right = (
+        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.inner.shape[2:4]) for x in (left, right)
+    )
+    inner = chunk.inner * left * right.mT
+    return chunk._replace(inner=inner, reads=left * chunk.reads, writes=right * chunk.writes)
+
+
+def matrices(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
+    """The matrix of every head, written into zeros (B, H, L, L)."""
+
+    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        out[..., rows, columns] = reads @ writes.mT
+
+    for at, inner, _ in _each(chunks):
+        out[..., at, at] = inner
+    _tiles(chunks, 0, put)
+    return out
+
+
+def decay_matrices(decay: Tensor) -> Tensor:
+    """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
+    batch, tokens, heads = decay.shape
+    chunks = [
+        chunk._replace(inner=chunk.inner.tril()) for chunk in _of_decays(decay, range(tokens))
+    ]
+    return matrices(chunks, decay.new_zeros(batch, heads, tokens, tokens))
+
+
+def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
+    """The chunks of products of decays (B, L, H) up to the last row.
+
+    Inner matrices have any numbers of at most 1 above the diagonal, and are not to be written to.
+    """
+
+    def chunk(part: slice, length: int) -> Chunk:
+        cut = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
+        return Chunk(part, cut.between, cut.since, cut.until, cut.total)
+
+    return chunks_up_to(chunk, rows, decay.shape[0] * decay.shape[2])
+
+
+def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
+    """The last rows of the sum of the matrices of all heads, written into zeros (B, R, L).
+
+    Args:
+        chunks: of all L tokens, one of them beginning with the first row.
+        out: zeros (B, R, L), written to.
+    """
+    start = out.shape[-1] - out.shape[-2]
+
+    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        into = out[:, _less(rows, start), columns]
+        for tile, read, written in zip(into, reads, writes, strict=True):
+            tile.addbmm_(read, written.mT)
+
+    for at, inner, _ in _each(_from(chunks, start)):
+        out[:, _less(at, start), at] = inner.sum(1)
+    _tiles(chunks, start, put)
+    return out
+
+
+def sums_over_channels(
+    chunks: Sequence[Chunk], left: Tensor, rights: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """The last rows of the sums over channels of left[i, c] alpha_c[i, j] right[j, c].
+
+    Args:
+        chunks: of all L tokens, one of them beginning with the first row.
+        left: row factors (B, H, L, P).
+        rights: column factors (B, H, L, P), for one sum each.
+        out: zeros, for each of the sums (B, R, L), written to.
+    """
+    start = out.shape[-1] - out.shape[-2]
+
+    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        into = out[..., _less(rows, start), columns]
+        # few heads at a time: their tiles stay in the cache
+        size = max(1, _TILE_ELEMENTS // into[0].numel())
+        for first in range(0, reads.shape[1], size):
+            some = slice(first, first + size)
+            tile = reads[:, some] @ writes[:, some].mT
+            row = left[:, some, rows]
+            for total, right in zip(into, rights, strict=True):
+                total += (row @ right[:, some, columns].mT).mul_(tile).sum(1)
+
+    for at, inner, _ in _each(_from(chunks, start)):
+        for total, right in zip(out, rights, strict=True):
+            weight = left[..., at, :] @ right[..., at, :].mT
+            total[:, _less(at, start), at] = weight.mul_(inner).sum(1)
+    _tiles(chunks, start, put)
+    return out
+
+
+def sums_over_groups(
+    decay: Tensor,
+    query: Tensor,
+    key: Tensor,
+    left: Tensor,
+    rights: Sequence[Tensor],
+    out: Tensor,
+) -> Tensor:
+    """As :func:`sums_over_channels`, where heads with decays share queries and keys.
+
+    Their sum is q[i] . k[j] times a sum over all channels of a group, which between chunks is one
+    matrix product: there the decays are factors on rows and columns.
+
+    Args:
+        decay: products of these are between tokens (B, L, H).
+        query: (B, L, G, N).
+        key: (B, L, G, N).
+        left: row factors (B, L, H, P).
+        rights: column factors (B, L, H, P), for one sum each.
+        out: zeros, for each of the sums (B, R, L), written to.
+    """
+    start, groups = out.shape[-1] - out.shape[-2], query.shape[2]
+    chunks = _of_decays(decay, range(start, out.shape[-1]))
+
+    def grams(rows: slice, columns: slice) -> Tensor:
+        return query[:, rows].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
+
+    def channels(x: Tensor, factor: Tensor) -> Tensor:
+        """(B, T, H, P) with factors (B, H, T, 1), the channels of each group (B, G, T, H P / G)."""
+        faded = torch.unflatten(x * factor.transpose(1, 2), 2, (groups, -1))
+        return faded.flatten(3).transpose(1, 2)
+
+    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        row, gram = channels(left[:, rows], reads), grams(rows, columns)
+        for total, right in zip(out, rights, strict=True):
+            found = row @ channels(right[:, columns], writes).mT
+            _add_groups(total[:, _less(rows, start), columns], found, gram)
+
+    for at, inner, _ in _each(_from(chunks, start)):
+        row, gram = left[:, at].transpose(1, 2), grams(at, at).tril_()
+        for total, right in zip(out, rights, strict=True):
+            found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(inner)
+            found = torch.unflatten(found, 1, (groups, -1)).sum(2)
+            _add_groups(total[:, _less(at, start), at], found, gram)
+    _tiles(chunks, start, put)
+    return out
+
+
+def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
+    """Add to (B, R, W) what groups have in sum, times their products of q and k (B, G, R, W)."""
+    for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
+        into.addcmul_(of_channels, gram)
+
+
+def _tiles(chunks: Sequence[Chunk], start: int, put: Put) -> None:
+    """Put all tiles below the diagonal ones, of the rows from ``start`` on."""
+    asked = _from(chunks, start)
+    earlier = chunks[: len(chunks) - len(asked)]
+    rows = _joined(asked, put, alone=not earlier)
+    if earlier:
+        columns = _joined(earlier)
+        put(rows.tokens, columns.tokens, rows.reads, columns.writes)
+
+
+def _joined(chunks: Sequence[Chunk], put: Put | None = None, alone: bool = False) -> _Span:
+    """What the chunks read and write together, joined in pairs.
+
+    Args:
+        chunks: neighbours.
+        put: called for the tile between the chunks of each pair, with its rows, its columns, what
+            the rows read and what the columns write. Default: None.
+        alone: whether no other chunks come before or after, so that the last pair need not be
+            joined. Default: False.
+    """
+    begin = chunks[0].tokens.start
+    reads, writes = (
+        torch.cat([c.reads.flatten(2, 3) for c in chunks], 2),
+        torch.cat([c.writes.flatten(2, 3) for c in chunks], 2),
+    )
+    spans = [(at, carry) for at, _, carry in _each(chunks)]
+    while len(spans) > 1:
+        joined = []
+        for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
+            written, read = writes[..., _less(first, begin), :], reads[..., _less(second, begin), :]
+            if put is not None:
+                put(second, first, read, written)
+            if len(spans) > 2 or not alone:
+                _times(read, before)
+                _times(written, _transposed(after))
+            joined.append((slice(first.start, second.stop), _product(after, before)))
+        spans = joined + spans[2 * len(joined) :]
+    return _Span(spans[0][0], reads, writes)
+
+
+def _by_head(chunk: Chunk) -> Chunk:
+    """The same chunks without factors beside reads and writes."""
+    if chunk.faded is None:
+        return chunk
+    heads = chunk.inner.shape[1]
+    reads, writes = (
+        x.repeat_interleave(heads // x.shape[1], 1) * factor
+        for x, factor in zip((chunk.reads, chunk.writes), chunk.faded, strict=True)
+    )
+    return chunk._replace(reads=reads, writes=writes, faded=None)
+
+
+def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The tokens, the inner matrix and the carry of one chunk after the other."""
+    for several in chunks:
+        length = several.inner.shape[-1]
+        start = several.tokens.start
+        for inner, carry in zip(several.inner.unbind(2), several.carry.unbind(2), strict=True):
+            yield slice(start, start + length), inner, carry
+            start += length
+
+
+def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
+    return [chunk for chunk in chunks if chunk.tokens.start >= start]
+
+
+def _less(tokens: slice, by: int) -> slice:
+    return slice(tokens.start - by, tokens.stop - by)
+
+
+def _times(x: Tensor, carry: Tensor) -> None:
+    """Multiply ``x`` (B, H, T, N) by a carry from the right, in place."""
+    if carry.shape[-1] == 1:
+        x.mul_(carry.mT)
+    else:
+        x.copy_(x @ carry)
+
+
+def _product(after: Tensor, before: Tensor) -> Tensor:
+    return after * before if after.shape[-1] == 1 else after @ before
+
+
+def _transposed(carry: Tensor) -> Tensor:
+    return carry if carry.shape[-1] == 1 else carry.mT

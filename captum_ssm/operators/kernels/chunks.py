@@ -1,0 +1,234 @@
+"""Recurrences chunk by chunk: within a chunk a matrix, between chunks a state.
+
+For the T tokens of a chunk, with the state S (N, P) of each head before them and S' after them,
+
+    y = inner v + reads S,      S' = carry S + transposed writes v
+
+so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
+at once: what they have to do with no state is done for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .arithmetic import times
+from .portions import evenly
+
+#: Tokens of a chunk.
+CHUNK = 64
+#: Tokens of a chunk where few vectors are mapped, which the matrices within chunks would outweigh.
+SHORT = 32
+#: Most of these vectors of each head.
+FEW = 8
+
+#: Tokens of all heads of the chunks held at once (8 MiB of keys of 128 channels in float32).
+_HELD = 2**14
+
+
+class Chunk(NamedTuple):
+    """A linear recurrence over C chunks of T tokens each, one after the other.
+
+    Attributes:
+        tokens: which they are.
+        inner: the matrix within each chunk (B, H, C, T, T).
+        reads: what each token reads of the state before its chunk (B, H, C, T, N).
+        writes: what each token's value adds to the state after its chunk (B, H, C, T, N).
+        carry: what a chunk makes of the state before it: (B, H, C, N, N), or if that is diagonal
+            its diagonal (B, H, C, N, 1), or (B, H, C, 1, 1) if it is a number.
+        faded: factors (B, H, C, T, 1) on reads, and on writes, which then may be those of G groups
+            of heads (B, G, C, T, N); None for no factors.
+    """
+
+    tokens: slice
+    inner: Tensor
+    reads: Tensor
+    writes: Tensor
+    carry: Tensor
+    faded: tuple[Tensor, Tensor] | None = None
+
+    def transposed(self) -> Chunk:
+        """The adjoint, of which the last chunk comes first."""
+        return Chunk(
+            self.tokens,
+            self.inner.mT,
+            self.writes,
+            self.reads,
+            self.carry,
+            None if self.faded is None else self.faded[::-1],
+        )
+
+
+#: The chunks of some tokens, of which each has so many.
+Cut = Callable[[slice, int], Chunk]
+
+
+def held(tokens: range, length: int, each: int) -> Iterator[slice]:
+    """Tokens of the chunks held at once: of several whole chunks, then of a last shorter one.
+
+    Args:
+        tokens: all of them.
+        length: tokens of a whole chunk.
+        each: how many heads, of all examples, a token has.
+    """
+    chunks, rest = divmod(len(tokens), length)
+    whole = tokens.stop - rest
+    size = evenly(max(1, chunks), max(1, _HELD // (each * length))) * length
+    for start in range(tokens.start, whole, size):
+        yield slice(start, min(start + size, whole))
+    if rest:
+        yield slice(whole, tokens.stop)
+
+
+def in_chunks(x: Tensor, length: int) -> Tensor:
+    """(..., B, L, H, K) in chunks of so many tokens, or in one of fewer, (..., B, H, C, T, K)."""
+    length = min(length, x.shape[-3])
+    return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
+
+
+class Steps(Protocol):
+    """A recurrence, or its adjoint, on the next chunks held at once; it keeps the state."""
+
+    def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
+        """Values (..., B, T, H, P) of the tokens ``part`` to outputs of the same size."""
+
+
+class ChunkSteps:
+    """The steps of a recurrence whose carries are diagonal.
+
+    Args:
+        cut: the chunks of some tokens.
+        length: tokens of a whole chunk.
+        transposed: whether this is the adjoint, for which the last token comes first.
+    """
+
+    def __init__(self, cut: Cut, length: int, transposed: bool) -> None:
+        self.cut = cut
+        self.length = length
+        self.transposed = transposed
+        self.state: Tensor | None = None
+
+    def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
+        chunk = self.cut(part, self.length)
+        chunk = chunk.transposed() if self.transposed else chunk
+        length, groups = chunk.inner.shape[-1], chunk.writes.shape[1]
+        x = by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
+        into = by_group(out.view(-1, *out.shape[-4:]), length, groups)
+        reads_faded, writes_faded = (
+            None if factor is None else of_heads(factor, groups)
+            for factor in chunk.faded or (None, None)
+        )
+        before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
+        earlier = torch.unflatten(times(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
+        own = within(chunk.inner, x)
+        if reads_faded is None:
+            torch.add(own, earlier, out=into)
+        else:
+            torch.addcmul(own, reads_faded, earlier, out=into)
+
+    def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
+        """The states that chunks find, (B, G, C, N, S, H / G, P), where each writes ``x``."""
+        written = torch.unflatten(times(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
+        carry = of_heads(chunk.carry, chunk.writes.shape[1])
+        before, self.state = states(written, carry, self.state, self.transposed)
+        return before
+
+
+def mapped(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
+    """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
+
+    Args:
+        make: from the tokens of a whole chunk, and which of the two, to the steps.
+        v: the values.
+        transposed: which of the two.
+    """
+    length = chunk_length(v)
+    steps = make(length, transposed)
+    return in_steps(steps, v, slice(0, v.shape[-3]), length, transposed)
+
+
+def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
+    """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held.
+
+    Args:
+        steps: what maps them.
+        v: the values.
+        part: which tokens they are.
+        length: tokens of a whole chunk.
+        transposed: whether the last token comes first.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    pieces = list(held(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
+    with torch.inference_mode():  # calls are many, and cost less where no graph may follow
+        for piece in reversed(pieces) if transposed else pieces:
+            here = slice(piece.start - part.start, piece.stop - part.start)
+            steps(v[..., here, :, :], piece, out[..., here, :, :])
+    return out
+
+
+def few(v: Tensor) -> bool:
+    """Whether ``v`` (..., B, L, H, P) is so few vectors that matrices would outweigh them."""
+    return v.shape[:-4].numel() * v.shape[-1] <= FEW
+
+
+def chunk_length(v: Tensor) -> int:
+    """How long chunks best are to map ``v`` (..., B, L, H, P)."""
+    return SHORT if few(v) else CHUNK
+
+
+def stacked(v: Tensor, length: int) -> Tensor:
+    """Values (..., B, L, H, P) in chunks, the vectors of a stack side by side (B, H, C, T, S P)."""
+    stack = v.flatten(0, -5) if v.dim() > 4 else v[None]
+    return in_chunks(stack, length).movedim(0, -2).flatten(-2)
+
+
+def put(x: Tensor, out: Tensor) -> None:
+    """Write what :func:`stacked` made of values of the size of ``out`` to their places."""
+    x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
+    stack = x.permute(3, 0, 2, 1, 4)
+    out.copy_(torch.unflatten(stack, 0, out.shape[:-4]) if out.dim() > 4 else stack[0])
+
+
+def by_group(x: Tensor, length: int, groups: int) -> Tensor:
+    """A stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P): a view."""
+    x = torch.unflatten(torch.unflatten(x, 3, (groups, -1)), 2, (-1, length))
+    return x.permute(1, 4, 2, 3, 0, 5, 6)
+
+
+def of_heads(x: Tensor, groups: int) -> Tensor:
+    """Factors (B, H, C, T, 1) of heads as factors (B, G, C, T, 1, H / G, 1): a view."""
+    return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
+
+
+def within(inner: Tensor, x: Tensor) -> Tensor:
+    """Matrices of heads (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
+    by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
+    out = times(inner, by_head.flatten(-2).contiguous())
+    out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
+    return out.movedim(2, -2)
+
+
+def states(
+    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """The states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
+
+    Args:
+        written: what each chunk writes (B, G, C, N, S, H / G, P); overwritten.
+        carry: what each makes of the state before it (B, G, C, N or 1, 1, H / G, 1).
+        state: the state before the first (B, G, N, S, H / G, P); None if that is zero.
+        backwards: whether the last chunk comes first.
+    """
+    steps = list(zip(carry.unbind(2), written.unbind(2), strict=True))
+    order = range(len(steps))[:: -1 if backwards else 1]
+    before: list[Tensor] = [written] * len(steps)
+    for c in order:
+        kept, added = steps[c]
+        before[c] = torch.zeros_like(added) if state is None else state
+        state = added if state is None else added.addcmul_(kept, state)
+    assert state is not None
+    return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state

@@ -1,0 +1,184 @@
+"""The steps of recurrences with one decay per token and channel, many tokens at a time.
+
+    y[t] = a[t] y[t-1] + x[t]
+
+Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so that every second token is
+reached by half as many steps, every fourth by half as many again, and what they left out by one
+step each from the token before.  That is three operations for each number, no more than runs of
+tokens would take side by side, in calls whose number grows with the logarithm of the tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arithmetic import Scratch
+
+#: Tokens at most that are reached one after the other: rungs for so few cost more than they save.
+_IN_TURN = 8
+
+#: A tensor that changes, and two that are multiplied.
+_Product = tuple[Tensor, Tensor, Tensor]
+
+
+class FadingSteps:
+    """The recurrence, or its adjoint, on some tokens at a time of S stacked vectors.
+
+    The adjoint goes from the last token to the first, each with the decay of the token it comes
+    from.
+
+    Args:
+        decays: from tokens to their decays (B, T, H).
+        like: a tensor of the dtype and device of the decays.
+        transposed: whether this is the adjoint.
+    """
+
+    def __init__(self, decays: Callable[[slice], Tensor], like: Tensor, transposed: bool) -> None:
+        self.decays = decays
+        self.transposed = transposed
+        self._scratch = Scratch(like)
+        self._outputs: Scratch | None = None
+        self._state: Tensor | None = None
+        self._ladder: _Ladder | None = None
+
+    def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
+        """Vectors (S, B, T, H) of the tokens ``part`` to outputs of this size, or in place."""
+        if self._ladder is None or self._ladder.out is not out:
+            self._ladder = _Ladder(out, self._scratch, self.transposed)
+        arriving: Tensor | None = None
+        if self._state is not None:
+            token = part.stop if self.transposed else part.start
+            arriving = self.decays(slice(token, token + 1)) * self._state
+        last = self._ladder.climb(x, self.decays(slice(part.start + 1, part.stop)), arriving)
+        self._state = last.clone()
+
+    def stream(self, x: Tensor, part: slice) -> Tensor:
+        """Values (B, T, H, 1) of the tokens ``part`` to outputs, valid until the next call."""
+        self._outputs = self._outputs or Scratch(x)
+        out = self._outputs("out", 1, *x.shape[:3])
+        self(x[None, ..., 0], part, out)
+        return out[0, ..., None]
+
+
+class _Ladder:
+    """The steps of some tokens, prepared for outputs that lie in the same memory.
+
+    Its lowest rung takes tokens in pairs, the next one these pairs, and so on, until few are left
+    to be reached in turn; on the way down each rung reaches the tokens that it left out.
+
+    Attributes:
+        out: the outputs (S, B, T, H), written to.
+
+    Args:
+        out: as above.
+        scratch: holds products of decays.
+        backwards: whether the last token comes first.
+    """
+
+    def __init__(self, out: Tensor, scratch: Scratch, backwards: bool) -> None:
+        self.out = out
+        _, batch, tokens, heads = out.shape
+        self._lowest = rung = _Rung(tokens, backwards)
+        self._first, self._last = rung.at(out, 0), rung.at(out, tokens - 1)
+        self._odd, self._even = rung.odd(out), rung.even(out)
+        self._second, self._before_even = rung.at(out, 1), rung.before_even(out)
+        self._products: list[_Product] = []
+        self._steps: list[_Product] = []
+        down: list[_Product] = []
+        values, decay = self._odd, scratch((rung, "pairs"), batch, max(0, rung.pairs - 1), heads)
+        self._pairs = decay
+        while rung.pairs > _IN_TURN:
+            rung = _Rung(rung.pairs, backwards)
+            self._steps.append((rung.odd(values), rung.before_odd(decay), rung.before_odd(values)))
+            down.append((rung.even(values), rung.before_even(decay), rung.before_even(values)))
+            joined = scratch((rung, "pairs"), batch, max(0, rung.pairs - 1), heads)
+            self._products.append((joined, *rung.joined(decay)))
+            values, decay = rung.odd(values), joined
+        self._steps += [*rung.in_turn(values, decay), *reversed(down)]
+
+    def climb(self, x: Tensor, decay: Tensor, arriving: Tensor | None) -> Tensor:
+        """Write the outputs, and return those of the last token, (S, B, 1, H).
+
+        Args:
+            x: the vectors (S, B, T, H); they may be the outputs.
+            decay: those of the steps between two tokens (B, T - 1, H).
+            arriving: what the first token has of the one before it; None for nothing.
+        """
+        if not x.stride(-1):  # loops are slow over two operands of one number for all channels
+            x = self.out.copy_(x)
+        rung = self._lowest
+        to_even = rung.before_even(decay)
+        torch.addcmul(rung.odd(x), rung.before_odd(decay), rung.before_odd(x), out=self._odd)
+        if arriving is None:
+            self._first.copy_(rung.at(x, 0))
+        else:
+            torch.add(rung.at(x, 0), arriving, out=self._first)
+            self._second.addcmul_(rung.at(decay, 0), arriving)
+        torch.mul(*rung.joined(decay), out=self._pairs)
+        for into, one, other in self._products:
+            torch.mul(one, other, out=into)
+        for into, factor, before in self._steps:
+            into.addcmul_(factor, before)
+        torch.addcmul(rung.even(x), to_even, self._before_even, out=self._even)
+        return self._last
+
+
+class _Rung(NamedTuple):
+    """Tokens in pairs, all counted in the order of the steps.
+
+    Its methods take tensors (..., T, H) of the tokens, or (..., T - 1, H) of the steps between
+    them, and return views.
+
+    Attributes:
+        tokens: how many, T.
+        backwards: whether the last token comes first.
+    """
+
+    tokens: int
+    backwards: bool
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens // 2
+
+    def at(self, x: Tensor, index: int) -> Tensor:
+        """One token, (..., 1, H); none if there is no such token."""
+        return self._every_second(x, index, min(1, self.tokens - index))
+
+    def odd(self, x: Tensor) -> Tensor:
+        """The second tokens of pairs."""
+        return self._every_second(x, 1, self.pairs)
+
+    def before_odd(self, x: Tensor) -> Tensor:
+        """The tokens that come before these; of steps, those that lead to these."""
+        return self._every_second(x, 0, self.pairs)
+
+    def even(self, x: Tensor) -> Tensor:
+        """All others but the first."""
+        return self._every_second(x, 2, (self.tokens - 1) // 2)
+
+    def before_even(self, x: Tensor) -> Tensor:
+        """The tokens that come before those; of steps, those that lead to them."""
+        return self._every_second(x, 1, (self.tokens - 1) // 2)
+
+    def joined(self, decay: Tensor) -> tuple[Tensor, Tensor]:
+        """The two steps that lead from one pair's second token to the next one's."""
+        steps = max(0, self.pairs - 1)
+        return self._every_second(decay, 1, steps), self._every_second(decay, 2, steps)
+
+    def in_turn(self, values: Tensor, decay: Tensor) -> list[_Product]:
+        """What leads from each pair's second token to the next one's, one after the other."""
+        each, between = values.unbind(-2), decay.unbind(-2)
+        order = range(len(between))
+        if self.backwards:
+            return [(each[i], between[i], each[i + 1]) for i in reversed(order)]
+        return [(each[i + 1], between[i], each[i]) for i in order]
+
+    def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:
+        last = first + 2 * (count - 1)
+        start = x.shape[-2] - 1 - last if self.backwards else first
+        return x[..., start : start + 2 * count : 2, :] if count > 0 else x[..., :0, :]

@@ -1,0 +1,340 @@
+"""Sums of semiseparable matrices by a tree of pivots.
+
+The lower-triangular matrix
+
+    M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k]
+
+is what every diagonal recurrence computes.  Splitting each block of tokens at a pivot turns
+everything left of and below it into one matrix product of factors that only ever hold products of
+decays, each at most as large as the longest product inside the block: no quotient of decays, no
+exponential of a difference of cumulative sums, hence no overflow and no cancellation.
+
+The tree begins with blocks of one token and joins neighbours; the last block may be shorter than
+its neighbour or have none, so no length needs padding.
+
+Once every block of some length has been forgotten by all of the channels at hand, that is, once
+its decays multiply to less than rounding, larger blocks meet in as many tokens on either side of
+their pivot and nowhere else.
+
+A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
+token t - lag, lags first .. last, what token j has written is complete once token j + last has
+passed, and from there on it fades like any state: column j of the product is column j + last of a
+semiseparable matrix, whose factors are a few steps of the recurrence itself, and the few entries
+before that are single products.
+
+The levels of a tree of pivots: where the rows of blocks meet the columns of those before them.
+
+See :mod:`.pivot_tree` for what the tree computes.  Shapes: B examples, R rows, K channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .arithmetic import Scratch
+from .rows import Strip
+
+#: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K of the channels.
+Factors = tuple[Tensor, Tensor, Tensor]
+#: The same with column factors for neighbouring lags, in ascending order.
+BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
+#: Tokens of a block that are asked how much of what came before they leave.
+_ASKED = 64
+
+
+def semiseparable_sum(blocks: Iterable[Factors], batch: int, tokens: int) -> Tensor:
+    """The sum M over all blocks of channels, diagonal included, as (B, L, L).
+
+    Args:
+        blocks: yields decays, row factors and column factors; the tensors are overwritten.
+        batch: B.
+        tokens: L.
+    """
+    whole = ((decay, u, [v]) for decay, u, v in blocks)
+    return semiseparable_strip(whole, batch, tokens, range(tokens)).entries
+
+
+def semiseparable_strip(
+    blocks: Iterable[BandFactors],
+    batch: int,
+    tokens: int,
+    rows: range,
+    first_lag: int = 0,
+    own: Tensor | None = None,
+) -> Strip:
+    """Some rows of the sum over all blocks of channels of M times a banded matrix.
+
+    The tree takes all tokens up to the last of the rows; strips that begin far from the first
+    token are the business of :mod:`.pivot_strip`.
+
+    Args:
+        blocks: yields decays and column factors of the tokens up to the last of the rows, and row
+            factors of the rows; the tensors are overwritten.  All blocks have as many lags.
+        batch: B.
+        tokens: L.
+        rows: neighbouring rows, ascending; at least one.
+        first_lag: the lag of the first column factors. Default: 0.
+        own: the sum over all blocks of products of row factors and first column factors, (B, R), if
+            there is a cheaper way to it. Default: None, it is taken here.
+    """
+    total: _Sum | None = None
+    for decay, u, columns in blocks:
+        if total is None:
+            total = _Sum(decay, batch, rows, len(columns), own)
+        total.add(decay, u, columns)
+    if total is None:
+        raise ValueError("semiseparable_strip needs at least one block")
+    out = total.assembled()[:, rows.start :]
+    last_lag = first_lag + len(total.diagonals) - 1
+    return Strip(out, rows, range(out.shape[-1])).moved(0, -last_lag, tokens)
+
+
+class _Sum:
+    """The sum so far, in pieces; column j + last lag stands for column j of the product.
+
+    Attributes:
+        rows: the rows wanted; those before them are zero.
+        levels: below the diagonal.
+        diagonals: for every lag, the entries that the tokens a lag earlier have, (lags, B, R).
+    """
+
+    def __init__(
+        self, like: Tensor, batch: int, rows: range, lags: int, own: Tensor | None
+    ) -> None:
+        self.rows = rows
+        self.levels = [Level(like, batch, pairs) for pairs in all_pairs(rows.stop)]
+        self.diagonals = like.new_zeros(lags, batch, rows.stop)
+        self._summed = range(0 if own is None else 1, lags)
+        if own is not None:
+            self.diagonals[0, :, rows.start :] = own
+        self._scratch = Scratch(like)
+        self._prepared: _Tree | None = None
+
+    def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
+        """Add what some channels contribute; the tensors are overwritten."""
+        decay, u = decay.contiguous(), self._from_first_token(u.contiguous())
+        columns = [column.contiguous() for column in columns]
+        products = self._scratch("products", *u.shape)
+        for lag, column in enumerate(columns):
+            if lag:
+                column[:, 1:].addcmul_(decay[:, 1:], columns[lag - 1][:, :-1])
+            if lag in self._summed:
+                self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
+        u *= decay
+        tree, window = self._tree(decay, u, columns[-1]), math.inf
+        for i, level in enumerate(self.levels):
+            span = level.pairs.span
+            if span == _ASKED:
+                window = _window(decay[:, : self.rows.stop // span * span : span], span)
+            if span >= window:
+                tree.near(i, span)
+                break
+            tree.steps[i].run()
+
+    def _from_first_token(self, u: Tensor) -> Tensor:
+        """Row factors of all tokens up to the last of the rows."""
+        if not self.rows.start:
+            return u
+        out = self._scratch("rows", len(u), self.rows.stop, u.shape[-1])
+        out[:, : self.rows.start] = 0
+        out[:, self.rows.start :] = u
+        return out
+
+    def assembled(self) -> Tensor:
+        """All pieces in one matrix (B, last row, last row + lags - 1)."""
+        lags, batch, height = self.diagonals.shape
+        out = self.diagonals.new_zeros(batch, height, height + lags - 1)
+        for level in self.levels:
+            level.put(out)
+        for ahead, diagonal in enumerate(self.diagonals.flip(0)):
+            out.diagonal(ahead, 1, 2).copy_(diagonal)
+        return out
+
+    def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
+        """What joins all tokens; kept for blocks that lie in the same memory."""
+        factors = (total, u, v)
+        if self._prepared is None or any(
+            x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
+        ):
+            self._prepared = _Tree(self.levels, factors)
+        return self._prepared
+
+
+class _Tree:
+    """The steps of all levels between some factors.
+
+    Attributes:
+        steps: of each level.
+    """
+
+    def __init__(self, levels: Sequence[Level], factors: Factors) -> None:
+        self.factors = factors
+        self.steps = [level.steps(*factors) for level in levels]
+        self._levels = levels
+        self._near: dict[tuple[int, int], list[Product]] = {}
+
+    def near(self, first: int, window: int) -> None:
+        """The levels from ``first`` on, where nothing reaches further than a window."""
+        if (first, window) not in self._near:
+            _, u, v = self.factors
+            self._near[first, window] = [
+                product
+                for level in self._levels[first:]
+                for product in level.products(u, v, window)
+            ]
+        for total, left, right in self._near[first, window]:
+            total.baddbmm_(left, right)
+
+
+def _window(totals: Tensor, span: int) -> float:
+    """How many tokens, at most, are not forgotten, given the products of decays over each span."""
+    most = float(totals.amax())
+    if most >= 1:
+        return math.inf
+    if most <= 0:
+        return span
+    return span * math.log(forgotten(totals.dtype)) / math.log(most)
+
+
+def forgotten(dtype: torch.dtype) -> float:
+    """The product of decays behind which nothing is left but rounding."""
+    return torch.finfo(dtype).eps / 16
+
+
+#: A stack of matrices, and two to whose product it is added.
+Product = tuple[Tensor, Tensor, Tensor]
+
+
+class Steps:
+    """Products and scalings in place, prepared once: there are many, some of them small.
+
+    Attributes:
+        products: matrices, to which the product of two others is added.
+        scalings: tensors, each then scaled by another.
+    """
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.scalings: list[tuple[Tensor, Tensor]] = []
+
+    def run(self) -> None:
+        for total, left, right in self.products:
+            total.baddbmm_(left, right)
+        for scaled, factor in self.scalings:
+            scaled.mul_(factor)
+
+
+class Level:
+    """The tiles where the rows of second blocks meet the columns of first ones."""
+
+    def __init__(self, like: Tensor, batch: int, pairs: Pairs) -> None:
+        self.pairs = pairs
+        # batched products want evenly spaced matrices: those of one pair, or of one example
+        self.by_pair = pairs.whole < batch and not pairs.even
+        size = (pairs.whole, batch) if self.by_pair else (batch, pairs.whole)
+        self.tiles = like.new_zeros(*size, pairs.span, pairs.span)
+        self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
+
+    def steps(self, total: Tensor, u: Tensor, v: Tensor) -> Steps:
+        """What adds to the tiles, and then makes one block of each pair, (B, R, K) each.
+
+        Args:
+            total: the product of each block's decays, at the block's first token.
+            u: row factors with the decays from their block's first token on.
+            v: column factors with the decays to their block's last token.
+        """
+        steps, pairs = Steps(), self.pairs
+        second = total[:, pairs.span :: 2 * pairs.span]
+        first = total[:, :: 2 * pairs.span][:, : second.shape[1]]
+        steps.products += self.products(u, v, pairs.span)
+        if pairs.whole:
+            steps.scalings.append((pairs.second(u), first[:, : pairs.whole, None]))
+            steps.scalings.append((pairs.first(v), second[:, : pairs.whole, None]))
+        if pairs.rest:
+            steps.scalings.append((pairs.last_second(u), first[:, pairs.whole :]))
+            steps.scalings.append((pairs.last_first(v), second[:, pairs.whole :]))
+        steps.scalings.append((first, second))
+        return steps
+
+    def products(self, u: Tensor, v: Tensor, window: int) -> list[Product]:
+        """What adds to the tiles, from so many tokens on either side of a pivot."""
+        pairs = self.pairs
+        found: list[Product] = []
+        if pairs.whole:
+            rows, columns = pairs.second(u)[:, :, :window], pairs.first(v)[:, :, -window:].mT
+            found += self._products(self.tiles[..., :window, -window:], rows, columns)
+        if pairs.rest:
+            rows, columns = pairs.last_second(u)[:, :window], pairs.last_first(v)[:, -window:].mT
+            found.append((self.last_tile[:, :window, -window:], rows, columns))
+        return found
+
+    def put(self, out: Tensor) -> None:
+        """Write the tiles to their places in a matrix."""
+        batch, height, width = out.shape
+        span, whole, end = self.pairs.span, self.pairs.whole, self.pairs.end
+        place = out.as_strided(
+            (batch, whole, span, span),
+            (height * width, 2 * span * (width + 1), width, 1),
+            span * width,
+        )
+        place.copy_(self.tiles.transpose(0, 1) if self.by_pair else self.tiles)
+        if self.pairs.rest:
+            out[:, end + span :, end : end + span] = self.last_tile
+
+    def _products(self, tiles: Tensor, rows: Tensor, columns: Tensor) -> Iterable[Product]:
+        if self.by_pair:
+            rows, columns = rows.transpose(0, 1), columns.transpose(0, 1)
+        elif self.pairs.even:
+            # one run of memory: these are views
+            return [(tiles.flatten(0, 1), rows.flatten(0, 1), columns.flatten(0, 1))]
+        return zip(tiles.unbind(), rows.unbind(), columns.unbind(), strict=True)
+
+
+class Pairs:
+    """Tokens in pairs of neighbouring blocks; the last pair's second block may be shorter.
+
+    Attributes:
+        span: tokens of a block.
+        whole: pairs of whole blocks.
+        end: where these end.
+        rest: tokens of the second block of a last pair; 0 if there is none.
+        even: whether the whole pairs are all there is.
+    """
+
+    def __init__(self, tokens: int, span: int) -> None:
+        self.span = span
+        self.whole = tokens // (2 * span)
+        self.end = self.whole * 2 * span
+        self.rest = max(0, tokens - self.end - span)
+        self.even = self.end == tokens
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first blocks of whole pairs, (B, pairs, span, K)."""
+        return self._blocks(x)[:, :, 0]
+
+    def second(self, x: Tensor) -> Tensor:
+        """The second blocks of whole pairs, (B, pairs, span, K)."""
+        return self._blocks(x)[:, :, 1]
+
+    def last_first(self, x: Tensor) -> Tensor:
+        """The first block of the last pair, (B, span, K)."""
+        return x[:, self.end : self.end + self.span]
+
+    def last_second(self, x: Tensor) -> Tensor:
+        """The second block of the last pair, (B, rest, K)."""
+        return x[:, self.end + self.span :]
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
+
+
+def all_pairs(tokens: int) -> Iterator[Pairs]:
+    """The levels of the tree, from blocks of one token on."""
+    span = 1
+    while span < tokens:
+        yield Pairs(tokens, span)
+        span *= 2

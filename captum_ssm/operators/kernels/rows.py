@@ -1,0 +1,136 @@
+"""Rows of matrices over tokens: strips of neighbouring ones, positions that ask for single ones.
+
+Strips: rows of a matrix over tokens that stand next to each other.
+
+A matrix (B, L, L) that is used row by row need never be held whole.  A strip holds R of its rows,
+and of these the columns that can differ from zero: those of a causal matrix end at the diagonal.
+
+Query positions, and the unit vectors over tokens that ask for their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import QueryError
+
+
+class Strip(NamedTuple):
+    """Some rows of a matrix (B, L, L).
+
+    Attributes:
+        entries: (B, R, W).
+        rows: which rows they are, R of them, ascending.
+        columns: which columns they are, W of them, ascending; all others are zero.
+    """
+
+    entries: Tensor
+    rows: range
+    columns: range
+
+    def moved(self, down: int, right: int, tokens: int) -> Strip:
+        """The same entries so many rows further down and columns further right.
+
+        Args:
+            down, right: how far; negative numbers move up and left.
+            tokens: L; what leaves the matrix is cut off.
+        """
+        rows, columns = clipped(self.rows, down, tokens), clipped(self.columns, right, tokens)
+        top, first = rows.start - self.rows.start - down, columns.start - self.columns.start - right
+        kept = self.entries[:, top : top + len(rows), first : first + len(columns)]
+        return Strip(kept, rows, columns)
+
+    def whole(self, tokens: int) -> Tensor:
+        """All columns, (B, R, L)."""
+        if len(self.columns) == tokens:
+            return self.entries
+        out = self.entries.new_zeros(*self.entries.shape[:2], tokens)
+        out[:, :, self.columns.start : self.columns.stop] = self.entries
+        return out
+
+
+def total(strips: Iterable[Strip], rows: range) -> Strip:
+    """The sum of strips, each within ``rows``; their entries are overwritten."""
+    found = iter(strips)
+    out = next(found)
+    if out.rows != rows:
+        out = _grown(out, rows, out.columns)
+    for strip in found:
+        if not len(strip.columns):  # where it stands says nothing
+            continue
+        first = min(out.columns.start, strip.columns.start) if out.columns else strip.columns.start
+        columns = range(first, max(out.columns.stop, strip.columns.stop))
+        if columns != out.columns:
+            out = _grown(out, rows, columns)
+        _add(out, strip)
+    return out
+
+
+def _grown(strip: Strip, rows: range, columns: range) -> Strip:
+    """The same matrix by more rows and columns."""
+    size = len(strip.entries), len(rows), len(columns)
+    out = Strip(strip.entries.new_zeros(size), rows, columns)
+    if strip.rows and strip.columns:
+        _add(out, strip)
+    return out
+
+
+def _add(out: Strip, strip: Strip) -> None:
+    rows = slice(strip.rows.start - out.rows.start, strip.rows.stop - out.rows.start)
+    first = strip.columns.start - out.columns.start
+    into = out.entries[:, rows, first : first + len(strip.columns)]
+    into += strip.entries
+
+
+def clipped(positions: range, by: int, tokens: int) -> range:
+    """A range moved ``by`` so many places and cut to 0 .. tokens."""
+    start = min(max(positions.start + by, 0), tokens)
+    return range(start, max(start, min(positions.stop + by, tokens)))
+
+
+#: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
+Positions = Sequence[int] | Tensor
+
+#: Elements of one stack of adjoint vectors in the generic row-by-row code (256 MiB in float32).
+_STACK_ELEMENTS = 2**26
+
+
+def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
+    """Positions, counted from either end, as tokens (B, Q)."""
+    index = torch.as_tensor(positions, device=device)
+    index = index.expand(batch, -1) if index.dim() == 1 else index
+    if not index.numel() or bool(((index < -tokens) | (index >= tokens)).any()):
+        raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions}.")
+    return index % tokens
+
+
+def in_stacks(rows: range, elements: int) -> Iterator[range]:
+    """The rows in parts, as many at a time as a stack of vectors of so many elements holds."""
+    size = max(1, _STACK_ELEMENTS // max(1, elements))
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def by_query(positions: Positions, device: torch.device) -> Tensor:
+    """Q positions ((Q,) or (Q, B)) as a tensor (Q, 1 or B)."""
+    index = torch.as_tensor(positions, device=device)
+    return index[:, None] if index.dim() == 1 else index
+
+
+def at_positions(x: Tensor, positions: Positions) -> Tensor:
+    """The entries of ``x`` (B, L, H, P), broadcastable, at Q positions, (Q, 1 or B, 1, H, P)."""
+    if x.shape[1] == 1:
+        return x[None]
+    index = by_query(positions, x.device)
+    return x[torch.arange(len(x), device=x.device), index][:, :, None]
+
+
+def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
+    """For Q positions ((Q,) or (Q, B)) one at each and zero elsewhere, (Q, 1 or B, L, 1, 1)."""
+    index = by_query(positions, like.device)
+    token = torch.arange(tokens, device=like.device)
+    return (token == index[..., None]).to(like.dtype)[..., None, None]

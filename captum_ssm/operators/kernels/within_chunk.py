@@ -1,0 +1,227 @@
+"""Products of decays between tokens.
+
+No product is a quotient of others, and none a difference of sums of logarithms: each is built up
+from factors that are at most one.  A decay of zero is one like any other.
+
+Products of queries and keys with the decays between them, for many short runs of tokens.
+
+    M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
+
+for hundreds of runs at once, where :mod:`.pivot_tree` sums over the channels of one long run.
+The same tree of pivots, from leaves of a few tokens on: no quotient of decays, no exponential of a
+difference of cumulative sums.
+
+Inverses of many small triangular matrices.
+
+Libraries invert a triangular matrix row by row, which for small ones takes several times as long as
+the same number of multiplications in products of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .arithmetic import exponential
+
+
+class Decays:
+    """Products of the decays of runs of T tokens.
+
+    Attributes:
+        between: those after j up to i in row i and column j, (..., T, T); any numbers of at most 1
+            where j comes after i.  Rows share memory: not to be written to.
+        since: those from the first token to each, inclusive, (..., T, 1).
+        until: those after each token, (..., T, 1).
+        total: all of them, (..., 1, 1).
+
+    Args:
+        decay: the decays (..., T), at most 1.
+    """
+
+    def __init__(self, decay: Tensor) -> None:
+        self.between = _between(decay)
+        self.since = self.between[..., :1] * decay[..., :1, None]
+        self.until = self.between[..., -1, :, None]
+        self.total = self.since[..., -1:, :]
+
+
+def _between(decay: Tensor) -> Tensor:
+    """Products of the decays (..., T) after j up to i, as :class:`Decays` has them.
+
+    Those of twice as many factors are products of two that are known, so that few steps do.
+    """
+    tokens = decay.shape[-1]
+    last = tokens - 1
+    # row i, from right to left: the products of the last 0, 1, 2, ... decays up to i
+    products = decay.new_zeros(*decay.shape, tokens)
+    products[..., last] = 1
+    products[..., 1:, last - 1 : last] = decay[..., 1:, None]
+    known = 1
+    while known < last:
+        more = min(known, last - known)
+        end = last - known
+        torch.mul(
+            products[..., known:, end : end + 1],
+            products[..., :-known, last - more : last],
+            out=products[..., known:, end - more : end],
+        )
+        known += more
+    # each row moved to the left by as many places as it is from the last
+    rows = *products.stride()[:-2], max(1, last), 1
+    return products.as_strided(products.shape, rows, last)
+
+
+#: Leaves hold between half of this and this many tokens.
+_LEAF = 8
+
+
+class Decayed(NamedTuple):
+    """What a run of T tokens makes of its row and column factors; (..., T, K) if not said.
+
+    Attributes:
+        grams: M for each kind of row factors, (..., T, T).
+        reads: each kind of row factors with all decays up to and with their token.
+        writes: the column factors with all decays after their token.
+        total: the products of all decays, (..., 1, K).
+    """
+
+    grams: list[Tensor]
+    reads: list[Tensor]
+    writes: Tensor
+    total: Tensor
+
+
+def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
+    """Products of row and column factors with the decays between their tokens.
+
+    Args:
+        log_decay: logarithms of the decays, at most 0: one per head (..., T, 1), or per head and
+            key channel (..., T, N).
+        rows: each (..., T, N).
+        columns: (..., T, N).
+    """
+    if log_decay.shape[-1] > 1:
+        return decayed_grams(exponential(log_decay), rows, columns)
+    decay = Decays(exponential(log_decay).squeeze(-1))
+    return Decayed(
+        [(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
+        [x * decay.since for x in rows],
+        columns * decay.until,
+        decay.total,
+    )
+
+
+def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
+    """The matrices M of several kinds of row factors, with the same decays and column factors.
+
+    Args:
+        decay: A (..., T, K), between 0 and 1.
+        rows: U, each (..., T, K).
+        columns: V (..., T, K).
+    """
+    lead, (tokens, width) = decay.shape[:-2], decay.shape[-2:]
+    depth = max(0, (-(-tokens // _LEAF) - 1).bit_length())
+    span = -(-tokens // 2**depth)
+    padded, kinds, runs = span * 2**depth, len(rows), lead.numel()
+    # copies, which are written to
+    a = _in_leaves(decay, span, padded, value=1.0)
+    u = _in_leaves(torch.stack(tuple(rows), -2).flatten(-2), span, padded)
+    v = _in_leaves(columns, span, padded)
+    out = a.new_zeros(runs, padded, kinds, padded)
+    total = _leaves(a, u.view(-1, span, kinds, width), v, _tiles(out, span, row=0, step=span))
+    for _ in range(depth):
+        first = v.view(-1, 2, span, width)[:, 0]  # (pairs, span, K)
+        second = u.view(-1, 2, span * kinds, width)[:, 1]  # (pairs, span R, K)
+        tiles = _tiles(out, span, row=span, step=2 * span)
+        tiles.copy_((second @ first.mT).view(tiles.shape))
+        ahead, behind = total.view(-1, 2, 1, width).unbind(1)
+        second *= ahead
+        first *= behind
+        total, span = ahead * behind, 2 * span
+
+    def of_runs(x: Tensor) -> Tensor:
+        return torch.unflatten(x[:, :tokens], 0, lead)
+
+    return Decayed(
+        [of_runs(gram) for gram in out[..., :tokens].unbind(2)],
+        [of_runs(read) for read in u.view(runs, padded, kinds, width).unbind(2)],
+        of_runs(v.view(runs, padded, width)),
+        total.view(*lead, 1, width),
+    )
+
+
+def _in_leaves(x: Tensor, leaf: int, padded: int, value: float = 0.0) -> Tensor:
+    """(..., T, K) as a copy (leaves, leaf, K), filled up with ``value``."""
+    x = F.pad(x, (0, 0, 0, padded - x.shape[-2]), value=value)
+    return x.reshape(-1, leaf, x.shape[-1])
+
+
+def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
+    """Fill the tiles on the diagonal, token by token.
+
+    Column factors decay on the way; in the end they reach the leaf's end and the row factors its
+    beginning, which is what joining leaves needs.
+
+    Args:
+        a: decays (leaves, T, K).
+        u: row factors (leaves, T, R, K), overwritten.
+        v: column factors (leaves, T, K), overwritten.
+        tiles: (runs, leaves of a run, T, R, T), written to.
+
+    Returns:
+        The product of the decays of each leaf, (leaves, 1, K).
+    """
+    total = torch.ones_like(a[:, :1])
+    for i in range(a.shape[1]):
+        decay = a[:, i : i + 1]
+        v[:, :i] *= decay
+        row = u[:, i] @ v[:, : i + 1].mT  # (leaves, R, i + 1)
+        tiles[:, :, i, :, : i + 1] = row.view(*tiles.shape[:2], *row.shape[1:])
+        total = total * decay
+        u[:, i] *= total
+    return total
+
+
+def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
+    """Tiles of matrices (runs, T, R, T): every ``step`` tokens one, ``row`` below the diagonal.
+
+    Returns:
+        A view (runs, tiles, side, R, side).
+    """
+    runs, tokens, kinds, _ = out.shape
+    along = kinds * tokens  # from one row to the next
+    return out.as_strided(
+        (runs, tokens // step, side, kinds, side),
+        (tokens * along, step * (along + 1), along, tokens, 1),
+        row * along,
+    )
+
+
+#: Sides up to which rows are as quick as products.
+_ROWS = 8
+
+
+def inverse(x: Tensor) -> Tensor:
+    """The inverses of matrices (..., T, T) of ones on the diagonal and zeros above it.
+
+    What ``x`` holds there is not read.
+
+    Args:
+        x: what is below the diagonal.
+    """
+    half, odd = divmod(x.shape[-1], 2)
+    if odd or half * 2 <= _ROWS:
+        one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+        found: Tensor = torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
+        return found
+    out = torch.zeros_like(x)
+    first, second = slice(half), slice(half, None)
+    above, below = inverse(torch.stack([x[..., s, s] for s in (first, second)])).unbind()
+    out[..., first, first], out[..., second, second] = above, below
+    out[..., second, first] = (below @ x[..., second, first] @ above).neg_()
+    return out

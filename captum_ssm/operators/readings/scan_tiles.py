@@ -1,0 +1,174 @@
+"""All rows of selective scans, channel by channel, in tiles of a few columns.
+
+What a source token wrote is one state per channel, and a row behind it reads that state through
+its decay alone, so that a tile far from the diagonal is a product of two thin factors:
+
+    alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
+
+for any token p between j and i (hidden-attention paper, eq. 14).  Around the diagonal the states
+are made, token by token.  No exponent is positive.
+
+A scan that runs backwards is one of the tokens in reverse order; where another runs forwards, they
+have nothing but the sources' own rows in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..combine import added
+from ..kernels.arithmetic import BINARY
+from ..kernels.portions import fitting, parts
+from ..recurrences.selective_scan import SelectiveScan
+
+#: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
+_SOURCES = 32
+_TILE_ELEMENTS = 2**20
+
+
+class ScanTile(NamedTuple):
+    """Some rows from a range of sources.
+
+    Attributes:
+        rows: which of the positions asked for.
+        sources: which tokens.
+        entries: what reaches the rows from each source, (B, rows, sources, H).
+    """
+
+    rows: slice
+    sources: slice
+    entries: Tensor
+
+
+class ScanRows:
+    """Rows of front (scan + skip) applied to what each source token sends.
+
+    Args:
+        scan: the scan, whose B and C are common to all heads.
+        shares: what source t - k sends to token t, (B, L, H) by lag k, none of them negative.
+        front: factors behind the scan, (B, L, H).
+        skip: factors beside the scan, (B, L, H), broadcastable.
+    """
+
+    def __init__(
+        self, scan: SelectiveScan, shares: Mapping[int, Tensor], front: Tensor, skip: Tensor
+    ) -> None:
+        self._scan = scan
+        self._shares = shares
+        self._front = front
+        self._skip = skip.expand(front.shape)
+        # differences of it are taken, which cancel in float32
+        self._clock = scan.dt.double().cumsum(1)
+        self._reach = max(shares)
+        batch, _, heads, _ = self.shape = scan.shape
+        self._outputs = front.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
+
+    def sent(self, sources: slice) -> Sent:
+        """What some tokens send to those behind them; valid until this is asked for again."""
+        end = min(sources.stop + self._reach, self.shape.tokens)
+        states = self._made(sources, end, self._outputs)
+        near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
+        return Sent(self, sources.start, end, near, states)
+
+    def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
+        """What rows after ``pivot`` read of the states (B, H, N, S) there, (B, rows, S, H)."""
+        scan = self._scan
+        elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states.dtype)
+        rates = BINARY * scan.a[:, None]
+        factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
+        factors *= scan.c[:, None, rows]
+        factors *= self._front[:, rows].transpose(1, 2)[..., None]
+        entries = factors @ states  # (B, H, rows, S)
+        return entries.permute(0, 2, 3, 1)
+
+    def _made(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
+        """The states (B, H, N, S) left before ``end``; what is read until then to ``outputs``."""
+        scan, start = self._scan, sources.start
+        batch, _, heads, _ = scan.shape
+        width = sources.stop - start
+        states = self._front.new_zeros(batch, width, scan.a.shape[-1], heads)
+        rates = BINARY * scan.a.T[None]  # (1, N, H)
+        for t in range(start, end):
+            count = min(t - start + 1, width)  # sources that have sent something
+            begun, out = states[:, :count], outputs[:, t - start]
+            begun *= (scan.dt[:, t, None] * rates).exp2_()[:, None]
+            out.zero_()
+            for lag, share in self._shares.items():
+                if 0 <= (source := t - lag - start) < width:
+                    sent = share[:, t]  # (B, H)
+                    begun[:, source] += scan.b[:, t, :, None] * (scan.dt[:, t] * sent)[:, None]
+                    out[:, source] += self._skip[:, t] * sent
+            out[:, :count] += (scan.c[:, t, None, None] @ begun).squeeze(2)
+            out *= self._front[:, t, None]
+        return states.permute(0, 3, 2, 1).contiguous()
+
+
+class Sent(NamedTuple):
+    """What S sources send to the tokens from the first of them on.
+
+    Attributes:
+        rows: whose they are.
+        start: the first source.
+        end: where the last of them has sent all it sends.
+        near: what the tokens until then take of it, (B, T, S, H).
+        states: what is left for all others, (B, H, N, S).
+    """
+
+    rows: ScanRows
+    start: int
+    end: int
+    near: Tensor
+    states: Tensor
+
+    def to(self, tokens: Tensor) -> Tensor:
+        """What tokens take of it (B, T, S, H), all of them before ``end``, or none."""
+        if int(tokens.max()) < self.end:
+            return self.near[:, tokens - self.start]
+        return self.rows.read(self.states, self.end - 1, tokens)
+
+
+def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> Iterator[ScanTile]:
+    """The rows at some positions, tile by tile; zeros may be left out.
+
+    Args:
+        ahead: a scan.
+        back: another one, of the tokens in reverse order, to be added; None for none.
+        positions: of the rows, ascending.
+    """
+    batch, tokens, heads, _ = ahead.shape
+    asked = torch.as_tensor(positions)
+    count = max(1, _TILE_ELEMENTS // (batch * heads * _SOURCES))
+    for sources in parts(tokens, _SOURCES, backwards=False):
+        first, behind = (int((asked < at).sum()) for at in (sources.start, sources.stop))
+        # of rows before the sources, far and near, of their own, and of those behind, near and far
+        edges, sent, returned = [first, behind], None, None
+        if first < len(asked):
+            sent = ahead.sent(sources)
+            edges += [max(behind, int((asked < sent.end).sum())), len(asked)]
+        if back is not None and behind > 0:
+            returned = back.sent(slice(tokens - sources.stop, tokens - sources.start))
+            edges = [0, min(first, int((asked < tokens - returned.end).sum())), *edges]
+        tile = partial(_tile, asked, sources, sent, returned)
+        for start, stop in pairwise(edges):
+            yield from fitting(range(start, stop), count, tile)
+
+
+def _tile(
+    asked: Tensor, sources: slice, sent: Sent | None, returned: Sent | None, some: range
+) -> ScanTile:
+    """Some of the rows asked for, all on one side of the sources or their own."""
+    rows, until, found = asked[some.start : some.stop], sources.stop, []
+    if sent is not None and rows[0] >= sources.start:
+        found.append(sent.to(rows))
+        if returned is None:  # those behind the last of the rows send nothing to them
+            until = min(until, int(rows[-1]) + 1)
+    if returned is not None and rows[0] < sources.stop:
+        found.append(returned.to(returned.rows.shape.tokens - 1 - rows).flip(2))
+    entries = added(found)[:, :, : until - sources.start]
+    return ScanTile(slice(some.start, some.stop), slice(sources.start, until), entries)

@@ -1,0 +1,167 @@
+"""Queries, keys and histories of selective scans (hidden-attention paper, eqs. 17-20).
+
+    alpha[m][i, j] = Q[i, m] H[m][i, j] K[j, m]
+    Q[i] = S_C(x[i]),   K[j] = dt[j] S_B(x[j]),   H[m][i, j] = exp(A[m] sum of dt over j+1..i)
+
+with the step dt = softplus(S_Delta(x)).  The paper's simplification takes dt = relu(S_Delta(x)):
+tokens with S_Delta <= 0 write nothing and let nothing fade.
+
+Operators keep dt alone, so S_Delta is found by inverting softplus.  A step that the model clamped
+to a limit (time_step_limit) counts as if softplus had returned the limit.  What stands around the
+scan and is no component goes into the factor on its side: the weight of a direction (Vision Mamba
+halves each) into the query, the padding mask into the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import Operator
+from ..conv import ShortConv
+from ..kernels.arithmetic import Map, exponential_
+from ..recurrences.scalar_decay import ScalarDecayHeads
+from ..recurrences.selective_scan import SelectiveScan
+from ..reorder import Permute
+from .states import Term
+
+
+class Factors(NamedTuple):
+    """What the matrix of a state is the product of; C channels, N states.
+
+    Attributes:
+        query: what token i reads, Q (B, L, C, N).
+        key: what token j writes, K (B, L, C, N).
+        history: what is left at token i of what token j wrote, H (B, C, N, L, L); 0 where j comes
+            after i in the direction of reading.
+    """
+
+    query: Tensor
+    key: Tensor
+    history: Tensor
+
+    def states(self) -> Tensor:
+        """The product, one matrix per channel and state, (B, C, N, L, L)."""
+        rows, columns = (x.permute(0, 2, 3, 1) for x in (self.query, self.key))  # (B, C, N, L)
+        return rows[..., :, None] * self.history * columns[..., None, :]
+
+    def to(self, device: torch.device) -> Factors:
+        """The same on another device."""
+        return Factors(*(x.to(device) for x in self))
+
+
+def selection_factors(
+    terms: Sequence[Term], channels: Sequence[int], simplified: bool
+) -> Factors | None:
+    """The factors of some channels, the states of one term after those of another.
+
+    Args:
+        terms: the terms of an operator.
+        channels: the channels wanted, counted through all heads.
+        simplified: whether relu takes the place of softplus.
+
+    Returns:
+        The factors, or None if some term is not a selective scan whose tokens are at most scaled
+        and reordered.
+    """
+    found = []
+    for term in terms:
+        selected = _selected(term)
+        if selected is None:
+            return None
+        found.append(_factors(term, selected, channels, simplified))
+    if len(found) == 1:  # histories are large: no copy
+        return found[0]
+    queries, keys, histories = zip(*found, strict=True)
+    return Factors(torch.cat(queries, -1), torch.cat(keys, -1), torch.cat(histories, 2))
+
+
+class _Selected(NamedTuple):
+    """dt (B, L, H), A (H, N) or (H, 1), B and C (B, L, N) or by group (B, L, G, N)."""
+
+    step: Tensor
+    rate: Tensor
+    key: Tensor
+    query: Tensor
+
+
+def _selected(term: Term) -> _Selected | None:
+    if any(isinstance(p, ShortConv) and any(p.lags) for p in (*term.front, *term.behind)):
+        return None
+    scan = term.scan
+    if isinstance(scan, SelectiveScan):
+        return _Selected(scan.dt, scan.a, scan.b, scan.c)
+    if isinstance(scan, ScalarDecayHeads) and scan.rate is not None and scan.scale is not None:
+        return _Selected(scan.scale, scan.rate[:, None], scan.key, scan.query)
+    return None
+
+
+def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplified: bool) -> Factors:
+    per_head = term.scan.shape.per_head
+    heads, within = [c // per_head for c in channels], [c % per_head for c in channels]
+    step = selected.step[:, :, heads]  # (B, L, C)
+    if simplified:
+        step = _before_softplus(step).relu()
+    query, key = (
+        _of_heads(x, heads, term.scan.shape.heads)  # (B, L, C, N)
+        for x in (selected.query, selected.key)
+    )
+    key = key * step[..., None]
+    history = _history(step, selected.rate[heads]).expand(-1, -1, query.shape[-1], -1, -1)
+
+    front, behind = ([p.select(heads) for p in parts] for parts in (term.front, term.behind))
+    front.reverse()  # in the order of computation
+    for part in front:
+        history = part.rows_of(history) if isinstance(part, Permute) else history
+    for part in behind:
+        history = part.columns_of(history) if isinstance(part, Permute) else history
+    return Factors(
+        _carried(query, [(part, part.apply) for part in front], per_head, within),
+        _carried(key, [(part, part.transpose) for part in behind], per_head, within),
+        history,
+    )
+
+
+def _of_heads(x: Tensor, chosen: Sequence[int], heads: int) -> Tensor:
+    """Vectors common to all heads (B, L, N) or by group (B, L, G, N), of the chosen heads."""
+    if x.dim() == 3:
+        return x[:, :, None].expand(-1, -1, len(chosen), -1)
+    each = heads // x.shape[2]
+    return x[:, :, [head // each for head in chosen]]
+
+
+def _before_softplus(step: Tensor) -> Tensor:
+    """S_Delta = log(exp(dt) - 1), without the overflow; minus infinity for dt = 0."""
+    return step + torch.log(-torch.expm1(-step))
+
+
+def _history(step: Tensor, rate: Tensor) -> Tensor:
+    """exp(A sum of dt over j+1..i) for j <= i, else 0: (B, L, C) and (C, N) to (B, C, N, L, L).
+
+    The sums are differences of cumulative sums, taken in float64 where they cannot cancel; no
+    exponent is positive.
+    """
+    clock = step.transpose(1, 2).double().cumsum(-1)  # (B, C, L)
+    elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step.dtype)
+    return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
+
+
+def _carried(
+    x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within: Sequence[int]
+) -> Tensor:
+    """Factors (B, L, C, N) scaled and reordered over tokens like values of their channels.
+
+    Args:
+        x: factors, whose states stand in for value channels where tokens are reordered.
+        moves: operators and which map of each to follow, in the order of computation.
+        per_head: value channels of a head, P.
+        within: which of them each of the C channels is.
+    """
+    weight = x.new_ones(*x.shape[:3], per_head)
+    for operator, move in moves:
+        weight = move(weight)
+        x = move(x) if isinstance(operator, Permute) else x
+    return x * weight[:, :, range(len(within)), within, None]

@@ -1,0 +1,124 @@
+"""Recurrences taken apart, one matrix per state.
+
+A recurrence whose decay is diagonal never mixes its N states, so a channel's matrix is the sum of
+one matrix per state (hidden-attention paper, eq. 16):
+
+    alpha[m][i, j] = C[i, m] (product of the decays of m over j+1..i) B[j, m],   j <= i
+
+What stands around the recurrence (gate, convolution, flips, padding) is linear too and passes
+every state alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import Operator
+from ..chain import Chain
+from ..combine import Sum
+from ..conv import ShortConv
+from ..diagonal import Diagonal
+from ..recurrences.scalar_decay import ScalarDecayHeads
+from ..recurrences.selective_scan import SelectiveScan
+from ..recurrences.vector_decay import VectorDecayHeads
+from ..reorder import Permute
+
+#: Recurrences whose states do not mix.
+Scan = SelectiveScan | ScalarDecayHeads | VectorDecayHeads
+
+
+class Term(NamedTuple):
+    """One recurrence of an operator with all it is multiplied by, as written in mathematics.
+
+    Attributes:
+        front: the operators left of the recurrence; they act after it.
+        scan: the recurrence.
+        behind: the operators right of it; they act before it.
+    """
+
+    front: tuple[Operator, ...]
+    scan: Scan
+    behind: tuple[Operator, ...]
+
+    @property
+    def states(self) -> int:
+        """How many states the recurrence has, N."""
+        scan = self.scan
+        return (scan.a if isinstance(scan, SelectiveScan) else scan.key).shape[-1]
+
+    def one_state(self, state: int) -> Operator:
+        """The same product with one state of the recurrence alone."""
+        return Chain(*self.front, _one_state(self.scan, state), *self.behind)
+
+
+def terms_of(operator: Operator) -> list[Term] | None:
+    """An operator as a sum of terms: one recurrence, or one for each direction.
+
+    Returns:
+        The terms, or None if some summand holds no recurrence, or several, or one whose states
+        mix, so that it is no sum over states.
+    """
+    found = []
+    for parts in products_of(operator):
+        scans = [(at, part) for at, part in enumerate(parts) if isinstance(part, Scan)]
+        if len(scans) != 1:
+            return None
+        ((at, scan),) = scans
+        front, behind = parts[:at], parts[at + 1 :]
+        if not all(isinstance(p, Diagonal | ShortConv | Permute) for p in (*front, *behind)):
+            return None
+        found.append(Term(front, scan, behind))
+    return found
+
+
+def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
+    """An operator as a sum of products of elementary ones."""
+    if isinstance(operator, Chain):
+        choices = product(*(products_of(part) for part in operator.parts))
+        return [tuple(chain.from_iterable(choice)) for choice in choices]
+    if isinstance(operator, Sum):
+        return [parts for part in operator.parts for parts in products_of(part)]
+    return [(operator,)]
+
+
+def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
+    """The matrix of every state of some channels, the states of one term after those of another.
+
+    Args:
+        terms: the terms of an operator.
+        channels: the channels wanted, counted through all heads.
+
+    Returns:
+        (B, len(channels), states of all terms, L, L).
+    """
+    first = terms[0].scan
+    batch, tokens, _, per_head = first.shape
+    states = sum(term.states for term in terms)
+    unit = torch.eye(per_head, dtype=first.dtype, device=first.device)
+    one = unit.new_ones(1, 1, 1, 1)
+    out = unit.new_empty(batch, len(channels), states, tokens, tokens)
+    for matrices, channel in zip(out.unbind(1), channels, strict=True):
+        head, within = divmod(channel, per_head)
+        left = unit[within].view(1, 1, 1, per_head)
+        alone = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
+        for state, operator in enumerate(alone):
+            matrices[:, state] = operator.contract(left, one)
+    return out
+
+
+def _one_state(scan: Scan, state: int) -> Scan:
+    only = slice(state, state + 1)
+    if isinstance(scan, SelectiveScan):
+        a, b, c = (x[..., only] for x in (scan.a, scan.b, scan.c))
+        return SelectiveScan(scan.dt, a, b, c, scan.component)
+    query, key, per_head = scan.query[..., only], scan.key[..., only], scan.shape.per_head
+    if isinstance(scan, ScalarDecayHeads):
+        return ScalarDecayHeads(query, key, scan.log_decay, scan.scale, per_head, scan.component)
+    decay = scan.log_decay[..., only]
+    bonus = None if scan.bonus is None else scan.bonus[:, only]
+    return VectorDecayHeads(query, key, decay, per_head, bonus, scan.component)

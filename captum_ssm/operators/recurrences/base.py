@@ -1,0 +1,165 @@
+"""What recurrences over tokens have in common.
+
+What operators whose state runs from token to token have in common.
+
+What recurrences whose states fade independently of each other have in common.
+
+Heads whose matrices are recurrences, computed chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..base import Operator
+from ..heads import HeadOperator, common_to_channels
+from ..kernels import pivot_strip
+from ..kernels.arithmetic import full_precision, linear_map, underflow_flushed
+from ..kernels.bands import Band
+from ..kernels.chunk_tree import (
+    chunks_up_to,
+    matrices,
+    sum_over_heads,
+    sums_over_channels,
+    weighted,
+)
+from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, in_steps, mapped
+from ..kernels.pivot_tree import BandFactors, semiseparable_strip
+from ..kernels.portions import LARGE, Portion, Stream
+from ..kernels.rows import Strip, total
+
+
+class Recurrent(Operator):
+    """Base of operators whose map and adjoint are loops: each is the other's derivative."""
+
+    def apply(self, v: Tensor) -> Tensor:
+        return linear_map(v, self._forward, self._adjoint)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return linear_map(u, self._adjoint, self._forward)
+
+    def _forward(self, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+#: Elements of one factor of a block of the matrix tree (1 MiB in float32), and the fewest of its
+#: channels times states: products of fewer are slow.
+TREE_ELEMENTS = 2**18
+TREE_LEAST = 128
+#: Lags from first to last up to which a band stays in the tree.
+TREE_LAGS = 16
+
+
+class FadingRecurrence(Recurrent, pivot_strip.Fading):
+    """Base of recurrences of which rows are found by a tree of pivots, or cut at one."""
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        tokens = self.shape.tokens
+        return self.strip(left, right, range(tokens)).whole(tokens)
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        return self.strip_of_product(left, {0: right}, rows)
+
+    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+        first, last = min(band), max(band)
+        if last - first >= TREE_LAGS:
+            return Recurrent.strip_of_product(self, left, band, rows)
+        with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            # what is cut off must be more than the band reaches back
+            if rows.start >= pivot_strip.LEAST + max(last, last - first):
+                return pivot_strip.strip_by_pivot(self, left, band, rows)
+            factors = self._tree_blocks(left, band, rows)
+            own = self._own_share(left, band[first], slice(rows.start, rows.stop))
+            batch, tokens, *_ = self.shape
+            return semiseparable_strip(factors, batch, tokens, rows, first, own)
+
+    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
+        """Factors of the tree, some channels and states at a time."""
+        raise NotImplementedError
+
+    def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
+        """What tokens read of what they write themselves, summed over channels, (B, R)."""
+        every, (batch, tokens, heads, _) = slice(None), self.shape
+        read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
+        row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
+        # what is common to all channels is not repeated: loops are slow over such operands
+        sent = self.written(right[..., 0]).expand(batch, tokens, heads)[:, rows]
+        apart = [factor for factor in (row, read) if factor.shape[-1] > 1]
+        own: Tensor = torch.linalg.vecdot(math.prod(apart), sent) if apart else sent.sum(-1)
+        for factor in (row, read):
+            if factor.shape[-1] == 1:
+                own = own * factor[..., 0]
+        return own
+
+
+class ChunkedHeads(Recurrent, HeadOperator):
+    """Base of operators that say what chunks of tokens read, write and carry on."""
+
+    def chunk(self, part: slice, length: int) -> Chunk:
+        """The recurrence over some tokens in a row, in chunks.
+
+        Args:
+            part: the tokens: of whole chunks, or of one that is shorter.
+            length: tokens of a whole chunk.
+        """
+        raise NotImplementedError
+
+    def head_matrices(self) -> Tensor:
+        batch, tokens, heads, _ = self.shape
+        out = self._zeros(batch, heads, tokens, tokens)
+        return matrices(self._chunks_up_to(range(tokens)), out)
+
+    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+        left, *rights = (x.expand(self.shape) for x in (left, *band.values()))
+        if any(common_to_channels(left, x, self.shape) is not None for x in rights):
+            return super().strip_of_product(left, band, rows)
+        with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            sums = self._sums_of_channels(left, rights, rows)
+        strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
+        tokens = self.shape.tokens
+        shares = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))
+        return total(shares, rows)
+
+    def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        left, right = (x.transpose(1, 2)[..., None] for x in (left, right))  # (B, H, L, 1)
+        chunks = [weighted(chunk, left, right) for chunk in self._chunks_up_to(rows)]
+        return sum_over_heads(chunks, self._zeros(self.shape.batch, len(rows), rows.stop))
+
+    def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        return self._sums_of_channels(left, [right], rows)[0]
+
+    def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
+        """The sum over channels for each of several column factors, which share the matrices."""
+        left, *rights = (x.transpose(1, 2) for x in (left, *rights))  # (B, H, L, P)
+        out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
+        return sums_over_channels(self._chunks_up_to(rows), left, rights, out)
+
+    def _chunks_up_to(self, rows: range) -> list[Chunk]:
+        return chunks_up_to(self.chunk, rows, self.shape.batch * self.shape.heads)
+
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        if self._example().is_cuda:  # a few chunks at a time would take more launches than work
+            return None
+        steps = self._steps(CHUNK, transposed)
+        return lambda x, part: in_steps(steps, x, part, CHUNK, transposed)
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE._replace(multiple=CHUNK)
+
+    def _forward(self, v: Tensor) -> Tensor:
+        return mapped(self._steps, v, transposed=False)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return mapped(self._steps, u, transposed=True)
+
+    def _steps(self, length: int, transposed: bool) -> Steps:
+        """The map, or its adjoint, in chunks of so many tokens."""
+        return ChunkSteps(self.chunk, length, transposed)

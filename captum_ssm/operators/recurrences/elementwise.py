@@ -1,0 +1,220 @@
+"""Recurrences with one decay per token and channel: RG-LRU, HGRN, and WKV built from them.
+
+    y[t] = a[t] y[t-1] + x[t],   so that   alpha[i, j] = product of a[j+1..i]
+
+(unified paper, eq. 16).  A decay of exactly zero is a hard reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..base import Operator, Shape
+from ..chain import Chain
+from ..combine import Sum
+from ..conv import ShortConv
+from ..diagonal import Diagonal
+from ..kernels.arithmetic import (
+    Scratch,
+    exponential_,
+    fading_log_sums,
+    full_precision,
+    underflow_flushed,
+    unseen,
+)
+from ..kernels.bands import Band, some_heads
+from ..kernels.chunk_tree import decay_matrices
+from ..kernels.odd_even import FadingSteps
+from ..kernels.pivot_strip import Fades, Heads, from_pivot
+from ..kernels.pivot_tree import BandFactors
+from ..kernels.portions import LARGE, Portion, Stream, parts
+from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
+
+#: Tokens mapped at a time.
+_TOKENS = 512
+
+
+class ElementwiseRecurrence(FadingRecurrence):
+    """A recurrence with one number of state per channel, y[t] = decay[t] y[t-1] + x[t].
+
+    alpha[i, j] = product of decay[j+1..i] for j <= i (unified paper, eq. 16).  A decay of exactly
+    zero forgets all that came before.
+
+    Args:
+        decay: factors (B, L, H) between 0 and 1; every channel is a head of its own (P = 1).
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ElementwiseRecurrence
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 1), 0.5))
+        >>> scan.apply(torch.ones(1, 3, 1, 1)).flatten().tolist()
+        [1.0, 1.5, 1.75]
+    """
+
+    def __init__(self, decay: Tensor, component: str | None = "scan") -> None:
+        self.decay = decay.detach()
+        self.component = component
+        self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
+
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        if self.decay.is_cuda:  # a launch for each token would cost more than all its arithmetic
+            return None
+        return self._steps(transposed).stream
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
+
+    def _forward(self, v: Tensor) -> Tensor:
+        return self._run(v, transposed=False)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return self._run(u, transposed=True)
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
+        steps = self._steps(transposed)
+        for part in parts(self.shape.tokens, _TOKENS, transposed):
+            steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
+        return out.view(x.shape)
+
+    def _steps(self, transposed: bool) -> FadingSteps:
+        return FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"decay": self.decay}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
+
+    def cut(self, tokens: slice) -> ElementwiseRecurrence:
+        """The recurrence of neighbouring tokens alone.
+
+        Args:
+            tokens: which ones.
+        """
+        return ElementwiseRecurrence(self.decay[:, tokens], self.component)
+
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
+        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot_strip`.
+
+        Args:
+            token: the one token.
+            tokens: how many others, from the first one on.
+            heads: which heads.
+
+        Returns:
+            A function from a slice of the tokens to (B, T, N, H).
+        """
+        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
+        return lambda part: products[:, part, None].clone()
+
+    def by_memory(self, tokens: slice) -> Tensor:
+        """Heads (H,), in an order in which neighbours forget alike.
+
+        Args:
+            tokens: those over which they forget.
+        """
+        return self.decay[:, tokens].sum((0, 1)).argsort()
+
+    def queries(self, tokens: slice, heads: Heads) -> Tensor:
+        """What tokens read of the state, all of it: (1, 1, 1, 1).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
+        return self._ones(1, 1, 1, 1)
+
+    def keys(self, tokens: slice, heads: Heads) -> Tensor:
+        """What tokens write to, all of the state: (1, 1, 1, 1).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
+        return self._ones(1, 1, 1, 1)
+
+    def written(self, right: Tensor) -> Tensor:
+        """How much is written of values, (B, L, H), broadcastable.
+
+        Args:
+            right: the values (B, L, H), broadcastable.
+        """
+        return right
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
+        with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            matrices = decay_matrices(self.decay)  # (B, H, L, L)
+            return matrices.mul_(rows).mul_(columns.mT)
+
+    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
+        batch, _, heads, _ = self.shape
+        row = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]  # (B, R, H)
+        columns = {lag: x.expand(self.shape)[:, : rows.stop, :, 0] for lag, x in band.items()}
+        decay = self.decay[:, : rows.stop]
+        zero = decay.new_zeros(1, 1, 1).expand_as(decay)
+        scratch = Scratch(decay)
+
+        def copied(name: Hashable, x: Tensor) -> Tensor:
+            return scratch(name, *x.shape).copy_(x)
+
+        size = max(TREE_LEAST, TREE_ELEMENTS // (batch * rows.stop))
+        for start in range(0, heads, size):
+            part = slice(start, min(start + size, heads))
+            v = [
+                copied(lag, columns.get(lag, zero)[:, :, part])
+                for lag in range(min(band), max(band) + 1)
+            ]
+            yield copied("decay", decay[:, :, part]), copied("row", row[:, :, part]), v
+
+
+def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
+    """RWKV-4's time mixing (unified paper, eqs. 19-20), whose rows are a softmax.
+
+    alpha[i, j] is the softmax over j <= i of (i - 1 - j) log_decay + key[j] for j < i and
+    bonus + key[i] for j = i.  Carried relative to the running log-sum-exp of the past, every
+    exponent is at most zero.  Nothing of it keeps a graph.
+
+    Args:
+        key: k (B, L, H).
+        log_decay: w, negative (H,).
+        bonus: u (H,).
+
+    Returns:
+        An operator on (B, L, H, 1): the sum of a diagonal, the token itself, and of a recurrence
+        over the tokens before.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import wkv
+        >>> key, bonus = torch.arange(10.0).view(1, 5, 2), torch.zeros(2)
+        >>> log_decay = torch.tensor([-1.0, -0.1])
+        >>> rows = wkv(key, log_decay, bonus).dense().sum(-1)
+        >>> torch.allclose(rows, torch.ones(1, 5))
+        True
+    """
+    key, log_decay, bonus = (x.detach() for x in (key, log_decay, bonus))
+    shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
+    with unseen(), underflow_flushed():
+        after = fading_log_sums(key, log_decay)
+        past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
+        # what a token finds was written before it: its state decays by the step of that token
+        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0))
+        own = bonus + key
+        total = torch.logaddexp(past, own)
+        exponents = past.sub_(total), key - after, own.sub_(total)
+        read, written, now = (exponential_(x) for x in exponents)
+    earlier = Chain(
+        Diagonal(read[..., None], shape, "scan"),
+        ElementwiseRecurrence(decay),
+        ShortConv(key.new_ones(shape.heads, 1, 1), shape, lags=(1,), component="scan"),
+        Diagonal(written[..., None], shape, "scan"),
+    )
+    return Sum(Diagonal(now[..., None], shape, "scan"), earlier)

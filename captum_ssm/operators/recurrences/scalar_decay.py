@@ -1,0 +1,152 @@
+"""Linear attention with one decay per head: Mamba-2, RetNet, lightning attention, mLSTM.
+
+    alpha_h[i, j] = q[i] . k[j] (product of decays j+1..i) scale[j],   j <= i
+
+Groups of heads may share queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..base import Operator, Shape
+from ..heads import row_slices
+from ..kernels.arithmetic import exponential
+from ..kernels.chunk_tree import decay_matrices, sums_over_groups
+from ..kernels.chunks import Chunk, in_chunks
+from ..kernels.pivot_tree import semiseparable_strip
+from ..kernels.within_chunk import Decays
+from .base import ChunkedHeads
+
+#: Rows of which products of queries and keys are formed at a time.
+_ROWS = 256
+
+
+class ScalarDecayHeads(ChunkedHeads):
+    """Linear attention with one decay per head and token: Mamba-2, RetNet, mLSTM.
+
+    alpha_h[i, j] = q[i] . k[j] (product of the decays of tokens j+1..i) scale[j] for j <= i.
+
+    Args:
+        query: (B, L, G, N); G divides H, and each group serves H / G heads in a row.
+        key: (B, L, G, N).
+        log_decay: logarithms of the decays (B, L, H), at most 0.
+        scale: factors on the values (B, L, H), or None for none.
+        per_head: value channels of a head, P.
+        component: name of the part it stands for. Default: ``"scan"``.
+        rate: continuous-time decay rates (H,), not positive, where ``scale`` holds step sizes and
+            log_decay is rate * scale (Mamba-2). Default: None, no step size makes the decay.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ScalarDecayHeads
+        >>> query = key = torch.ones(1, 3, 1, 2)  # their products are 2
+        >>> log_decay = torch.full((1, 3, 1), 0.5).log()
+        >>> scan = ScalarDecayHeads(query, key, log_decay, None, per_head=4)
+        >>> expected = torch.tensor([[2.0, 0.0, 0.0], [1.0, 2.0, 0.0], [0.5, 1.0, 2.0]])
+        >>> torch.allclose(scan.dense(), expected[None])
+        True
+    """
+
+    quick_heads = True
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        log_decay: Tensor,
+        scale: Tensor | None,
+        per_head: int,
+        component: str | None = "scan",
+        rate: Tensor | None = None,
+    ) -> None:
+        self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
+        self.scale = None if scale is None else scale.detach()
+        self.rate = None if rate is None else rate.detach()
+        self.component = component
+        batch, tokens, heads = log_decay.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
+        return named if self.scale is None else {**named, "scale": self.scale}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        chosen = list(heads)
+        scale = None if self.scale is None else self.scale[:, :, chosen]
+        groups = [head // self._each for head in chosen]
+        if len(set(groups)) == 1:  # one group serves them all
+            groups = groups[:1]
+        return ScalarDecayHeads(
+            self.query[:, :, groups],
+            self.key[:, :, groups],
+            self.log_decay[:, :, chosen],
+            scale,
+            self.shape.per_head,
+            self.component,
+            None if self.rate is None else self.rate[chosen],
+        )
+
+    def head_matrices(self) -> Tensor:
+        out = decay_matrices(exponential(self.log_decay))
+        for group, heads in enumerate(self._groups()):
+            out[:, heads] *= (self.query[:, :, group] @ self.key[:, :, group].mT)[:, None]
+        return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
+
+    def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        if not self._shared:
+            return super()._sum_of_heads(left, right, rows)
+        batch, tokens, *_ = self.shape
+        right = right if self.scale is None else right * self.scale
+        out = self._zeros(batch, len(rows), rows.stop)
+        for group, heads in enumerate(self._groups()):
+            decay = exponential(self.log_decay[:, : rows.stop, heads])
+            row, column = left[:, rows.start : rows.stop, heads], right[:, : rows.stop, heads]
+            # copies, which are written to
+            u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
+            strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
+            q, k = self.query[:, :, group], self.key[:, :, group].mT
+            for part in row_slices(rows, _ROWS):  # columns behind them are zero
+                some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
+                into, decays = (x[:, some, :columns] for x in (out, strip.entries))
+                into.addcmul_(q[:, part] @ k[..., :columns], decays)
+        return out
+
+    def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
+        """Of each group the sum of decays with factors, times the products of q and k."""
+        if not self._shared:
+            return super()._sums_of_channels(left, rights, rows)
+        if self.scale is not None:
+            rights = [right * self.scale[..., None] for right in rights]
+        out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
+        decay = exponential(self.log_decay)
+        return sums_over_groups(decay, self.query, self.key, left, rights, out)
+
+    def _groups(self) -> Iterator[slice]:
+        """The heads of each group."""
+        each = self._each
+        return (slice(start, start + each) for start in range(0, self.shape.heads, each))
+
+    @property
+    def _each(self) -> int:
+        """Heads of each group."""
+        return self.shape.heads // self.query.shape[2]
+
+    @property
+    def _shared(self) -> bool:
+        """Whether heads share queries and keys."""
+        return self._each > 1
+
+    def chunk(self, part: slice, length: int) -> Chunk:
+        q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
+        logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
+        decay = Decays(exponential(logs))
+        grouped = torch.unflatten(decay.between, 1, (-1, self._each))
+        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
+        if self.scale is not None:
+            scale = in_chunks(self.scale[:, part, :, None], length)
+            inner, until = inner.mul_(scale.mT), until * scale
+        return Chunk(part, inner, q, k, decay.total, (decay.since, until))

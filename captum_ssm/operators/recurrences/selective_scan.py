@@ -1,0 +1,290 @@
+"""The selective scan of Mamba-1: its own decay for every channel and state.
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
+
+so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
+(hidden-attention paper, eqs. 14 and 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..base import Shape
+from ..kernels import chunks
+from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
+from ..kernels.bands import Band, some_heads
+from ..kernels.chunks import Chunk, in_chunks
+from ..kernels.pivot_strip import Fades, Heads, from_pivot, picked
+from ..kernels.pivot_tree import BandFactors, semiseparable_strip
+from ..kernels.portions import LARGE, Portion, Stream, evenly
+from ..kernels.token_loop import ScanSteps, per_head
+from ..kernels.within_chunk import decayed
+from .base import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
+
+#: Tokens whose states are held at a time by the loop over tokens, and elements of these states:
+#: they and the decays, 2 MiB each in float32, stay in a processor's cache, and operations on all of
+#: them are long enough for their calls to cost little.
+_SCAN_TOKENS = 32
+_SCAN_ELEMENTS = 2**19
+#: Fewest tokens of states, however large these are, so that carrying one over costs little.
+_SCAN_LEAST = 4
+#: Elements of the matrices of chunks formed at a time (64 MiB in float32).
+_CHUNK_ELEMENTS = 2**24
+#: Fewest tokens for which heads are put in an order: few are hardly forgotten by any.
+_ORDERED = 1024
+#: Most channels times states of a factor of a block of the matrix tree: more leave the cache.
+_TREE_MOST = 4096
+
+
+class SelectiveScan(FadingRecurrence):
+    """The selective scan of Mamba-1, a diagonal state-space recurrence with steps from the input.
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t] and y[t] = C[t] . h[t], so that alpha[i, j] is the
+    sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n] for j <= i (hidden-attention
+    paper, eqs. 14 and 17).
+
+    Args:
+        dt: step sizes (B, L, H), not negative.
+        a: continuous-time decay rates (H, N), not positive.
+        b: input vectors, common to all heads (B, L, N), or (B, L, G, N); G divides H, and each
+            group serves H / G heads in a row.
+        c: output vectors, of the same shape.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import SelectiveScan
+        >>> dt, b, c = torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
+        >>> a = -torch.tensor([[2.0]]).log()  # a step halves the state
+        >>> scan = SelectiveScan(dt, a, b, c)
+        >>> expected = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]])
+        >>> torch.allclose(scan.dense(), expected[None])
+        True
+    """
+
+    quick_heads = True
+
+    def __init__(
+        self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
+    ) -> None:
+        self.dt, self.a, self.b, self.c = (t.detach() for t in (dt, a, b, c))
+        self.component = component
+        self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"dt": self.dt, "A": self.a, "B": self.b, "C": self.c}
+
+    def select(self, heads: Sequence[int]) -> SelectiveScan:
+        chosen = list(heads)
+        b, c = self.b, self.c
+        if b.dim() == 4:
+            b, c = (per_head(x, self.shape.heads)[:, :, chosen] for x in (b, c))
+        dt = some_heads(self.dt, heads)
+        return SelectiveScan(dt, self.a[chosen], b, c, self.component)
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.heads_of_product(left, {0: right})
+
+    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
+        if max(band) - min(band) >= TREE_LAGS:
+            return super().heads_of_product(left, band)
+        batch, tokens, heads, _ = self.shape
+        examples = batch * heads  # of one channel each
+        with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            factors = self._factors_by_head(left, band)
+            strip = semiseparable_strip([factors], examples, tokens, range(tokens), min(band))
+        return strip.whole(tokens).view(batch, heads, tokens, tokens)
+
+    def cut(self, tokens: slice) -> SelectiveScan:
+        """The scan of neighbouring tokens alone.
+
+        Args:
+            tokens: which ones.
+        """
+        dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
+        return SelectiveScan(dt, self.a, b, c, self.component)
+
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
+        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot_strip`.
+
+        Args:
+            token: the one token.
+            tokens: how many others, from the first one on.
+            heads: which heads.
+
+        Returns:
+            A function from a slice of the tokens to (B, T, N, H).
+        """
+        elapsed = from_pivot(picked(self.dt[:, :tokens], heads), token, product=False)
+        elapsed = elapsed.to(self.dtype)
+        rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
+        return lambda part: (elapsed[:, part, None] * rate).exp2_()
+
+    def by_memory(self, tokens: slice) -> Tensor:
+        """Heads (H,), in an order in which neighbours forget alike.
+
+        Args:
+            tokens: those over which they forget.
+        """
+        return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
+
+    def queries(self, tokens: slice, heads: Heads) -> Tensor:
+        """What tokens read, C (B, T, N, 1 or H).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
+        return per_head(self.c[:, tokens], self.shape.heads, heads).mT
+
+    def keys(self, tokens: slice, heads: Heads) -> Tensor:
+        """What tokens write to, B (B, T, N, 1 or H).
+
+        Args:
+            tokens: which ones.
+            heads: of which heads.
+        """
+        return per_head(self.b[:, tokens], self.shape.heads, heads).mT
+
+    def written(self, right: Tensor) -> Tensor:
+        """How much is written of values, (B, L, H).
+
+        Args:
+            right: the values (B, L, H), broadcastable.
+        """
+        return self.dt * right
+
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
+            return None
+        steps, scratch = self._steps(1, transposed), Scratch(self.dt)
+
+        def stream(x: Tensor, part: slice) -> Tensor:
+            out = scratch("out", *x.shape)
+            steps(x[None, ..., 0], part, out[None, ..., 0])
+            return out
+
+        return stream
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
+
+    def _forward(self, v: Tensor) -> Tensor:
+        return self._run(v, transposed=False)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return self._run(u, transposed=True)
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        if x.is_cuda:
+            return _by_products(self, x, transposed)
+        out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
+        steps = self._steps(len(out), transposed)
+        steps(x.squeeze(-1).reshape(out.shape), slice(0, self.shape.tokens), out)
+        return out.view(x.shape)
+
+    def _steps(self, stack: int, transposed: bool) -> ScanSteps:
+        elements = stack * self.shape.batch * self.a.numel()
+        most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
+        return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
+
+    def _factors_by_head(self, left: Tensor, band: Band) -> BandFactors:
+        """Those of all channels, (B H, L, N)."""
+        b, c = (per_head(x, self.shape.heads).transpose(1, 2) for x in (self.b, self.c))
+        dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
+        keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
+        factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in _lags(band)]
+        decay = (dt * (BINARY * self.a[:, None])).exp2_()
+        u = left.expand(self.shape).transpose(1, 2) * c
+        return decay.flatten(0, 1), u.flatten(0, 1), [(x * keys).flatten(0, 1) for x in factors]
+
+    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
+        heads, states = self.a.shape
+        batch, some, until = self.shape.batch, slice(rows.start, rows.stop), slice(rows.stop)
+        row = left.expand(self.shape)[:, some, :, 0]  # (B, R, H)
+        columns = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
+        scratch = Scratch(self.dt)
+        order = self.by_memory(until) if rows.stop >= _ORDERED else None
+        for place, groups in _blocks(heads, states, batch * rows.stop):
+            part, width = place if order is None else order[place], place.stop - place.start
+            # contiguous, because a factor common to all channels would be multiplied one by one
+            dt = picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
+            above = picked(row, part, scratch("above", batch, len(rows), width))
+            sent = {
+                lag: picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
+                for lag, x in columns.items()
+            }
+            b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
+            for chosen in groups:
+                rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
+                count = rate.numel()
+                decay = scratch("decay", batch, rows.stop, count)
+                u = scratch("u", batch, len(rows), count)
+                v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
+                _outer(dt, rate, decay).exp2_()
+                _outer(above, c[:, some, chosen], u)
+                for lag, factor in zip(_lags(band), v, strict=True):
+                    if lag in sent:
+                        _outer(sent[lag], b[:, until, chosen], factor)
+                    else:
+                        factor.zero_()
+                yield decay, u, v
+
+    def chunk(self, part: slice, length: int) -> Chunk:
+        """The scan over some tokens in a row, in chunks, one matrix per channel.
+
+        Args:
+            part: the tokens: of whole chunks, or of one that is shorter.
+            length: tokens of a whole chunk.
+        """
+        heads = self.shape.heads
+        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
+        key, read = (in_chunks(per_head(x[:, part], heads), length) for x in (self.b, self.c))
+        rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
+        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
+        return Chunk(part, inner, reads, writes, carry=total.mT)
+
+
+def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
+    """alpha x, or alpha-transposed x, for x (..., B, L, H, 1), as matrix products of chunks.
+
+    A GPU is launched once per chunk and not per token.  On a processor, where launches cost little,
+    the matrices of the chunks cost more than the loop for any number of vectors up to 64.
+    """
+    batch, tokens, heads, _ = scan.shape
+    out = torch.empty_like(x)
+    side = min(chunks.CHUNK, tokens)
+    size = max(1, _CHUNK_ELEMENTS // (batch * side * max(side, scan.a.shape[-1])))
+    for start in range(0, heads, size):
+        part = range(start, min(start + size, heads))
+        some = scan if len(part) == heads else scan.select(part)
+        make, values = partial(chunks.ChunkSteps, some.chunk), x[..., start : part.stop, :]
+        out[..., start : part.stop, :] = chunks.mapped(make, values, transposed)
+    return out
+
+
+def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
+    """(B, T, h) times (..., n, 1 or h), into (B, T, n h)."""
+    count = channels.shape[-1]
+    torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, count)))
+    return out
+
+
+def _blocks(heads: int, states: int, tokens: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Heads, and groups of their states, whose factors make blocks of the tree."""
+    width = min(_TREE_MOST, max(TREE_LEAST, TREE_ELEMENTS // tokens))
+    each = evenly(heads, width)
+    some = min(states, max(1, width // each))
+    for head in range(0, heads, each):
+        groups = [slice(state, min(state + some, states)) for state in range(0, states, some)]
+        yield slice(head, min(head + each, heads)), groups
+
+
+def _lags(band: Band) -> range:
+    return range(min(band), max(band) + 1)

@@ -1,0 +1,181 @@
+"""Linear attention with one decay per head and key channel: GLA, HGRN2, RWKV-6.
+
+    alpha_h[i, j] = q[i] . (products of decays j+1..i) k[j],   j <= i
+
+The N channels of keys fade independently of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..base import Operator, Shape
+from ..chain import Chain
+from ..conv import ShortConv
+from ..diagonal import Diagonal
+from ..kernels.arithmetic import Scratch, exponential
+from ..kernels.bands import shift_tokens
+from ..kernels.chunks import Chunk, few, in_chunks
+from ..kernels.odd_even import FadingSteps
+from ..kernels.portions import evenly, parts
+from ..kernels.rows import total
+from ..kernels.within_chunk import decayed
+from .base import ChunkedHeads
+from .elementwise import ElementwiseRecurrence
+
+#: Elements of the states of the tokens mapped at a time (1 MiB in float32).
+_STATE_ELEMENTS = 2**18
+
+
+class VectorDecayHeads(ChunkedHeads):
+    """Linear attention with one decay per head, key channel and token: GLA, HGRN2, RWKV-6.
+
+    alpha_h[i, j] = sum over n of q[i, n] (product of decay[j+1..i, n]) k[j, n] for j <= i.
+
+    Args:
+        query: (B, L, H, N).
+        key: (B, L, H, N).
+        log_decay: logarithms of the decays (B, L, H, N), at most 0.
+        per_head: value channels of a head, P.
+        bonus: if given (H, N), token i reads the state before its own step, whose decay then
+            counts from the next token on, and takes its own value with q[i] . (bonus k[i])
+            (RWKV-6). Default: None.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import VectorDecayHeads
+        >>> query = key = torch.ones(1, 3, 1, 2)
+        >>> log_decay = torch.tensor([0.5, 1.0]).log().expand(1, 3, 1, 2)
+        >>> scan = VectorDecayHeads(query, key, log_decay, per_head=4)
+        >>> torch.allclose(scan.dense()[0, -1], torch.tensor([0.25 + 1, 0.5 + 1, 1 + 1]))
+        True
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        log_decay: Tensor,
+        per_head: int,
+        bonus: Tensor | None = None,
+        component: str | None = "scan",
+    ) -> None:
+        self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
+        self.bonus = None if bonus is None else bonus.detach()
+        self.component = component
+        batch, tokens, heads, _ = log_decay.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"query": self.query, "key": self.key, "log_decay": self.log_decay}
+        return named if self.bonus is None else {**named, "bonus": self.bonus}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        chosen = list(heads)
+        return VectorDecayHeads(
+            self.query[:, :, chosen],
+            self.key[:, :, chosen],
+            self.log_decay[:, :, chosen],
+            self.shape.per_head,
+            None if self.bonus is None else self.bonus[chosen],
+            self.component,
+        )
+
+    def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Of all key channels alike, which fade independently of each other."""
+        above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
+        aside = (right[..., None] * self.key).flatten(2)[..., None]
+        states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
+        if self.bonus is None:
+            return states.strip(above, aside, rows).whole(rows.stop)
+        one = self._ones(states.shape.heads, 1, 1)
+        late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
+        own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
+        shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
+        return total(shares, rows).whole(rows.stop)
+
+    def _forward(self, v: Tensor) -> Tensor:
+        if not few(v):
+            return super()._forward(v)
+        if self.bonus is None:
+            return self._by_state(v, transposed=False)
+        earlier = shift_tokens(self._by_state(v, transposed=False), 1)
+        return torch.addcmul(earlier, self._own(self.bonus), v)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        if not few(u):
+            return super()._adjoint(u)
+        if self.bonus is None:
+            return self._by_state(u, transposed=True)
+        later = self._by_state(shift_tokens(u, -1), transposed=True)
+        return torch.addcmul(later, self._own(self.bonus), u)
+
+    def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
+        """alpha v, or its adjoint, key channel by key channel; less any bonus, one token early.
+
+        For few vectors the matrices within chunks would cost more.
+        """
+        x = v.reshape(-1, *v.shape[-4:]).movedim(-1, 1).flatten(0, 1)  # (S P, B, L, H)
+        out = torch.empty_like(x)
+        scratch = Scratch(v)
+
+        def decays(part: slice) -> Tensor:
+            logs = self.log_decay[:, part]
+            return exponential(logs, scratch(("decays", logs.shape[1]), *logs.shape)).flatten(2)
+
+        steps = FadingSteps(decays, self.key, transposed)
+        written, read = self._keys, self._late_queries
+        if transposed:
+            written, read = read, written
+        for part in self._parts(len(x), backwards=transposed):
+            keys = written(part)
+            states = scratch("states", len(x), *keys.shape[:2], keys[0, 0].numel())
+            by_head = torch.unflatten(states, -1, keys.shape[2:])
+            torch.mul(x[:, :, part, :, None], keys, out=by_head)
+            steps(states, part, states)
+            out[:, :, part] = by_head.mul_(read(part)).sum(-1)
+        out = torch.unflatten(out, 0, (-1, v.shape[-1])).movedim(1, -1)
+        return out.reshape(v.shape).contiguous()
+
+    def _parts(self, stack: int, backwards: bool = False) -> Iterator[slice]:
+        """Tokens whose states are held at a time, of so many vectors."""
+        batch, tokens, heads, state = self.key.shape
+        size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
+        return parts(tokens, size, backwards)
+
+    def _keys(self, part: slice) -> Tensor:
+        return self.key[:, part]
+
+    def _late_queries(self, part: slice) -> Tensor:
+        """What is read right after each token's step: with a bonus, what the next token reads."""
+        if self.bonus is None:
+            return self.query[:, part]
+        late = self.query[:, part.start + 1 : part.stop + 1]
+        if part.stop < self.shape.tokens:
+            return late
+        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
+
+    def _own(self, bonus: Tensor) -> Tensor:
+        """What each token takes of its own value, (B, L, H, 1)."""
+        own, scratch = [], Scratch(self.key)
+        for part in self._parts(1):
+            query = self.query[:, part]
+            products = torch.mul(query, bonus, out=scratch("products", *query.shape))
+            own.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
+        return torch.cat(own, 1)
+
+    def chunk(self, part: slice, length: int) -> Chunk:
+        q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
+        if self.bonus is None:
+            (inner,), (reads,), writes, total = decayed(logs, [q], k)
+            return Chunk(part, inner, reads, writes, total.mT)
+        # a token reads what the next query would read in its place
+        (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
+        own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
+        reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
+        return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)

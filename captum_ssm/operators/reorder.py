@@ -1,0 +1,290 @@
+"""Reorderings of the tokens, and windows within which an operator mixes them.
+
+Reorderings of the tokens.
+
+Windows: tokens cut into groups of equal size, within which an operator mixes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Mixing, Operator, Shape
+from .diagonal import Diagonal
+from .kernels.rows import Positions, Strip, by_query
+
+
+class Permute(Operator):
+    """y[t] = x[order[t]]: a reordering of the tokens, such as the flip of a backward direction.
+
+    Attributes:
+        inverse: which position reads each token (L,).
+
+    Args:
+        order: which token each position reads, a permutation (L,).
+        shape: the sizes acted on.
+        component: name of the part it stands for. A reordering around a core that is one term of a
+            sum goes where the core goes, so it bears the core's name. Default: None, a structural
+            part.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Permute, Shape
+        >>> flip = Permute(torch.tensor([2, 1, 0]), Shape(batch=1, tokens=3, heads=1, per_head=1))
+        >>> flip.apply(torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)).flatten().tolist()
+        [3.0, 2.0, 1.0]
+    """
+
+    def __init__(self, order: Tensor, shape: Shape, component: str | None = None) -> None:
+        self.order = order
+        self.shape = shape
+        self.component = component
+        self.inverse = torch.argsort(order)
+
+    @property
+    def data_dependent(self) -> bool:
+        return False
+
+    def apply(self, v: Tensor) -> Tensor:
+        return v.index_select(-3, self.order)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return u.index_select(-3, self.inverse)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def _without_coefficients(self) -> Tensor:
+        return torch.zeros((), device=self.order.device)
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        shape = self.shape._replace(heads=len(heads))
+        return Permute(self.order, shape, self.component)
+
+    def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor | None]:
+        """What is asked of an operator, if its rows are wanted in this order.
+
+        Args:
+            positions: of the rows, in this order.
+            weight: factors on them (Q, B, 1, H, P), broadcastable; None for none.
+        """
+        return self.order[by_query(positions, self.order.device)], weight
+
+    def rows_of(self, matrix: Tensor) -> Tensor:
+        """Permute . matrix.
+
+        Args:
+            matrix: (..., L, L).
+        """
+        return matrix.index_select(-2, self.order)
+
+    def columns_of(self, matrix: Tensor) -> Tensor:
+        """matrix . Permute.
+
+        Args:
+            matrix: (..., L, L).
+        """
+        return matrix.index_select(-1, self.inverse)
+
+    def read_by(self, rows: range) -> range | None:
+        """The tokens that some positions read, if they stand next to each other; else None.
+
+        Args:
+            rows: the positions.
+        """
+        return _neighbours(self.order[rows.start : rows.stop])
+
+    def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
+        """Some rows of Permute . matrix, from the rows of the matrix that they read.
+
+        Args:
+            strip: the rows of the matrix; see :meth:`read_by`.
+            rows: the rows wanted.
+        """
+        read = self.order[rows.start : rows.stop] - strip.rows.start
+        return Strip(strip.entries.index_select(1, read), rows, strip.columns)
+
+    def columns_of_strip(self, strip: Strip) -> Strip:
+        """Some rows of matrix . Permute.
+
+        Args:
+            strip: the same rows of the matrix.
+        """
+        columns = _neighbours(self.order[strip.columns.start : strip.columns.stop])
+        if columns is None:
+            tokens = self.shape.tokens
+            return Strip(self.columns_of(strip.whole(tokens)), strip.rows, range(tokens))
+        wanted = self.inverse[columns.start : columns.stop] - strip.columns.start
+        return Strip(strip.entries.index_select(2, wanted), strip.rows, columns)
+
+
+def outermost(
+    parts: Sequence[Operator],
+) -> tuple[list[Permute], list[Operator], list[Permute]]:
+    """A product whose reorderings at either end are moved past diagonals to the very end.
+
+    Args:
+        parts: the factors, the last one acting first.
+
+    Returns:
+        The reorderings that act last, what is between, and the reorderings that act first.
+    """
+    ahead, inside = _moved_ahead(parts, lambda permute: permute.inverse)
+    after, inside = _moved_ahead(inside[::-1], lambda permute: permute.order)
+    return ahead, inside[::-1], after[::-1]
+
+
+def _moved_ahead(
+    parts: Sequence[Operator], order: Callable[[Permute], Tensor]
+) -> tuple[list[Permute], list[Operator]]:
+    """The reorderings among the leading diagonals, and all else; ``order`` is the diagonals'."""
+    moved: list[Permute] = []
+    diagonals: list[Diagonal] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, Permute):
+            moved.append(part)
+            diagonals = [diagonal.reordered(order(part)) for diagonal in diagonals]
+        elif isinstance(part, Diagonal):
+            diagonals.append(part)
+        else:
+            return moved, [*diagonals, *parts[i:]]
+    return moved, [*diagonals]
+
+
+def _neighbours(positions: Tensor) -> range | None:
+    """Different positions as a range; None if others lie between them."""
+    if not len(positions):
+        return range(0)
+    first, last = int(positions.min()), int(positions.max())
+    return range(first, last + 1) if last - first < len(positions) else None
+
+
+class Windows:
+    """A partition of L tokens into W windows of T places.
+
+    Attributes:
+        places: the token that each place holds (W, T); -1 where it holds padding.
+        tokens: how many tokens there are, L.
+
+    Args:
+        places: as above; every token is held by one place.
+    """
+
+    def __init__(self, places: Tensor) -> None:
+        self.places = places
+        flat = places.flatten()
+        self._padding = flat < 0  # (W T,)
+        self.tokens = int((~self._padding).sum())
+        self._place_of = flat.argsort()[len(flat) - self.tokens :]  # padding sorts to the front
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(..., B, L, H, P) to (..., B W, T, H, P), padding being zero."""
+        held = x.index_select(-3, self.places.flatten().clamp_min(0))
+        return self._as_windows(held.masked_fill(self._padding[:, None, None], 0))
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
+        return self._in_a_row(x).index_select(-3, self._place_of)
+
+    def padding(self, x: Tensor) -> Tensor | None:
+        """``x`` (..., B W, T, H, P) with zeros for all tokens; None if no place holds padding."""
+        if not bool(self._padding.any()):
+            return None
+        only = self._in_a_row(x).masked_fill(~self._padding[:, None, None], 0)
+        return self._as_windows(only)
+
+    def assemble(self, blocks: Tensor, rows: range) -> Tensor:
+        """Matrices within windows (B W, T, T) as rows of matrices over all tokens (B, R, L)."""
+        blocks = torch.unflatten(blocks, 0, (-1, len(self.places)))  # (B, W, T, T)
+        place = self._place_of[rows.start : rows.stop]
+        window = place // self.places.shape[1]  # (R,)
+        held = blocks[:, window, place % self.places.shape[1]]  # (B, R, T)
+        # place -1, padding, is a last column, cut off again
+        out = blocks.new_zeros(len(blocks), len(rows), self.tokens + 1)
+        columns = self.places[window] % (self.tokens + 1)  # (R, T)
+        return out.scatter_(-1, columns.expand_as(held), held)[..., :-1]
+
+    def _as_windows(self, x: Tensor) -> Tensor:
+        """(..., B, W T, H, P) to (..., B W, T, H, P)."""
+        return torch.unflatten(x, -3, self.places.shape).flatten(-5, -4)
+
+    def _in_a_row(self, x: Tensor) -> Tensor:
+        """(..., B W, T, H, P) to (..., B, W T, H, P)."""
+        return torch.unflatten(x, -4, (-1, len(self.places))).flatten(-4, -3)
+
+
+class Windowed(Operator):
+    """An operator within windows, as one over the tokens that were cut into them.
+
+    Args:
+        inner: the operator, on windows in place of examples: (B W, T, H, P).
+        windows: the partition of the tokens.
+        padding: what the places that hold no token pass to ``inner``, zero elsewhere; it adds a
+            constant term to the output. Default: None, nothing.
+    """
+
+    def __init__(self, inner: Operator, windows: Windows, padding: Tensor | None = None) -> None:
+        self.inner = inner
+        self.windows = windows
+        self._padding = None if padding is None else padding.detach()
+        batch = inner.shape.batch // len(windows.places)
+        self.shape = inner.shape._replace(batch=batch, tokens=windows.tokens)
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return self.inner.mixes_tokens
+
+    @property
+    def data_dependent(self) -> bool:
+        return self.inner.data_dependent
+
+    @property
+    def mixing(self) -> Mixing:
+        return self.inner.mixing
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self.windows.merge(self.inner.apply(self.windows.cut(v)))
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return self.windows.merge(self.inner.transpose(self.windows.cut(u)))
+
+    def offset(self) -> Tensor | None:
+        padding = self._padding
+        constant = self.inner.offset() if padding is None else self.inner.affine(padding)
+        return None if constant is None else self.windows.merge(constant)
+
+    def restrict(self, components: Collection[str]) -> Operator | None:
+        inner = self.inner.restrict(components)
+        return None if inner is None else Windowed(inner, self.windows, self._padding)
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        padding = None if self._padding is None else self._padding[:, :, list(heads)]
+        return Windowed(self.inner.select(heads), self.windows, padding)
+
+    def leaves(self) -> Iterator[Operator]:
+        yield from self.inner.leaves()
+
+    def per_channel(self) -> Operator:
+        return Windowed(self.inner.per_channel(), self.windows, self._padding)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.inner.tensors()
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.strip(left, right, range(self.shape.tokens)).entries
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        above, aside = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
+        blocks = self.inner.contract_heads(above, aside)  # (B W, H, T, T)
+        by_head = torch.unflatten(blocks, 0, (self.shape.batch, -1)).transpose(1, 2).flatten(0, 2)
+        whole = self.windows.assemble(by_head, range(self.shape.tokens))  # (B H, L, L)
+        return torch.unflatten(whole, 0, (self.shape.batch, -1))
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """All windows' matrices, which together are small, and of these the rows wanted."""
+        above, aside = (self.windows.cut(f.expand(self.shape)) for f in (left, right))
+        blocks = self.inner.contract(above, aside)
+        return Strip(self.windows.assemble(blocks, rows), rows, range(self.shape.tokens))

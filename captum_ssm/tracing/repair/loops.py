@@ -1,0 +1,140 @@
+"""Reference loops whose CPU backward is linear in the length, for the time of a ``with``.
+
+Packages bring kernels for GPUs and, for CPUs, loops over tokens in plain torch.  Most of these
+loops slice tensors that hold all tokens, and the backward of each slice writes a whole tensor of
+zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Those of selective scans
+also hold the states of all tokens at once.  What replaces them here computes the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..changes import Shared, Undo, lasting
+from .recurrences import rg_lru, wkv
+from .scan import selective_scan
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def repaired_scans() -> Iterator[None]:
+    """Replace the reference loops of packages that are imported, until the last user leaves.
+
+    Only what runs on a CPU is replaced; the numbers are the same but for rounding.  Contexts may be
+    nested, and entered by several threads.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.tracing import repaired_scans
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> with repaired_scans():
+        ...     logits = model(ids).logits
+        >>> torch.allclose(logits, model(ids).logits, atol=1e-4)
+        True
+    """
+    with lasting(_repairs.enter):
+        yield
+
+
+def _replace() -> Undo:
+    originals: list[tuple[Any, str, Function]] = []
+    for name, path, repaired in _REPAIRS:
+        holder: Any = sys.modules.get(name)
+        *outer, attribute = path.split(".")
+        for part in outer:
+            holder = getattr(holder, part, None)
+        original = getattr(holder, attribute, None)
+        if original is not None:
+            originals.append((holder, attribute, original))
+            setattr(holder, attribute, repaired(original))
+
+    def restore() -> None:
+        for holder, attribute, original in originals:
+            setattr(holder, attribute, original)
+
+    return restore
+
+
+_repairs = Shared(_replace)
+
+
+def _of_transformers(original: Function) -> Function:
+    """``mamba_selective_scan``."""
+
+    @functools.wraps(original)
+    def scan(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # compiled, the reference is an associative scan; mambapy has an algorithm of its own
+        other_algorithm = torch.compiler.is_compiling() or kwargs.get("use_mambapy")
+        if hidden_states.device.type != "cpu" or other_algorithm:
+            return original(hidden_states, *args, **kwargs)
+        return selective_scan(hidden_states, *args, **kwargs)
+
+    return scan
+
+
+def _of_mamba_ssm(original: Function) -> Function:
+    """``selective_scan_ref``, and what stands in a module for the kernel it is the reference of."""
+
+    @functools.wraps(original)
+    def scan(
+        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **k: Any
+    ) -> Any:
+        in_groups_or_fixed = B.dim() != 3 or C.dim() != 3
+        if u.device.type != "cpu" or A.is_complex() or in_groups_or_fixed:
+            return original(u, delta, A, B, C, *rest, **k)
+        wide = torch.promote_types(u.dtype, torch.float32)  # the result alone is rounded
+        found = selective_scan(u.to(wide), delta.to(wide), A, B, C, *rest, **k)
+        if isinstance(found, Tensor):
+            return found.to(u.dtype)
+        return found[0].to(u.dtype), found[1]
+
+    return scan
+
+
+def _of_griffin(original: Function) -> Function:
+    """RecurrentGemma's ``_rnn_scan``."""
+
+    @functools.wraps(original)
+    def scan(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.device.type != "cpu" or hidden_states.shape[1] == 1:
+            return original(module, hidden_states, *args, **kwargs)
+        return rg_lru(hidden_states, *args, **kwargs)
+
+    return scan
+
+
+def _of_rwkv(_: Function) -> Function:
+    """``rwkv_linear_attention_cpu``."""
+    return wkv
+
+
+def _modeling(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+#: Where loops are held: a module, the attribute's path in it, and what is made of the original.
+_REPAIRS: tuple[tuple[str, str, Callable[[Function], Function]], ...] = (
+    (_modeling("mamba"), "mamba_selective_scan", _of_transformers),
+    (_modeling("falcon_mamba"), "mamba_selective_scan", _of_transformers),
+    (_modeling("jamba"), "mamba_selective_scan", _of_transformers),
+    (_modeling("zamba"), "mamba_selective_scan", _of_transformers),
+    (_modeling("recurrent_gemma"), "RecurrentGemmaRglru._rnn_scan", _of_griffin),
+    (_modeling("rwkv"), "rwkv_linear_attention_cpu", _of_rwkv),
+    ("mamba_ssm.ops.selective_scan_interface", "selective_scan_ref", _of_mamba_ssm),
+    ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _of_mamba_ssm),
+    ("mamba_ssm.modules.mamba_simple", "selective_scan_fn", _of_mamba_ssm),
+    ("mambavision.models.mamba_vision", "selective_scan_fn", _of_mamba_ssm),
+)

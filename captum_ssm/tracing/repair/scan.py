@@ -1,0 +1,289 @@
+"""A selective scan in plain torch whose backward is linear in the length, and light.
+
+It computes what the reference scans of transformers and mamba_ssm compute, chunk by chunk.  Of the
+states, which those hold for all tokens at once, only the ones between chunks are kept for the
+backward; the others are computed again.
+
+Copies of tensors whose tokens lie side by side in memory, in which their channels do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...operators.kernels.arithmetic import BINARY, underflow_flushed
+
+#: Tokens whose states are held at a time.
+_CHUNK = 32
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What the reference scan computes, with the same arguments.
+
+    Args:
+        hidden_states: values (B, D, L).
+        dt: step sizes before bias and softplus (B, D, L).
+        A: decay rates (D, N).
+        B: input vectors (B, N, L).
+        C: output vectors (B, N, L).
+        D: skip weights (D,). Default: None.
+        z: gate before SiLU (B, D, L). Default: None.
+        delta_bias: added to dt (D,). Default: None.
+        delta_softplus: whether dt passes a softplus. Default: False.
+        return_last_state: also return the last state (B, D, N). Default: False.
+    """
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    # time first, (L, B, D) and (L, B, N)
+    x, steps, keys, reads = (t.permute(2, 0, 1).to(dtype) for t in (hidden_states, dt, B, C))
+    skip, bias = (None if t is None else t.to(dtype) for t in (D, delta_bias))
+    gate = None if z is None else z.permute(2, 0, 1).to(dtype)
+    given = _Given(A.T.to(dtype), x, steps, keys, reads, skip, bias, gate, delta_softplus)
+    out, last = _scan(given)
+    returned = (
+        hidden_states.dtype if z is None else torch.promote_types(hidden_states.dtype, z.dtype)
+    )
+    out = out.permute(1, 2, 0).to(returned)
+    return (out, last.transpose(1, 2)) if return_last_state else out
+
+
+class _Given(NamedTuple):
+    """What a scan is computed from; optional parts are None.
+
+    Attributes:
+        A: decay rates (N, D).
+        x: values (L, B, D).
+        dt: step sizes (L, B, D), before bias and softplus.
+        B: input vectors (L, B, N).
+        C: output vectors (L, B, N).
+        D: skip weights (D,).
+        bias: of the step sizes (D,).
+        z: gate before SiLU (L, B, D).
+        softplus: whether step sizes pass one.
+    """
+
+    A: Tensor
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    bias: Tensor | None
+    z: Tensor | None
+    softplus: bool
+
+    def steps(self, raw: Tensor) -> Tensor:
+        """Step sizes with their bias, before the softplus."""
+        return raw if self.bias is None else raw + self.bias
+
+
+def _scan(given: _Given) -> tuple[Tensor, Tensor]:
+    """Outputs (L, B, D) and the last state (B, N, D)."""
+    tensors = (t for t in given if isinstance(t, Tensor))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        found: tuple[Tensor, Tensor] = _Scan.apply(*given)  # type: ignore[no-untyped-call]
+        return found
+    chunks = _Chunks(given)
+    with underflow_flushed():
+        out = chunks.outputs()
+        return out if given.z is None else chunks.gated(out, into=out), chunks.last()
+
+
+class _Scan(torch.autograd.Function):
+    """h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = (C[t] . h[t] + D x[t]) silu(z[t]).
+
+    The arguments are those of :class:`_Given`, states are (B, N, D).  Gradients of x, dt and z lie
+    in memory as these do, for what they meet next does.  Step sizes and gates, each as large as x,
+    are not kept for the backward, which computes them again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        given = _Given(*arguments)
+        chunks, starts = _Chunks(given), list[Tensor]()
+        with underflow_flushed():
+            out = chunks.outputs(starts)
+            gated = out if given.z is None else chunks.gated(out, into=torch.empty_like(out))
+        ctx.softplus = given.softplus
+        ctx.save_for_backward(*given[:-1], None if given.z is None else out, *starts)
+        return gated, chunks.last()
+
+    @staticmethod
+    @once_differentiable
+    @underflow_flushed()
+    def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        A, x, dt, B, C, D, bias, z, out, *starts = ctx.saved_tensors
+        given = _Given(A, x, dt, B, C, D, bias, z, ctx.softplus)
+        chunks = _Chunks(given)
+        grad_x, grad_dt = torch.empty_like(x), torch.empty_like(dt)
+        grad_B, grad_C = (t.new_empty(t.shape) for t in (B, C))
+        grad_A, grad_D, grad_bias = (
+            torch.zeros_like(t) if ctx.needs_input_grad[i] else None
+            for i, t in ((0, A), (5, D), (6, bias))
+        )
+        grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
+        grads = torch.empty_like(chunks.decays)
+        carried = grad_last
+        for part, start in zip(reversed(chunks.parts), reversed(starts), strict=True):
+            decays, states = chunks.run(part, start)
+            inputs, raw, steps, keys, written = chunks.current
+            grad, seed = grads[: len(decays)], time_first(grad_out[part])
+            if z is not None:
+                seed, of_z = _behind_gate(seed, out[part], time_first(z[part]))
+                if grad_z is not None:
+                    grad_z[part] = of_z
+            _times_columns(states[1:], seed, into=grad_C[part])
+            torch.mul(C[part, :, :, None], seed[:, :, None], out=grad)
+            for here, decay in zip(grad.unbind()[::-1], decays.unbind()[::-1], strict=True):
+                here.add_(carried)
+                carried = decay.mul_(here)  # the gradient of the state before
+            carried = carried.clone()
+            _times_columns(grad, written, into=grad_B[part])
+            of_written = _times_rows(keys, grad, into=torch.empty_like(written))
+            of_x = of_written * steps
+            if D is not None:
+                of_x.addcmul_(seed, D)
+            if grad_D is not None:
+                grad_D += (seed * inputs).sum((0, 1))
+            grad_x[part] = of_x
+            # the gradient of dt A: that of the decay times the decay itself
+            exponent = decays.mul_(states[:-1])
+            if grad_A is not None:
+                torch.mul(exponent, steps[:, :, None], out=grad)
+                grad_A += grad.sum((0, 1))
+            of_dt = exponent.mul_(A).sum(2).addcmul_(of_written, inputs)
+            if given.softplus:
+                of_dt.mul_(given.steps(raw).sigmoid())
+            if grad_bias is not None:
+                grad_bias += of_dt.sum((0, 1))
+            grad_dt[part] = of_dt
+        return grad_A, grad_x, grad_dt, grad_B, grad_C, grad_D, grad_bias, grad_z, None
+
+
+class _Chunks:
+    """The states of a scan, a chunk of tokens at a time, in memory that is used again.
+
+    Fresh memory for every chunk takes longer to come by than the arithmetic does.
+
+    Attributes:
+        parts: the chunks.
+        decays: of the chunk that ran last, (tokens, B, N, D).
+        states: what the next chunk starts from, then the states of the one that ran last.
+        current: x, dt as given, dt, B and dt x of the chunk that ran last, contiguous.
+    """
+
+    def __init__(self, given: _Given) -> None:
+        A, x = given.A, given.x
+        self._given = given
+        self._rates = (BINARY * A).contiguous()
+        tokens, batch, channels = x.shape
+        size = min(_CHUNK, tokens)
+        self.parts = [slice(t, min(t + size, tokens)) for t in range(0, tokens, size)]
+        self.decays = x.new_empty(size, batch, len(A), channels)
+        self.states = x.new_zeros(size + 1, batch, len(A), channels)
+        self.current: tuple[Tensor, ...] = ()
+
+    def run(self, part: slice, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Decays and states of one chunk, the state before it first; overwritten by the next run.
+
+        Args:
+            part: the chunk.
+            start: the state before it (B, N, D).
+        """
+        given = self._given
+        x, raw, keys = (time_first(t[part]) for t in (given.x, given.dt, given.B))
+        dt = given.steps(raw)
+        dt = F.softplus(dt) if given.softplus else dt
+        written = dt * x
+        self.current = x, raw, dt, keys, written
+        decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
+        torch.mul(dt[:, :, None], self._rates, out=decays).exp2_()
+        torch.mul(keys[..., None], written[:, :, None], out=states[1:])
+        states[0] = start
+        before, *each = states.unbind()
+        for state, decay in zip(each, decays.unbind(), strict=True):
+            before = state.addcmul_(decay, before)
+        return decays, states
+
+    def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
+        """C[t] . h[t] + D x[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.
+
+        Args:
+            starts: receives the state before each chunk. Default: None, nothing does.
+        """
+        C, D = self._given.C, self._given.D
+        out = C.new_empty(*C.shape[:2], self.states.shape[-1])
+        for part in self.parts:
+            if starts is not None:
+                starts.append(self.states[0].clone())
+            _, states = self.run(part, self.states[0])
+            _times_rows(C[part].contiguous(), states[1:], into=out[part])
+            if D is not None:
+                out[part].addcmul_(self.current[0], D)
+            self.states[0] = states[-1]
+        return out
+
+    def gated(self, out: Tensor, into: Tensor) -> Tensor:
+        """Outputs (L, B, D) times their gates, written to ``into``."""
+        z = self._given.z
+        assert z is not None
+        for part in self.parts:
+            torch.mul(out[part], F.silu(time_first(z[part])), out=into[part])
+        return into
+
+    def last(self) -> Tensor:
+        """The state after all tokens, when :meth:`outputs` has run."""
+        return self.states[0].clone()
+
+
+def _behind_gate(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of ``out`` and ``z``, given that of out silu(z)."""
+    share = z.sigmoid()
+    gate = share * z
+    slope = torch.addcmul(share, gate, 1 - share)
+    return gate.mul_(grad), slope.mul_(grad).mul_(out)
+
+
+def _times_rows(rows: Tensor, matrices: Tensor, into: Tensor) -> Tensor:
+    """rows (T, B, N) times matrices (T, B, N, D), written to ``into`` (T, B, D)."""
+    out = into.view(-1, 1, into.shape[-1])
+    torch.bmm(rows.view(-1, 1, rows.shape[-1]), matrices.flatten(0, 1), out=out)
+    return into
+
+
+def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
+    """matrices (T, B, N, D) times columns (T, B, D), written to ``into`` (T, B, N)."""
+    # as rows, which is several times as fast
+    out = into.view(-1, 1, into.shape[-1])
+    torch.bmm(columns.view(-1, 1, columns.shape[-1]), matrices.flatten(0, 1).mT, out=out)
+
+
+def time_first(x: Tensor) -> Tensor:
+    """A tensor (T, B, D) with its channels side by side: itself, or a copy.
+
+    torch copies a strided tensor number by number, which takes five times as long as to copy runs
+    of them and to transpose whole matrices, for which it has a way of its own.
+    """
+    if x.stride(0) != 1 or not x.numel():
+        return x.contiguous()
+    out = x.new_empty(x.shape)
+    for one, into in zip(x.unbind(1), out.unbind(1), strict=True):
+        rows = one.T.contiguous()  # (D, T), in one run
+        into.copy_(rows.T.contiguous())
+    return out
