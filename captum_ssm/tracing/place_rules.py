@@ -22,6 +22,7 @@ A rule that finds elements of several tokens brought together raises :class:`Tok
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -189,6 +190,7 @@ def reshaped(places: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
     """
     sizes: list[int] = []
     target: list[int] = []
+    given = tuple(places.shape)
     i = j = 0
     while i < len(old) or j < len(new):
         first_i, first_j = i, j
@@ -202,7 +204,7 @@ def reshaped(places: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
                 rows, i = rows * old[i], i + 1
             else:
                 columns, j = columns * new[j], j + 1
-        constant = all(places.size(dim) == 1 for dim in range(first_i, i))
+        constant = all(size == 1 for size in given[first_i:i])
         sizes += [1] * (i - first_i) if constant else old[first_i:i]
         target += [1] * (j - first_j) if constant else new[first_j:j]
     return places.expand(sizes).reshape(target)
@@ -341,6 +343,8 @@ def _alike(call: Call, groups: Groups) -> list[Groups]:
 
 def each(call: Call, move: Callable[[Tensor], Tensor]) -> list[Groups]:
     """The one result, whose places are those of the first operand, moved."""
+    if len(call.results) > 1:
+        raise TokensMeet
     groups = tuple(Group(move(places), skips) for places, skips in call.groups(call.first))
     return _alike(call, tidied(groups) if len(groups) > 1 else groups)
 
@@ -514,13 +518,10 @@ def padded(call: Call) -> Sequence[Groups]:
         if mode != "constant":
             given = places.expand(shape).double()
             return thinned(F.pad(given, pads, mode).to(places.dtype))
-        sizes = [
-            n if d in grown else p for d, (n, p) in enumerate(zip(shape, places.shape, strict=True))
-        ]
-        cut = [
-            amount if sizes[len(shape) - 1 - i // 2] > 1 or amount > 0 else 0
-            for i, amount in enumerate(pads)
-        ]
+        both = enumerate(zip(shape, places.shape, strict=True))
+        sizes = [n if d in grown else p for d, (n, p) in both]
+        dims = [len(shape) - 1 - i // 2 for i in range(len(pads))]
+        cut = [n if d in grown or sizes[d] > 1 else 0 for d, n in zip(dims, pads, strict=True)]
         return F.pad(places.expand(sizes), cut, value=-1)
 
     return each(call, move)
@@ -1027,15 +1028,16 @@ def constant(call: Call) -> Sequence[Groups]:
 
 #: Python's operators and other names, by the function they stand for.
 ALIASES = {
-    "__radd__": "add", "__iadd__": "add_", "__isub__": "sub_", "subtract": "sub",
-    "__rmul__": "mul", "__imul__": "mul_", "multiply": "mul",
+    "__add__": "add", "__sub__": "sub", "__rsub__": "rsub", "__neg__": "neg", "__pow__": "pow",
+    "__mul__": "mul", "__matmul__": "matmul", "__radd__": "add", "__iadd__": "add_",
+    "__isub__": "sub_", "subtract": "sub", "__rmul__": "mul", "__imul__": "mul_", "multiply": "mul",
     "__truediv__": "div", "__itruediv__": "div_", "__idiv__": "div_", "__rtruediv__": "div",
     "__rdiv__": "div", "true_divide": "div", "divide": "div", "__floordiv__": "floor_divide",
     "__rfloordiv__": "floor_divide", "__mod__": "remainder", "__rmod__": "remainder",
     "__ipow__": "pow_", "__rpow__": "pow", "float_power": "pow", "negative": "neg",
     "concat": "cat", "concatenate": "cat", "absolute": "abs", "clip": "clamp",
     "_threshold": "threshold", "expit": "sigmoid", "_grouped_mm": "grouped_mm",
-    "grouped_mm_fallback": "grouped_mm", "_index_put_impl_": "index_put_",
+    "transformers::grouped_mm_fallback": "grouped_mm", "_index_put_impl_": "index_put_",
 }  # fmt: skip
 
 #: In front of the names of functions in torch.linalg, torch.fft and torch.special.
@@ -1075,7 +1077,7 @@ POINTWISE = """
     complex polar lgamma digamma i0 i0e i1 i1e ndtr log_ndtr heaviside dequantize entr
     fake_quantize_per_tensor_affine
 """
-SUMS = "add sub rsub __add__ __sub__ __rsub__"
+SUMS = "add sub rsub"
 DROPOUT = """
     dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
 """
@@ -1097,11 +1099,9 @@ ALONG: tuple[tuple[int, Any, str], ...] = (
     (4, -1, "gumbel_softmax"),
 )  # fmt: skip
 
-CONSTANT = """
-    zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones
-    new_full new_tensor zero_ normal_ uniform_ exponential_ bernoulli_ random_ cauchy_
-    log_normal_ geometric_ trunc_normal_ grad
-"""
+CONSTANT = frozenset(
+    ["zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full", "new_tensor", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_", "trunc_normal_", "grad"]
+)
 
 #: What their results hold is undefined: if it comes to depend on anything, torch did not see how.
 EMPTY = frozenset(
@@ -1109,6 +1109,7 @@ EMPTY = frozenset(
 )
 
 
+@functools.cache
 def plain(name: str) -> str:
     """A function's name without its namespace and overload."""
     name = name.partition(".")[0]
@@ -1128,7 +1129,6 @@ def _table() -> dict[str, Rule]:
         (POINTWISE, pointwise),
         (SUMS, summed),
         (DROPOUT, dropout),
-        (CONSTANT, constant),
         ("repeat tile", repeated),
         ("gather take_along_dim", gathered),
         ("tril triu diag_embed", triangle),
@@ -1136,7 +1136,7 @@ def _table() -> dict[str, Rule]:
         ("__setitem__ index_put", assigned),
         ("copy fill __set__", copied),
         ("layer_norm rms_norm", last_dims),
-        ("matmul __matmul__ __rmatmul__ mm bmm mv dot vdot", matmul),
+        ("matmul __rmatmul__ mm bmm mv dot vdot", matmul),
         ("addmm baddbmm addmv", with_summand),
         ("outer ger", outer),
         ("conv1d conv2d conv3d", convolution),
@@ -1145,6 +1145,7 @@ def _table() -> dict[str, Rule]:
     rules = {name: rule for names, rule in kinds for name in names.split()}
     for position, default, names in ALONG:
         rules.update(dict.fromkeys(names.split(), along(position, default)))
+    rules |= dict.fromkeys(CONSTANT, constant)
     pools = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
     rules |= {f"{pool}{n}d": pooling for pool in pools for n in (1, 2, 3)}
     return rules | {
@@ -1161,9 +1162,6 @@ def _table() -> dict[str, Rule]:
         "index_add": index_add,
         "scatter_add": scatter_add,
         "neg": negative,
-        "__neg__": negative,
-        "__pow__": pointwise,
-        "__mul__": pointwise,
         "group_norm": behind_first,
         "instance_norm": of_images,
         "batch_norm": batch_norm,
@@ -1186,7 +1184,15 @@ HANDING = frozenset(
     repeat_interleave index_select __getitem__ cat stack where masked_fill index_fill as_strided
     """.split()
 )
+#: They replace what they are given first by what they are given then.
+REPLACING = frozenset({"copy", "fill", "__set__"})
+#: They take, besides what they hand on, whole numbers that say where it goes.
+INDEXED = frozenset(
+    ["gather", "take_along_dim", "__setitem__", "index_put", "index_copy", "scatter", "masked_scatter", "index_fill", "index_add", "scatter_add", "repeat_interleave", "masked_fill"]
+)
 #: They put what they are given beside, or onto, what is there.
 WRITING = frozenset(
     f"{SUMS} __setitem__ index_put index_add scatter_add index_copy scatter masked_scatter".split()
 )
+#: What their result holds is in their first operand alone.
+OF_FIRST = HANDING - WRITING - {"where", "broadcast_tensors"}
