@@ -74,7 +74,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
         memory_budget: MemoryBudget = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Relevance of every input token to the query, over all layers.
@@ -106,8 +106,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
             memory_budget: what the rows of a layer's matrix that exist at a time may take, where
                 rows are needed (another reduction than the mean, or absolute): bytes, or a string
                 such as ``"512MiB"``.  What the model takes, and the parts from which rows are made,
@@ -165,6 +165,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
 
