@@ -17,7 +17,7 @@ from .call.query import Query
 from .engine.fold import carry, check_row, shown, stages, verify_layer
 from .engine.run import Run
 from .vectors.latim import LatimMethod, for_each, from_layer, query_index, wanted
-from .vectors.mixing import StageMixing
+from .vectors.shares import AltiShares
 
 AGGREGATES = ("rollout", "mean")
 
@@ -191,10 +191,10 @@ class LatimALTI(LatimMethod):
             bar = self.name if show_progress else None
             return for_each(wanted(stages(run.layers), layers), make, bar)
 
-    def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> StageMixing:
+    def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         for layer in stage:
             verify_layer(layer, verify)
-        return StageMixing(
+        return AltiShares(
             stage,
             run.streams,
             residual=self.residual,

@@ -15,10 +15,10 @@ from ..operators.kernels.rows import Strip
 from ..tracing import Layer
 from .call.query import Query
 from .engine import published
-from .engine.fold import Mixing, fold
+from .engine.fold import LayerMatrix, fold
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
-from .engine.strips import Budget, MemoryBudget, streamed
+from .engine.strips import Budget, MemoryBudget, in_strips
 
 #: What becomes of negative entries, in place.
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,7 +150,7 @@ class MambaAttribution(ImplicitMethod):
             if recipe == "paper":
                 weights = _mean_gradients(run, used)
 
-                def step(layer: Layer, operator: Operator) -> Mixing:
+                def step(layer: Layer, operator: Operator) -> LayerMatrix:
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
 
                     def weighted(strip: Strip) -> Tensor:
@@ -163,7 +163,7 @@ class MambaAttribution(ImplicitMethod):
                         budget.on(operator.device) // operator.dtype.itemsize,
                         lambda: operator.dense(chosen.reduce),
                     )
-                    return streamed(operator, chosen.reduce, budget, weighted, alpha)
+                    return in_strips(operator, chosen.reduce, budget, weighted, alpha)
 
                 return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 

@@ -14,10 +14,10 @@ from ..operators import Operator, Reduce
 from ..tracing import Layer
 from .call.query import Query
 from .engine import published
-from .engine.fold import Mixing, fold, given, scaled
+from .engine.fold import LayerMatrix, fold, given, scaled
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
-from .engine.strips import Budget, MemoryBudget, reduced, streamed
+from .engine.strips import Budget, MemoryBudget, in_strips, reduced
 
 
 class ImplicitAttentionRollout(ImplicitMethod):
@@ -134,12 +134,12 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 "and discard_ratio at their defaults."
             )
 
-        def step(layer: Layer, operator: Operator) -> Mixing:
+        def step(layer: Layer, operator: Operator) -> LayerMatrix:
             scale = layer.linear.branch_scale
             if not entrywise:
                 return scaled(reduced(operator, chosen.reduce, budget), scale)
             if discard_ratio == 0:
-                return streamed(
+                return in_strips(
                     operator, chosen.reduce, budget, lambda strip: strip.entries.mul_(scale).abs_()
                 )
             matrix = scale * operator.dense(chosen.reduce)

@@ -18,7 +18,7 @@ from ..tracing import Graph, Layer, find_model
 from ..tracing.gradients import recordable
 from .call.query import Query
 from .call.targets import several
-from .engine.fold import Mixing, fold, given
+from .engine.fold import LayerMatrix, fold, given
 from .engine.linear_run import coefficients
 from .engine.method import ImplicitMethod, options
 from .engine.run import Question, Run
@@ -169,7 +169,7 @@ class TransformerAttribution(ImplicitMethod):
             if isinstance(question, Propagated):
                 propagated = dict(zip(run.layers, question.coefficients, strict=True))
 
-            def step(layer: Layer, operator: Operator) -> Mixing:
+            def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 linear = layer.linear
                 at = range(linear.operator.shape.heads) if chosen.heads is None else chosen.heads
                 gradient = _behind(linear, layer.in_order(gradients[layer]))[:, :, at]

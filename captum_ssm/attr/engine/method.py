@@ -23,7 +23,7 @@ from ...tracing import (
     require_real_tokens,
 )
 from ..call.components import parse_components
-from ..call.inputs import as_tuple, check_batch, cuts, single_input
+from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
 from ..call.layout import ImageProbe, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
 from ..call.targets import Each, as_asked, several, target_index
@@ -142,7 +142,7 @@ class ImplicitMethod(Attribution):
         check_query(query, len(tensor))
         self._check_mode()
         parts = []
-        for cut in cuts(len(tensor), internal_batch_size):
+        for cut in batch_parts(len(tensor), internal_batch_size):
             with torch.inference_mode(False), cut.counting():
                 results = self._one_batch(
                     cut(tensor),

@@ -19,7 +19,7 @@ from ...operators.kernels.portions import fitting
 from ...operators.kernels.rows import Strip
 from ...operators.reduction import goes_by_channel
 from ...tracing.memory import free_memory
-from .fold import Mixing
+from .fold import LayerMatrix
 
 #: Up to this part of the rows are made row by row where a whole matrix would go by channel.
 _FEW = 8
@@ -28,20 +28,20 @@ _FEW = 8
 Change = Callable[[Strip], Tensor]
 
 
-def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> Mixing:
+def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
     """The reduced matrix of an operator; not formed where the reduction is the mean."""
     if reduce == "mean":
-        return Mixing(operator.mean_rmatvec, operator.mean_matvec)
-    return streamed(operator, reduce, budget, _unchanged)
+        return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
+    return in_strips(operator, reduce, budget, _unchanged)
 
 
-def streamed(
+def in_strips(
     operator: Operator,
     reduce: Reduce,
     budget: Budget,
     change: Change,
     whole: Tensor | None = None,
-) -> Mixing:
+) -> LayerMatrix:
     """A change of every entry of an operator's reduced matrix, of which a strip exists at a time.
 
     Rows to which nothing is given are left out, so that a single query costs a single row.
@@ -91,7 +91,7 @@ def streamed(
             _add(out, strip, _times(share, entries))
         return out
 
-    return Mixing(rmatvec, matvec, normalized)
+    return LayerMatrix(rmatvec, matvec, normalized)
 
 
 def _unchanged(strip: Strip) -> Tensor:

@@ -27,7 +27,7 @@ from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...tracing import Layer
 from ...tracing.projection import projection_of
 from .scanned import scanned
-from .taps import Path, Shares, paths_of, silenced
+from .taps import Path, TapShares, paths_of, silenced
 
 #: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
 #: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
@@ -181,7 +181,7 @@ def _rows(path: Path, index: Tensor) -> Tensor:
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
 
 
-def _sent(weight: Tensor, shares: Shares) -> Tensor:
+def _sent(weight: Tensor, shares: TapShares) -> Tensor:
     """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
