@@ -15,14 +15,8 @@ import torch
 from captum.attr import Attribution
 from torch import Tensor
 
-from ...attr import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimNorm,
-    MambaAttribution,
-    TransformerAttribution,
-    compare,
-)
+from ...attr import ImplicitAttention, LatimNorm, compare
+from ...attr.catalogue import METHODS
 from ...attr.engine.fold import shown
 from ...errors import InputError
 from ..figure import numbers
@@ -41,7 +35,7 @@ MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions
 Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
 
 #: Methods that multiply matrices with the identity added to them.
-_ROLLOUTS = (ImplicitAttentionRollout, MambaAttribution, TransformerAttribution)
+_ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
 
 #: Elements of the matrices that are held at a time (1 GiB in float32).
 _HELD = 2**28

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
-from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from ...attr.call.inputs import cuts
+from ...attr.catalogue import DEFAULT
 from ...attr.engine.fold import shown
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
@@ -21,14 +21,11 @@ from .outline import Outline, outline
 from .packing import entries_kept
 from .page import page
 
-#: What explains if nothing else is said.
-METHODS = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
-
 
 def report(
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
-    methods: Methods = METHODS,
+    methods: Methods = DEFAULT,
     *,
     target: Any = None,
     additional_forward_args: Any = None,
