@@ -18,8 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..errors import CaptumSSMError, OptionError
-from .api import Api
-from .payload import encoded
+from .api import Api, encoded
 
 _LOOPBACK = "127.0.0.1"
 #: A request of the page is a few names and numbers.

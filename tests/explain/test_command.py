@@ -25,7 +25,7 @@ from captum_ssm.cli import explain as command
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
 from captum_ssm.models import VisionMamba, load_bundled
-from captum_ssm.viz.html.png import png
+from captum_ssm.viz.html.pictures import png
 
 PROMPT = "anna owns the lamp . ? anna owns the"
 

@@ -16,9 +16,9 @@ from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
-from .explanation import MAPS, Explanation, Methods, Wanted, explain
+from .explanation import Explanation, Methods, Wanted, explain
 from .outline import Outline, outline
-from .packing import entries_kept
+from .packing import MAPS, entries_kept
 from .page import page
 
 

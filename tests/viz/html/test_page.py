@@ -14,7 +14,7 @@ from pages import addresses, digest, read_page
 from pictures import AWKWARD
 
 from captum_ssm.viz.html.page import page
-from captum_ssm.viz.html.png import png
+from captum_ssm.viz.html.pictures import png
 
 HOSTILE = [
     *AWKWARD,
