@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "methods":
             from ..explain.methods import methods_table
 
-            print(methods_table())
+            print(methods_table(options.markdown))
         elif options.command == "evaluate":
             evaluate.run(options)
         elif options.command == "train":

@@ -81,11 +81,12 @@ def add_to(commands: Any) -> None:
         "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    commands.add_parser(
+    listing = commands.add_parser(
         "methods",
         help="list the methods, what they cost and what they say",
-        description="List the methods. Example: captum-ssm methods",
+        description="List the methods. Example: captum-ssm methods --markdown",
     )
+    listing.add_argument("--markdown", action="store_true", help="print a markdown table")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,4 +1,22 @@
-/* Tables: predictions, partners of a token, and all numbers. */
+'use strict';
+
+/* Numbers, and tables of them: predictions, partners of a token, and all numbers. */
+
+/** A share in percent, with one digit; what would round to nothing or to all is told apart. */
+function percent(share) {
+  if (share > 0 && share < 5e-4) return '< 0.1%';
+  if (share < 1 && share > 0.9995) return '> 99.9%';
+  return `${(100 * share).toFixed(1)}%`;
+}
+
+/** A number in few digits. */
+function short(value) {
+  if (value === null) return '–';
+  if (value === 0) return '0';
+  const size = Math.abs(value);
+  const digits = size >= 1e-3 && size < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(2);
+  return (value > 0 ? '+' : '') + digits.replace('e+', 'e').replaceAll('-', '−');
+}
 
 /** How many partners of a token are named. */
 const PARTNERS = 6;
@@ -6,20 +24,15 @@ const PARTNERS = 6;
 /** Replace the rows of a table's body; a cell is text, a value (number or null), or {number}. */
 function fillRows(body, rows) {
   body.replaceChildren(
-    ...rows.map((cells) => {
-      const row = make('tr');
-      row.append(...cells.map(cellOf));
-      return row;
-    }),
+    ...rows.map((cells) => make('tr', {}, ...cells.map(cellOf))),
   );
 }
 
 function cellOf(cell) {
-  if (typeof cell === 'number' || cell === null) return make('td', 'number', short(cell));
-  if (typeof cell === 'object') return make('td', 'number', String(cell.number));
-  const element = make('td');
-  element.append(make('bdi', '', cell));
-  return element;
+  const number = (text) => make('td', { className: 'number' }, text);
+  if (typeof cell === 'number' || cell === null) return number(short(cell));
+  if (typeof cell === 'object') return number(String(cell.number));
+  return make('td', {}, make('bdi', {}, cell));
 }
 
 /** What the model says. */
@@ -43,12 +56,11 @@ function showPartners(table, tokens, values) {
 /** One row per token, one column per method. */
 function numbersTable(example) {
   const table = make('table');
-  table.append(make('caption', '', `Relevance of each token to ${example.explained}`));
+  table.append(make('caption', {}, `Relevance of each token to ${example.explained}`));
   const head = make('tr');
   for (const name of ['Position', 'Token', ...example.methods.map((method) => method.name)]) {
-    const cell = make('th', name === 'Token' ? '' : 'number', name);
-    cell.scope = 'col';
-    head.append(cell);
+    const className = name === 'Token' ? '' : 'number';
+    head.append(make('th', { scope: 'col', className }, name));
   }
   table.createTHead().append(head);
   fillRows(

@@ -1,13 +1,13 @@
 'use strict';
 
-/* Token-to-token maps; captum_ssm/viz/html/packing.py says how their bytes lie. */
+/* Token-to-token maps; packing.py says how their bytes lie. */
 
 /** Values are whole numbers of this share of the largest. */
 const STEPS = 127;
 
 /** The bytes of a data block of the page. */
 function bytesOf(id) {
-  const text = atob(document.getElementById(id).textContent);
+  const text = atob(byId(id).textContent);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
   return bytes;

@@ -1,7 +1,8 @@
+'use strict';
+
 /* The page: what is chosen, and what is shown of it. */
 
-const FACTS = JSON.parse(document.getElementById('facts').textContent);
-const part = (id) => document.getElementById(id);
+const FACTS = JSON.parse(byId('facts').textContent);
 
 /** What is chosen: an example, a method, a map and its layer; the token pointed at, and kept. */
 const chosen = { example: 0, method: 0, map: 0, layer: 0, pointed: null, kept: null };
@@ -20,7 +21,7 @@ function act(kind, index) {
   if (kind === 'layer') {
     if (!layers.length) return;
     chosen.layer = Math.max(0, Math.min(layers.length - 1, chosen.layer + index));
-    part('layer').value = chosen.layer;
+    byId('layer').value = chosen.layer;
     showLayer();
     return;
   }
@@ -47,19 +48,19 @@ function showTokens() {
   const column = map ? map.column(current) : null;
   const largest = tokens.paint(row || shadesOf(method), column, current, chosen.kept);
   const layer = map ? `layer ${map.facts.index}` : '';
-  part('most').textContent = short(largest);
-  part('least').textContent = short(-largest);
-  part('shown').textContent = map
+  byId('most').textContent = short(largest);
+  byId('least').textContent = short(-largest);
+  byId('shown').textContent = map
     ? `Background: what token ${current} takes from each token in ${layer}; bar below: what it gives to each.`
     : `Background: relevance by ${method.name}.${ownEntry(method)}`;
-  part('status').replaceChildren(...sentence(current, map, row, column));
+  byId('status').replaceChildren(...sentence(current, map, row, column));
   showOverviewLines(current, map);
-  part('partners').hidden = !map;
-  part('hint').hidden = !usableMap() || Boolean(map);
+  byId('partners').hidden = !map;
+  byId('hint').hidden = !usableMap() || Boolean(map);
   if (!map) return;
-  part('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
-  showPartners(part('sources'), names, row);
-  showPartners(part('takers'), names, column);
+  byId('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
+  showPartners(byId('sources'), names, row);
+  showPartners(byId('takers'), names, column);
 }
 
 /** What is left out of the colours, in words. */
@@ -79,7 +80,7 @@ function sentence(current, map, row, column) {
   const say = (text) => said.push(document.createTextNode(text));
   const quote = (index) => {
     say('“');
-    said.push(make('bdi', 'name', names[index])); // the quotes keep the sentence's direction
+    said.push(make('bdi', { className: 'name' }, names[index])); // the quotes keep the sentence's direction
     say('”');
   };
   say(`Token ${current} `);
@@ -104,9 +105,9 @@ function showLayer() {
   const map = layers[chosen.layer];
   if (!map) return;
   const { index, module, family, side, cell, largest, size, kept } = map.facts;
-  part('layer-name').textContent = `${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
-  part('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
-  const canvas = part('overview').querySelector('canvas');
+  byId('layer-name').textContent = `${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
+  byId('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
+  const canvas = byId('overview').querySelector('canvas');
   // by square roots: most entries are far smaller than the largest
   const cells = map.overview();
   const shades = cells.map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
@@ -114,8 +115,8 @@ function showLayer() {
   canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
   const pooled = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
   const fits = size === example().tokens.length ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
-  part('overview-note').textContent = `Layer ${index}: row = taking token, column = source; strongest ${short(Math.sign(strongestOf(cells)) * largest)}; shades by square roots.${pooled}${fits}`;
-  part('note').textContent = map.whole
+  byId('overview-note').textContent = `Layer ${index}: row = taking token, column = source; strongest ${short(Math.sign(strongestOf(cells)) * largest)}; shades by square roots.${pooled}${fits}`;
+  byId('note').textContent = map.whole
     ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
     : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${shares(map)} of the rows' absolute sums.`;
   showTokens();
@@ -130,7 +131,7 @@ function shares(map) {
 
 function showOverviewLines(current, map) {
   for (const [id, side] of [['row-line', 'top'], ['column-line', 'left']]) {
-    const line = part(id);
+    const line = byId(id);
     line.style.display = map ? 'block' : 'none';
     if (map) line.style[side] = `${(100 * (current + 0.5)) / map.size}%`;
   }
@@ -141,14 +142,14 @@ function showMap() {
   const map = example().maps[chosen.map];
   layers = map ? map.layers.map((facts) => new LayerMap(facts)) : [];
   chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
-  part('controls').hidden = part('side').hidden = !layers.length;
-  part('reading').classList.toggle('folded', layers.length > 0 && tokens.parts.length > 0);
-  part('reading').classList.toggle('pictured', layers.length > 0 && !part('picture').hidden);
-  part('layer').max = Math.max(0, layers.length - 1);
-  part('layer').value = chosen.layer;
+  byId('controls').hidden = byId('side').hidden = !layers.length;
+  byId('reading').classList.toggle('folded', layers.length > 0 && tokens.parts.length > 0);
+  byId('reading').classList.toggle('pictured', layers.length > 0 && !byId('picture').hidden);
+  byId('layer').max = Math.max(0, layers.length - 1);
+  byId('layer').value = chosen.layer;
   if (layers.length) showLayer();
   else {
-    part('note').textContent = '';
+    byId('note').textContent = '';
     showTokens();
   }
 }
@@ -156,30 +157,25 @@ function showMap() {
 /** A row, or a small picture, for each method to choose it by. */
 function showMethods() {
   const { methods, image } = example();
-  const field = part('methods');
+  const field = byId('methods');
   const legend = field.querySelector('legend');
   const gridded = image && image.grid;
   field.classList.toggle('of-images', Boolean(gridded));
   const rows = methods.map((method, index) => {
-    const row = make('label');
-    const radio = make('input');
-    radio.type = 'radio';
-    radio.name = 'method';
-    radio.value = index;
-    radio.checked = index === chosen.method;
+    const checked = index === chosen.method;
+    const radio = make('input', { type: 'radio', name: 'method', value: index, checked });
     const canvas = make('canvas');
     canvas.setAttribute('aria-hidden', 'true');
-    const largest = make('span', 'largest', `strongest ${short(strongestOf(shadesOf(method)))}`);
-    row.append(radio, make('span', 'name', method.name));
-    if (gridded) {
-      const thumb = make('span', 'thumb');
-      const picture = make('img');
-      picture.src = image.source;
-      picture.alt = '';
-      thumb.append(picture, canvas);
-      row.append(thumb, largest);
-    } else row.append(canvas, largest);
-    return row;
+    const largest = short(strongestOf(shadesOf(method)));
+    const picture = () => make('img', { src: image.source, alt: '' });
+    return make(
+      'label',
+      {},
+      radio,
+      make('span', { className: 'name' }, method.name),
+      gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
+      make('span', { className: 'largest' }, `strongest ${largest}`),
+    );
   });
   field.replaceChildren(legend, ...rows);
   paintMethods();
@@ -188,7 +184,7 @@ function showMethods() {
 /** The methods' strips, in the colours of the theme. */
 function paintMethods() {
   const { methods, image } = example();
-  const canvases = part('methods').querySelectorAll('canvas');
+  const canvases = byId('methods').querySelectorAll('canvas');
   methods.forEach((method, index) => {
     const values = shadesOf(method);
     const largest = largestOf(values);
@@ -201,60 +197,60 @@ function paintMethods() {
 }
 
 function showNumbers() {
-  const holder = part('numbers-table');
-  holder.replaceChildren(...(part('numbers').open ? [numbersTable(example())] : []));
+  const holder = byId('numbers-table');
+  holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example())] : []));
 }
 
 /** All of the chosen example. */
 function showExample() {
   const { explained, predictions, methods, maps, image } = example();
   Object.assign(chosen, { pointed: null, kept: null });
-  part('explained').textContent = explained;
-  showPredictions(part('predictions'), predictions);
-  showImage(part('seen'), image);
+  byId('explained').textContent = explained;
+  showPredictions(byId('predictions'), predictions);
+  showImage(byId('seen'), image);
   showMethods();
-  tokens = new TokenView(part('text'), part('picture'), example(), act);
+  tokens = new TokenView(byId('text'), byId('picture'), example(), act);
   tokens.unfold(strongest(shadesOf(methods[chosen.method]), 5));
-  part('folding').hidden = tokens.parts.length === 0;
-  part('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
-  part('map-choice').hidden = maps.length < 2;
-  part('map').value = chosen.map;
+  byId('folding').hidden = tokens.parts.length === 0;
+  byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
+  byId('map-choice').hidden = maps.length < 2;
+  byId('map').value = chosen.map;
   showNumbers();
   showMap();
 }
 
 function begin() {
   const families = FACTS.families.join(', ');
-  part('model').textContent = `${FACTS.model}: ${FACTS.layers} token mixers (${families})`;
-  part('choice').hidden = FACTS.examples.length < 2;
-  part('example').append(...FACTS.examples.map(({ name }, index) => new Option(name, index)));
-  part('example').addEventListener('change', (event) => {
+  byId('model').textContent = `${FACTS.model}: ${FACTS.layers} token mixers (${families})`;
+  byId('choice').hidden = FACTS.examples.length < 2;
+  byId('example').append(...FACTS.examples.map(({ name }, index) => new Option(name, index)));
+  byId('example').addEventListener('change', (event) => {
     chosen.example = Number(event.target.value);
     showExample();
   });
-  part('methods').addEventListener('change', (event) => {
+  byId('methods').addEventListener('change', (event) => {
     chosen.method = Number(event.target.value);
     tokens.unfold(strongest(shadesOf(example().methods[chosen.method]), 5));
     showTokens();
   });
-  part('map').addEventListener('change', (event) => {
+  byId('map').addEventListener('change', (event) => {
     chosen.map = Number(event.target.value);
     showMap();
   });
-  part('layer').addEventListener('input', (event) => {
+  byId('layer').addEventListener('input', (event) => {
     chosen.layer = Number(event.target.value);
     showLayer();
   });
-  part('unfold').addEventListener('click', () => tokens.foldAll(true));
-  part('fold').addEventListener('click', () => tokens.foldAll(false));
-  part('numbers').addEventListener('toggle', showNumbers);
-  for (const id of ['text', 'picture']) TokenView.listen(part(id), () => tokens);
-  listenToOverview(part('overview'));
+  byId('unfold').addEventListener('click', () => tokens.foldAll(true));
+  byId('fold').addEventListener('click', () => tokens.foldAll(false));
+  byId('numbers').addEventListener('toggle', showNumbers);
+  for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
+  listenToOverview(byId('overview'));
   document.addEventListener('keydown', (event) => {
     if (event.key === 'Escape' && chosen.kept !== null) act('keep', null);
   });
   showExample();
-  themeButton(part('theme'), () => {
+  themeButton(byId('theme'), () => {
     paintMethods();
     if (layers.length) showLayer();
     else showTokens();

@@ -1,25 +1,18 @@
+'use strict';
+
 /* Tokens: as text that folds, or as patches over an image; one of them has the focus. */
 
 /** Texts of more tokens than this fold into parts of this size. */
 const UNFOLDED = 400;
 const PART = 200;
 
-/** An element with a class and text; never markup. */
-function make(tag, className, text) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
-
 /** An image with its colours, beside what the model says of it. */
 function showImage(holder, image) {
   holder.replaceChildren();
   if (!image) return;
-  const picture = make('img');
-  picture.src = image.source;
-  picture.alt = 'the image that is explained, in colour';
-  holder.append(picture);
+  holder.append(
+    make('img', { src: image.source, alt: 'the image that is explained, in colour' }),
+  );
 }
 
 /** The tokens of one example.
@@ -46,7 +39,8 @@ class TokenView {
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
     if (placed.size && rest.length) {
-      text.append(make('p', 'note', 'Tokens that are no patches, such as one for the class:'));
+      const said = 'Tokens that are no patches, such as one for the class:';
+      text.append(make('p', { className: 'note' }, said));
     }
     if (rest.length > UNFOLDED) this.layFolds(rest);
     else this.layFlow(text, rest);
@@ -54,22 +48,21 @@ class TokenView {
   }
 
   element(token, index) {
-    const element = make('span', 'token', token);
+    const element = makeToken(`token ${index}`, token);
     element.dataset.index = index;
     element.dir = 'auto';
     element.tabIndex = -1;
     element.setAttribute('role', 'button');
     element.setAttribute('aria-pressed', 'false');
-    element.title = `token ${index}`;
     return element;
   }
 
   layFlow(parent, indices) {
-    const flow = make('div', 'flow');
+    const flow = make('div', { className: 'flow' });
     const breaks = new Set(this.example.breaks);
     for (const index of indices) {
       flow.append(this.elements[index]);
-      if (breaks.has(index)) flow.append(document.createElement('br'));
+      if (breaks.has(index)) flow.append(make('br'));
     }
     parent.append(flow);
   }
@@ -78,9 +71,9 @@ class TokenView {
     for (let start = 0; start < indices.length; start += PART) {
       const inside = indices.slice(start, start + PART);
       const fold = make('details');
-      const summary = make('summary', '', `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
+      const summary = make('summary', {}, `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
       const beginning = inside.slice(0, 12).map((i) => this.example.tokens[i]).join(' ');
-      summary.append(make('bdi', 'beginning', `${beginning} …`));
+      summary.append(make('bdi', { className: 'beginning' }, `${beginning} …`));
       const strip = make('canvas');
       strip.setAttribute('aria-hidden', 'true');
       summary.append(strip);
@@ -94,15 +87,12 @@ class TokenView {
 
   layPatches(placed) {
     const { source, width, height, grid, cells } = this.example.image;
-    const image = make('img');
-    image.src = source;
-    image.width = width;
-    image.height = height;
-    image.alt = 'the image that is explained';
-    this.picture.append(image);
+    this.picture.append(
+      make('img', { src: source, width, height, alt: 'the image that is explained' }),
+    );
     this.picture.hidden = false;
     if (!grid) return;
-    const layer = make('div', 'grid');
+    const layer = make('div', { className: 'grid' });
     layer.style.gridTemplate = `repeat(${grid[0]}, 1fr) / repeat(${grid[1]}, 1fr)`;
     for (const index of cells) {
       const element = this.elements[index];
