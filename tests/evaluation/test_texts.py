@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, LatimLogit, MambaAttribution
 from captum_ssm.bench import EXPERIMENTS, Cell
+from captum_ssm.bench.data import RatedText, load_lexicon, load_valence
 from captum_ssm.bench.data.valence import VARIABLE
 from captum_ssm.bench.experiments.class_words import (
     RANDOM,
@@ -34,9 +35,8 @@ from captum_ssm.bench.experiments.class_words import (
 )
 from captum_ssm.bench.experiments.token_maps import STEPS, choice_maps, token_maps
 from captum_ssm.bench.experiments.word_weights import TRUST, WordWeights
-from captum_ssm.bench.tasks import RatedText, class_vocabulary, load_lexicon, load_valence
 from captum_ssm.bench.training.text_recipes import TEXT_RECIPES
-from captum_ssm.models import load_bundled
+from captum_ssm.models import class_vocabulary, load_bundled
 
 NAMES = tuple(TEXT_RECIPES)
 TEXT = RatedText("movies/1", "A dull, tedious film; good actors cannot save its awful plot.", -2.0)

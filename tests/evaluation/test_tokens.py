@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 pytest.importorskip("transformers")
 
 from captum_ssm.bench import EXPERIMENTS
-from captum_ssm.bench.experiments.sources import Example, of_text, scores
+from captum_ssm.bench.experiments.finding_sources import Example, of_text, scores
 from captum_ssm.bench.tasks import SHORT_COPIES, CopyingTask
 
 

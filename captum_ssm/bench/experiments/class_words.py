@@ -25,14 +25,15 @@ from ...attr.engine.sharing import Kept, shared_forward
 from ...metrics import average_precision, roc_auc
 from ...metrics.text_perturbation import Texts, text_activation, text_perturbation, text_pruning
 from ...models.bundled import weights_of
+from ...models.folders import VOCABULARY
+from ...models.sentences import TextReader
 from ...models.vocabulary import UNKNOWN, WordVocabulary
 from ...tracing import repaired_scans, trace
 from ..data.valence import RatedText, load_lexicon
 from ..harness.experiment import Cell, Column, Experiment, Subject
 from ..harness.records import Rows
 from ..harness.subjects import bundled
-from ..tasks.class_texts import TextReader
-from ..training.text_recipes import TEXT_RECIPES, VOCABULARY, RatedTexts
+from ..training.text_recipes import TEXT_RECIPES, RatedTexts
 from .linked_texts import device_of
 from .token_maps import (
     ABLATIONS,
