@@ -27,13 +27,15 @@ def forward(module: str, *places: str) -> Callable[[str], Any]:
     """
 
     def find(name: str) -> Any:
+        if name.startswith("__") and name != "__all__":  # importers and inspectors ask for these
+            raise _missing(module, name)
         modules = [import_module(f".{place}", __package__) for place in places]
         if name == "__all__":
             return sorted({each for found in modules for each in found.__all__})
         for found in modules:
             if name in found.__all__:
                 return getattr(found, name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise _missing(module, name)
 
     return find
 
@@ -48,9 +50,17 @@ def moved(old: str, place: str) -> ModuleType:
     Returns:
         A module that asks the one there for everything.
     """
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):  # whoever walks through all modules asks for these
+            raise _missing(old, name)
+        return getattr(import_module(f".{place}", __package__), name)
+
     stand_in = ModuleType(old, f"What is now captum_ssm.{place}.")
-    stand_in.__getattr__ = lambda name: getattr(  # type: ignore[method-assign]
-        import_module(f".{place}", __package__), name
-    )
+    stand_in.__getattr__ = find  # type: ignore[method-assign]
     sys.modules[old] = stand_in
     return stand_in
+
+
+def _missing(module: str, name: str) -> AttributeError:
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
