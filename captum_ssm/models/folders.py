@@ -36,7 +36,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
     Args:
-        folder: what :func:`save_plain` or :func:`save_of_transformers` has written to.
+        folder: what :func:`save_vision_mamba` or :func:`save_of_transformers` has written to.
 
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
@@ -127,7 +127,7 @@ def _renamed(folder: Path, model_class: Any) -> nn.Module:
     return model.eval()
 
 
-def save_plain(model: VisionMamba, settings: dict[str, Any], folder: Path) -> None:
+def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path) -> None:
     """Writes the weights of a Vision Mamba, and what it is made of.
 
     Args:
