@@ -129,7 +129,9 @@ class ImageRecipe(Recipe):
     def save(self, model: nn.Module, folder: Path) -> None:
         if isinstance(model, VisionMamba):
             named = dict(enumerate(self.task.classes))
-            save_vision_mamba(model, {"id2label": named, **_vim_options(self.size, self.task)}, folder)
+            save_vision_mamba(
+                model, {"id2label": named, **_vim_options(self.size, self.task)}, folder
+            )
         else:
             save_of_transformers(model, folder)
 
