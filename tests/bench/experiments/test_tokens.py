@@ -33,10 +33,8 @@ def test_the_gold_of_a_copy(seed: int) -> None:
 
 def test_a_perfect_map_and_its_opposite(seed: int) -> None:
     given = example(seed)
-    right, wrong = (
-        source_scores(given.sure.float(), given),
-        source_scores(-given.wide.float(), given),
-    )
+    right = source_scores(given.sure.float(), given)
+    wrong = source_scores(-given.wide.float(), given)
     assert right["top1"] == 1 and right["hit_sure"] == right["sure"] == right["predicted"]
     assert wrong["auc"] == 0 and wrong["top1"] == 0 and wrong["hit_possible"] == 0
 
