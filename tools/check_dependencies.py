@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 #: Extras for whoever works on the package itself.
-DEVELOPMENT = {"bench", "dev", "docs", "lint", "test"}
+DEVELOPMENT = {"dev", "docs", "lint", "test"}
 
 #: Functions whose first argument names a module to import.
 IMPORTERS = {"import_module", "optional"}

@@ -40,7 +40,7 @@ FILES = {
 
 UNDECLARED = [
     "captum_ssm/images.py:2: pillow is in no extra for users",
-    "captum_ssm/_files.py:3: pytest is in no extra for users",
+    "captum_ssm/tasks/files.py:3: pytest is in no extra for users",
     "captum_ssm/tasks/tables.py:1: h5py is in no extra for users",
     "captum_ssm/tasks/tables.py:2: yaml is in no extra for users",
 ]

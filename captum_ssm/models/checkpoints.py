@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._files import optional
+from .._optional import optional
 from ..errors import CaptumSSMError, CheckpointError, DataNotFoundError
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are

@@ -26,7 +26,7 @@ def read_target(subject: Subject, text: str, *, language: bool) -> Any:
         OptionError: when the text is not one token, or no class.
 
     Example:
-        >>> from captum_ssm.explain.targets import read_target
+        >>> from captum_ssm.explain.typed_target import read_target
         >>> from captum_ssm.models import load_bundled
         >>> from captum_ssm.viz.html.example import find_subject
         >>> model, vocabulary = load_bundled("recall-mamba")

@@ -36,6 +36,12 @@ def scene(file: Path, side: int) -> Tensor:
     return 2 * resized - 1
 
 
+def side_of(model: Any) -> int:
+    """The side S of the square images that a bundled image classifier takes."""
+    side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
+    return side
+
+
 def for_vim(model: VisionMamba, file: Path) -> Tensor:
     """An image (3, H, W) as Vision Mamba was trained to see it: resized, its middle, normalised."""
     projection = model.patch_embed.proj
@@ -44,12 +50,7 @@ def for_vim(model: VisionMamba, file: Path) -> Tensor:
             f"The model takes images of {projection.in_channels} colour channels; files are read "
             "with three. Prepare the image in Python and use captum_ssm.report."
         )
-    height, width = (
-        (cells - 1) * stride + patch
-        for cells, stride, patch in zip(
-            model.grid, projection.stride, projection.kernel_size, strict=True
-        )
-    )
+    height, width = _size(model)
     image = _read(file)[None].float() / 255  # (1, 3, h, w)
     scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
     size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]
@@ -58,6 +59,18 @@ def for_vim(model: VisionMamba, file: Path) -> Tensor:
     middle = resized[:, top : top + height, left : left + width]
     mean, deviation = (torch.tensor(x)[:, None, None] for x in (_MEAN, _DEVIATION))
     return (middle - mean) / deviation
+
+
+def _size(model: VisionMamba) -> tuple[int, int]:
+    """Height and width of the images whose patches a model has positions for."""
+    projection = model.patch_embed.proj
+    height, width = (
+        (cells - 1) * stride + patch
+        for cells, stride, patch in zip(
+            model.grid, projection.stride, projection.kernel_size, strict=True
+        )
+    )
+    return height, width
 
 
 def _read(file: Path) -> Tensor:

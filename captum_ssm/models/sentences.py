@@ -1,4 +1,4 @@
-"""How a classifier reads a text: its words, and one mark at which the classes are told.
+"""How a classifier reads a sentence: its words, and one mark at which the classes are told.
 
 A language model reads the mark last and tells the class as its next word; an encoder reads the
 mark first and tells it in a head of its own.
@@ -8,6 +8,7 @@ Shapes: B texts, L tokens of the longest.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError
-from ...models.vocabulary import UNKNOWN, WordVocabulary
-from .linked import PAD
+from ..errors import InputError
+from .vocabulary import PAD, UNKNOWN, WordVocabulary
 
 #: The mark at which the classes are told.
 CLS = "<cls>"
 #: The words that language models tell negative and positive by.
 CLASS_WORDS = ("<negative>", "<positive>")
+
+#: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
+
+
+def text_words(text: str) -> tuple[str, ...]:
+    """The words, numbers and runs of marks of a text, in small letters.
+
+    Args:
+        text: as it is written.
+
+    Returns:
+        The words in their order.
+
+    Example:
+        >>> from captum_ssm.models import text_words
+        >>> text_words("It's good :-)")
+        ("it's", 'good', ':-)')
+    """
+    return tuple(_WORD.findall(text.lower()))
 
 
 def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVocabulary:
@@ -37,7 +57,7 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
         The vocabulary; the words of the texts are in alphabetical order.
 
     Example:
-        >>> from captum_ssm.bench.tasks import class_vocabulary
+        >>> from captum_ssm.models import class_vocabulary
         >>> texts = [("a", "good", "film"), ("a", "dull", "film")]
         >>> class_vocabulary(texts, least=2).vocab
         ['<pad>', '<unk>', '<cls>', '<negative>', '<positive>', 'a', 'film']
@@ -58,7 +78,7 @@ class TextReader:
         longest: words that are read of a text; the rest is left out. Default: 190.
 
     Example:
-        >>> from captum_ssm.bench.tasks import TextReader, class_vocabulary
+        >>> from captum_ssm.models import TextReader, class_vocabulary
         >>> vocabulary = class_vocabulary([("a", "good", "film"), ("a", "dull", "film")])
         >>> reader = TextReader(vocabulary, encoder=False)
         >>> ids = reader.ids([("a", "good", "film"), ("dull", "plot")])

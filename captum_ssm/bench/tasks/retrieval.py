@@ -26,8 +26,8 @@ from itertools import chain
 import torch
 
 from ...errors import OptionError
-from ...models.vocabulary import WordVocabulary
-from .linked import PAD, Family, LinkedBatch, LinkedText
+from ...models.vocabulary import PAD, WordVocabulary
+from .linked import Family, LinkedBatch, LinkedText
 
 ASK, STOP, IS = "?", ".", "is"
 

@@ -47,7 +47,7 @@ DIAGONALS = 3
 
 
 @dataclass(frozen=True)
-class Example:
+class LinkedExample:
     """One text.
 
     Attributes:
@@ -75,24 +75,24 @@ class FindingSources(LinkedTexts):
     def cells(self) -> Sequence[Cell]:
         return list(self._maps)
 
-    def example(self, subject: Subject, index: int, seed: int) -> Example:
+    def example(self, subject: Subject, index: int, seed: int) -> LinkedExample:
         return of_text(self.text(subject, index, seed))
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         maps = self._maps[cell](model, example.ids.to(device_of(model)), example.targets)
-        return {row: scores(found.cpu(), example) for row, found in maps.items()}
+        return {row: source_scores(found.cpu(), example) for row, found in maps.items()}
 
     @cached_property
     def _maps(self) -> dict[Cell, TokenMap]:
         return token_maps()
 
 
-def of_text(batch: LinkedBatch) -> Example:
+def of_text(batch: LinkedBatch) -> LinkedExample:
     """A batch of one text as an example."""
     queries = batch.targets.queries
     sure = batch.gold()[0, queries]
     wide = batch.gold(DIAGONALS)[0, queries] if isinstance(batch, CopyBatch) else sure
-    return Example(
+    return LinkedExample(
         ids=batch.input_ids,
         targets=list(zip(queries.tolist(), batch.targets.tokens.tolist(), strict=True)),
         context=batch.context[0],
@@ -102,7 +102,7 @@ def of_text(batch: LinkedBatch) -> Example:
     )
 
 
-def scores(found: Tensor, example: Example) -> Numbers:
+def source_scores(found: Tensor, example: LinkedExample) -> Numbers:
     """The numbers of one map (T, L)."""
     inside = found[:, example.context][None].double()
     sure, possible, wide = (
