@@ -31,7 +31,7 @@ from .latim import weighted_rows
 Streams = Mapping[Layer, Tensor | None]
 
 
-class StageMixing:
+class AltiShares:
     """The mixing of the layers that act on one residual stream together; see :func:`.fold.stages`.
 
     What parallel mixers write adds up.  A layer that feeds the next one does not write to the
@@ -70,7 +70,7 @@ class StageMixing:
             self._output = self._output + self._stream
         self._before: Tensor | None = None  # what the feeding layers make of the tokens (B, L, L)
         for feeder in feeders:
-            fed = StageMixing([feeder], streams, activation=activation, mask=mask).matrix()
+            fed = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
             self._before = fed if self._before is None else fed @ self._before
         self._mask = None if mask is None else mask.to(self._output.device)
 
@@ -133,7 +133,7 @@ def _at_queries(x: Tensor, index: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
-class ProjectionMixing:
+class ProjectionShares:
     """The mixing of the layers that act on one residual stream together.
 
     Args:
@@ -150,7 +150,7 @@ class ProjectionMixing:
         writers, feeders = stage_parts(stage)
         self._parts = [Contributions(w, activation, w.linear.branch_scale) for w in writers]
         self._before = [
-            ProjectionMixing([feeder], streams, activation=activation) for feeder in feeders
+            ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
         ]
         mixed = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
         stream = stream_of(writers[-1], streams, mixed)
