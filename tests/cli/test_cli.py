@@ -28,6 +28,7 @@ def expected(example: Example) -> dict[str, torch.Tensor]:
     return {"LatimFlow": flow, "Rollout": rollout}
 
 
+@pytest.mark.full
 def test_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "audit_dependencies.py"
 
 PINS = "# a comment\n\nfirst==1.0\nsecond==2.0\n"

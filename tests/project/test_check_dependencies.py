@@ -125,6 +125,7 @@ def test_licences(tool: Any, root: Path, site: Any) -> None:
     ]
 
 
+@pytest.mark.processes
 def test_the_command(root: Path) -> None:
     (root / "constraints.txt").write_text("torch==0.1", encoding="utf-8")
     command = (sys.executable, str(TOOL), str(root))

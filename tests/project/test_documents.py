@@ -37,7 +37,7 @@ def pictures_closed() -> Iterator[None]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.heavy] if page in SLOW else [])
+        pytest.param(page, marks=[pytest.mark.processes] if page in SLOW else [])
         for page in PAGES
         if blocks(page)
     ],
@@ -119,7 +119,7 @@ def test_how_to_method_is_short() -> None:
     assert len(block[block.index("class ") :].splitlines()) < 50
 
 
-@pytest.mark.heavy
+@pytest.mark.processes
 def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
     """The page's class under the tests that it names, started as it says."""
     (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)

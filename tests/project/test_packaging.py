@@ -30,6 +30,7 @@ def check_strata(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(str(ROOT / "tools" / "check_strata.py"), *arguments)
 
 
+@pytest.mark.processes
 def test_import_is_light() -> None:
     code = "import sys, captum_ssm; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     result = run_python("-c", code)
@@ -59,6 +60,7 @@ def test_types_are_announced() -> None:
     assert files("captum_ssm").joinpath("py.typed").is_file()
 
 
+@pytest.mark.processes
 def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("__pycache__")
@@ -84,6 +86,7 @@ def test_readme_commands_are_those_of_ci(path: str, command: str) -> None:
     assert command in [line.strip() for line in lines]
 
 
+@pytest.mark.processes
 def test_strata_hold() -> None:
     result = check_strata()
     assert result.returncode == 0, result.stdout + result.stderr
@@ -125,6 +128,7 @@ GOOD_TREE = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("tree", "complaints"), [(BAD_TREE, COMPLAINTS), (GOOD_TREE, [])])
 def test_strata_checker(tmp_path: Path, tree: dict[str, str], complaints: list[str]) -> None:
     for name, text in tree.items():

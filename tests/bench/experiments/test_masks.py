@@ -159,7 +159,7 @@ def test_brightness_finds_bright_objects_and_no_others() -> None:
     assert found["random"]["mAP"] <= found["bright"]["mAP"] - 0.1
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("experiment", [SEGMENTING, PSEUDO], ids=lambda e: e.name)
 def test_every_cell_has_its_numbers(name: str, experiment: Any) -> None:

@@ -293,7 +293,7 @@ def test_it_is_among_the_experiments(made_up: None) -> None:
     assert [subject.name for subject in valence.subjects()] == list(NAMES)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @needs_real_texts
 def test_every_cell_has_its_numbers() -> None:
     valence = TextClasses()

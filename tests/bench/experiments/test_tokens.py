@@ -63,7 +63,7 @@ def test_examples_follow_from_seed_and_index() -> None:
     assert not torch.equal(first, other) and not torch.equal(first, seed)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_every_cell_has_its_numbers() -> None:
     copying = EXPERIMENTS["copying"]
     (subject,) = (each for each in copying.subjects() if each.name == "copying-mamba")

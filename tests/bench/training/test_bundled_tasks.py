@@ -81,7 +81,7 @@ def test_accuracy_on_fresh_texts(
     assert accuracy.sequences >= CARDS[name].sequences
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_accuracy_at_every_length(
     name: str, model: torch.nn.Module, task: LinkedTask, seed: int
 ) -> None:

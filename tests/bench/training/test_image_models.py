@@ -186,7 +186,7 @@ def test_accuracy_on_fresh_scenes(name: str, shipped: torch.nn.Module, seed: int
     assert image_accuracy(shipped, SCENES.draw(512, seed)) >= LEAST[name]
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("held_out", [False, True])
 def test_accuracy_on_known_and_new_backgrounds(
     name: str, shipped: torch.nn.Module, held_out: bool, seed: int
@@ -226,7 +226,7 @@ def test_the_card_says_how_the_model_is_made(name: str, shipped: torch.nn.Module
     assert all(f"{steps} steps" in card for steps in recipe.steps)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("column, polarity", [(1, "random"), (2, "bright")])
 def test_the_baselines_of_the_card(
     name: str, column: int, polarity: Literal["random", "bright"], seed: int
