@@ -18,6 +18,7 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 FLA = ("flash-linear-attention", "fla-core")
 BUILD = ("ninja", "packaging", "setuptools", "wheel")
@@ -50,7 +51,10 @@ def install_mamba_ssm(session: nox.Session) -> None:
 
 
 def folder_of(session: nox.Session) -> Path:
-    return Path(session.create_tmp()).resolve()
+    """A folder for this session's files, away from the checkout; temporary files go elsewhere."""
+    folder = Path(session.cache_dir, session.name).resolve()
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def pins() -> list[str]:
@@ -79,7 +83,7 @@ def extras() -> dict[str, list[str]]:
 def pytest(session: nox.Session, *options: str, files: tuple[str, ...] = (), **env: str) -> None:
     """Run pytest; what follows -- replaces the files."""
     arguments = (*PARALLEL, *options, *(session.posargs or files))
-    session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1", **env})
+    session.run("pytest", *arguments, env={**ONE_THREAD, **env})
 
 
 def texts_of_others(session: nox.Session) -> str:
@@ -111,7 +115,7 @@ def coverage(session: nox.Session) -> None:
     """How much the quick tests run, with the special packages; setup.cfg sets the least."""
     install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
-    env = {"OMP_NUM_THREADS": "1", "CAPTUM_SSM_VALENCE": texts_of_others(session)}
+    env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
     session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs, env=env)
@@ -169,7 +173,8 @@ def oldest(session: nox.Session) -> None:
 def speed(session: nox.Session) -> None:
     """No cost has doubled.  Without fla: its kernels for the delta rule need a GPU."""
     install(session, "-e", ".[test]")
-    session.run("python", "-m", "benchmarks", "--check", "benchmarks/baseline.json")
+    check = ("python", "-m", "benchmarks", "--check", "benchmarks/baseline.json")
+    session.run(*check, env=ONE_THREAD)
 
 
 # --- pages and code --------------------------------------------------------------------------
@@ -181,7 +186,7 @@ def docs(session: nox.Session) -> None:
     install(session, "-e", ".[test,docs]", "pytest-xdist")
     folder = folder_of(session)
     command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
-    session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site")
+    session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)
     pytest(session, "--nbmake", "--nbmake-timeout=180", "tutorials")
     pytest(session, "--doctest-modules", "captum_ssm")
     session.run("python", "tools/check_docstrings.py")
