@@ -53,7 +53,7 @@ def install_mamba_ssm(session: nox.Session) -> None:
 def folder_of(session: nox.Session) -> Path:
     """A folder for this session's files, away from the checkout; temporary files go elsewhere."""
     folder = Path(session.cache_dir, session.name).resolve()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
