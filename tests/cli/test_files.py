@@ -181,19 +181,20 @@ def plain_model(folder: Path, examples: int) -> None:
     folders.save_vision_mamba(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
 
 
-WRITERS = [
-    tables,
-    machine_note,
-    page,
-    *(explained(ending) for ending in (".html", ".json", ".png")),
-    demo,
-    vocabulary,
-    trained,
-    plain_model,
-]
+#: What is written, and where it takes long, the session that writes it.
+WRITERS = {
+    tables: pytest.mark.bench,
+    machine_note: pytest.mark.bench,
+    page: (),
+    **{explained(ending): () for ending in (".html", ".json", ".png")},
+    demo: pytest.mark.full,
+    vocabulary: (),
+    trained: pytest.mark.bench,
+    plain_model: (),
+}
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [pytest.param(w, marks=m) for w, m in WRITERS.items()])
 def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     folder = tmp_path / "results"
     folder.mkdir()

@@ -96,6 +96,7 @@ def test_compiled_model_that_already_ran() -> None:
         assert relative_error(compiled(hidden), net(hidden)) <= 2e-5
 
 
+@pytest.mark.full
 def test_the_original_is_named_and_the_compiled_one_called() -> None:
     net = Net()
     compiled = torch.compile(net, backend="eager")
