@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from .base import Mixing, Operator
-from .combine import Composite, Sum, added
+from .combine import Composite, Sum
 from .diagonal import Diagonal
+from .generic import all_streams, channel_mean, channel_sums
 from .heads import HeadOperator
+from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
-from .kernels.portions import Stream, all_streams, channel_mean, channel_sums
-from .kernels.rows import Positions, Strip, clipped, total
+from .kernels.portions import Stream
+from .kernels.rows import Positions, Strip, clipped, sum_strips
 from .reorder import Permute, outermost
 
 #: Elements of one factor over all tokens (4 MiB in float32).
@@ -122,7 +124,7 @@ class Chain(Composite):
             return self._mean_in_turn(x, transposed)
         summands = self._summands()
         if len(summands) > 1:
-            return added(summand._mean(x, transposed) for summand in summands)
+            return sum_tensors(summand._mean(x, transposed) for summand in summands)
         ahead, inside, after = outermost(self.parts)
         first, last = (ahead, after) if transposed else (after[::-1], ahead[::-1])
         x = reordered(first, x, transposed)
@@ -142,7 +144,7 @@ class Chain(Composite):
         weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)
         sums = channel_sums(rest, x, transposed, weights / weights.shape[1])
         moved = (-lag if transposed else lag for lag in taps)
-        return added(
+        return sum_tensors(
             shift_tokens(of_tap[..., None, None], lag)[..., 0, 0]
             for lag, of_tap in zip(moved, sums.unbind(-1), strict=True)
         )
@@ -200,7 +202,7 @@ class Chain(Composite):
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
             return last.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
-        return total(self._by_blocks(left, right, rows), rows)
+        return sum_strips(self._by_blocks(left, right, rows), rows)
 
     def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
         """The shares of blocks of channels, whose factors over all tokens are small.
@@ -234,7 +236,7 @@ class Chain(Composite):
                 strips.append(inner.strip_of_product(factors, band, asked).moved(ahead, 0, tokens))
         if not strips:  # all that the rows read lies beyond the ends
             return Strip(self._zeros(self.shape.batch, len(rows), 0), rows, range(0))
-        return total(strips, rows)
+        return sum_strips(strips, rows)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         first, last = self.parts[0], self.parts[-1]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from captum_ssm.operators import Chain, Operator, SelectiveScan, Shape, ShortConv
-from captum_ssm.operators.kernels.bands import add_shifted, convolve_band, shift_tokens, some_heads
+from captum_ssm.operators.kernels.bands import add_shifted, convolve_band, shift_tokens
+from captum_ssm.operators.kernels.portions import some_heads
 
 EXACT = 1e-12
 LAGS = [-9, -5, -4, -1, 0, 1, 3, 5, 8]

@@ -8,7 +8,7 @@ from oracles import relative_error
 from torch import Tensor
 
 from captum_ssm.operators.kernels import pivot_tree as semiseparable
-from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip, semiseparable_sum
+from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 
 Factors = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -52,9 +52,8 @@ def strip_of(factors: list[Factors], rows: range, first_lag: int) -> Tensor:
 def test_any_length_and_batch(batch: int, tokens: int) -> None:
     """Even and ragged trees; products by example and by pair."""
     factors = [drawn(batch, tokens, 1, width) for width in (3, 3, 2)]
-    copies = ((decay.clone(), u.clone(), v.clone()) for decay, u, (v,) in factors)
     wanted = sum(written_out(f, 0) for f in factors)
-    assert relative_error(semiseparable_sum(copies, batch, tokens), wanted) <= 1e-12
+    assert relative_error(strip_of(factors, range(tokens), 0), wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("first_lag, lags", [(0, 4), (-2, 3), (2, 2), (-1, 1), (1, 1), (-9, 5)])
@@ -78,21 +77,20 @@ def test_some_rows(rows: range, first_lag: int) -> None:
 
 
 def test_factors_in_any_memory_layout() -> None:
-    decay, u, (v,) = (x.mT.contiguous().mT if isinstance(x, Tensor) else x for x in drawn(3, 9, 1))
+    decay, u, (v,) = drawn(3, 9, 1)
     wanted = written_out((decay, u, [v]), 0)
-    copies = [tuple(x.clone() for x in (decay, u, v.mT.contiguous().mT))]
-    assert relative_error(semiseparable_sum(copies, 3, 9), wanted) <= 1e-12
+    decay, u, v = (x.mT.contiguous().mT for x in (decay, u, v))
+    found = semiseparable_strip([(decay, u, [v])], 3, 9, range(9)).entries
+    assert relative_error(found, wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("tokens", [255, 257])
 def test_float32_is_accurate(tokens: int) -> None:
     decay, u, (v,) = drawn(1, tokens, 1, 16)
     decay = 1 - decay * torch.logspace(-4, 0, 16).double()
-    single = [tuple(x.float() for x in (decay, u, v))]
-    wanted = semiseparable_sum(
-        [(decay.float().double(), u.float().double(), v.float().double())], 1, tokens
-    )
-    assert relative_error(semiseparable_sum(single, 1, tokens), wanted) <= 2e-6
+    decay, u, v = (x.float() for x in (decay, u, v))
+    wanted = written_out((decay.double(), u.double(), [v.double()]), 0)
+    assert relative_error(strip_of([(decay, u, [v])], range(tokens), 0), wanted) <= 2e-6
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
@@ -123,4 +121,4 @@ def test_what_is_forgotten(
 
 def test_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        semiseparable_sum([], 1, 3)
+        semiseparable_strip([], 1, 3, range(3))

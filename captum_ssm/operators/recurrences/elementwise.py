@@ -26,12 +26,12 @@ from ..kernels.arithmetic import (
     underflow_flushed,
     unseen,
 )
-from ..kernels.bands import Band, some_heads
+from ..kernels.bands import Band
 from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
-from ..kernels.pivot_strip import Fades, Heads, from_pivot
+from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import LARGE, Portion, Stream, parts
+from ..kernels.portions import LARGE, Heads, Portion, Stream, parts, some_heads
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Tokens mapped at a time.
@@ -122,7 +122,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         """
         return self.decay[:, tokens].sum((0, 1)).argsort()
 
-    def queries(self, tokens: slice, heads: Heads) -> Tensor:
+    def reads(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read of the state, all of it: (1, 1, 1, 1).
 
         Args:
@@ -131,7 +131,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         """
         return self._ones(1, 1, 1, 1)
 
-    def keys(self, tokens: slice, heads: Heads) -> Tensor:
+    def writes(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens write to, all of the state: (1, 1, 1, 1).
 
         Args:
@@ -140,13 +140,13 @@ class ElementwiseRecurrence(FadingRecurrence):
         """
         return self._ones(1, 1, 1, 1)
 
-    def written(self, right: Tensor) -> Tensor:
-        """How much is written of values, (B, L, H), broadcastable.
+    def entering(self, values: Tensor) -> Tensor:
+        """How much enters the state of values: all of them.
 
         Args:
-            right: the values (B, L, H), broadcastable.
+            values: (B, L, H), broadcastable.
         """
-        return right
+        return values
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))

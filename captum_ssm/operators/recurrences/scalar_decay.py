@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..base import Operator, Shape
-from ..heads import row_slices
 from ..kernels.arithmetic import exponential
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_tree import semiseparable_strip
+from ..kernels.rows import slices
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
 
@@ -109,7 +109,7 @@ class ScalarDecayHeads(ChunkedHeads):
             u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
             strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
-            for part in row_slices(rows, _ROWS):  # columns behind them are zero
+            for part in slices(rows, _ROWS):  # columns behind them are zero
                 some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
                 into, decays = (x[:, some, :columns] for x in (out, strip.entries))
                 into.addcmul_(q[:, part] @ k[..., :columns], decays)

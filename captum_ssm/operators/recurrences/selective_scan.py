@@ -17,12 +17,21 @@ from torch import Tensor
 from ..base import Shape
 from ..kernels import chunks
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
-from ..kernels.bands import Band, some_heads
+from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
-from ..kernels.pivot_strip import Fades, Heads, from_pivot, picked
+from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
-from ..kernels.portions import LARGE, Portion, Stream, evenly
-from ..kernels.token_loop import ScanSteps, per_head
+from ..kernels.portions import (
+    LARGE,
+    Heads,
+    Portion,
+    Stream,
+    evenly,
+    gather_heads,
+    per_head,
+    some_heads,
+)
+from ..kernels.token_loop import ScanSteps
 from ..kernels.within_chunk import decayed
 from .base import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
 
@@ -120,7 +129,7 @@ class SelectiveScan(FadingRecurrence):
         Returns:
             A function from a slice of the tokens to (B, T, N, H).
         """
-        elapsed = from_pivot(picked(self.dt[:, :tokens], heads), token, product=False)
+        elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
         elapsed = elapsed.to(self.dtype)
         rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
         return lambda part: (elapsed[:, part, None] * rate).exp2_()
@@ -133,7 +142,7 @@ class SelectiveScan(FadingRecurrence):
         """
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
-    def queries(self, tokens: slice, heads: Heads) -> Tensor:
+    def reads(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read, C (B, T, N, 1 or H).
 
         Args:
@@ -142,7 +151,7 @@ class SelectiveScan(FadingRecurrence):
         """
         return per_head(self.c[:, tokens], self.shape.heads, heads).mT
 
-    def keys(self, tokens: slice, heads: Heads) -> Tensor:
+    def writes(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens write to, B (B, T, N, 1 or H).
 
         Args:
@@ -151,13 +160,13 @@ class SelectiveScan(FadingRecurrence):
         """
         return per_head(self.b[:, tokens], self.shape.heads, heads).mT
 
-    def written(self, right: Tensor) -> Tensor:
-        """How much is written of values, (B, L, H).
+    def entering(self, values: Tensor) -> Tensor:
+        """How much enters the state of values, dt times them (B, L, H).
 
         Args:
-            right: the values (B, L, H), broadcastable.
+            values: (B, L, H), broadcastable.
         """
-        return self.dt * right
+        return self.dt * values
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
@@ -214,10 +223,10 @@ class SelectiveScan(FadingRecurrence):
         for place, groups in _blocks(heads, states, batch * rows.stop):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
-            dt = picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            above = picked(row, part, scratch("above", batch, len(rows), width))
+            dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
+            above = gather_heads(row, part, scratch("above", batch, len(rows), width))
             sent = {
-                lag: picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
+                lag: gather_heads(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
             }
             b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
@@ -265,7 +274,7 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
         part = range(start, min(start + size, heads))
         some = scan if len(part) == heads else scan.select(part)
         make, values = partial(chunks.ChunkSteps, some.chunk), x[..., start : part.stop, :]
-        out[..., start : part.stop, :] = chunks.mapped(make, values, transposed)
+        out[..., start : part.stop, :] = chunks.run_all(make, values, transposed)
     return out
 
 

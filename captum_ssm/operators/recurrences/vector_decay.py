@@ -19,10 +19,10 @@ from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..kernels.arithmetic import Scratch, exponential
 from ..kernels.bands import shift_tokens
-from ..kernels.chunks import Chunk, few, in_chunks
+from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import evenly, parts
-from ..kernels.rows import total
+from ..kernels.rows import sum_strips
 from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
@@ -97,10 +97,10 @@ class VectorDecayHeads(ChunkedHeads):
         late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
         shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
-        return total(shares, rows).whole(rows.stop)
+        return sum_strips(shares, rows).whole(rows.stop)
 
     def _forward(self, v: Tensor) -> Tensor:
-        if not few(v):
+        if not few_vectors(v):
             return super()._forward(v)
         if self.bonus is None:
             return self._by_state(v, transposed=False)
@@ -108,7 +108,7 @@ class VectorDecayHeads(ChunkedHeads):
         return torch.addcmul(earlier, self._own(self.bonus), v)
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        if not few(u):
+        if not few_vectors(u):
             return super()._adjoint(u)
         if self.bonus is None:
             return self._by_state(u, transposed=True)
