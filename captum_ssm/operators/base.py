@@ -177,7 +177,7 @@ class Operator:
             return Mixing.NONE
         return Mixing.CONTROLLED if self.data_dependent else Mixing.FIXED
 
-    # --- the parts it is made of ---------------------------------------------------------
+    # --- the parts it is made of -----------------------------------------------------------
 
     def leaves(self) -> Iterator[Operator]:
         """The elementary operators this one is made of."""
@@ -213,7 +213,7 @@ class Operator:
         """
         return None
 
-    # --- the map, its adjoint and its constant term --------------------------------------
+    # --- the map, its adjoint and its constant term ----------------------------------------
 
     def transpose(self, u: Tensor) -> Tensor:
         """The adjoint: every channel's transposed matrix times ``u``.
@@ -229,11 +229,7 @@ class Operator:
         return generic.transpose(self, u)
 
     def offset(self) -> Tensor | None:
-        """The constant term that biases inside the operator add to its output.
-
-        Returns:
-            (B, L, H, P), or None if there is none.
-        """
+        """The constant term that biases inside add to the output (B, L, H, P); None for none."""
         return None
 
     def affine(self, v: Tensor) -> Tensor:
@@ -268,7 +264,7 @@ class Operator:
         """r (mean over channels of alpha), for a row vector (B, L), without forming a matrix."""
         return linear_map(r, self._mean_adjoint, self._mean_forward)
 
-    # --- its matrices, by rows or whole --------------------------------------------------
+    # --- its matrices, by rows or whole ----------------------------------------------------
 
     def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
         """Rows of the implicit attention matrices.
@@ -312,7 +308,7 @@ class Operator:
         """
         return generic.dense(self, reduce, heads)
 
-    # --- sums over channels of its matrices with factors ---------------------------------
+    # --- sums over channels of its matrices with factors -----------------------------------
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L).
@@ -320,9 +316,6 @@ class Operator:
         Args:
             left: row factors (B, L, H, P), broadcastable.
             right: column factors (B, L, H, P), broadcastable.
-
-        Returns:
-            (B, L, L).
         """
         return generic.contract(self, left, right)
 

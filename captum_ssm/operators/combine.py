@@ -1,11 +1,4 @@
-"""Operators made of other operators: sums, and parts side by side on heads of their own.
-
-What operators made of other operators have in common.
-
-Sums of operators on the same values.
-
-Operators side by side, where some channels are mixed in another way than others.
-"""
+"""Operators made of other operators: sums of them, and parts side by side on heads of their own."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def dense(
     return operator.rows(range(tokens), reduce)
 
 
-# --- products with sums over channels, a few tokens at a time -----------------------------------
+# --- products with sums over channels, a few tokens at a time ----------------------------------
 
 #: Fewest tokens fed at a time.
 _FEWEST = 4

@@ -82,7 +82,7 @@ def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
     return torch.gather(x, 2, heads.expand(*x.shape[:2], -1), out=out)
 
 
-def per_head(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
+def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
     """Vectors of some heads (B, L, h, N), of (B, L, N) common to all or (B, L, G, N) by group.
 
     Where all heads share them, they are said once: (B, L, 1, N).

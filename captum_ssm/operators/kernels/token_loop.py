@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import BINARY, Scratch
-from .portions import parts, per_head
+from .portions import parts, vectors_of_heads
 
 #: How many times as many tokens are prepared as have their states held at a time.
 _PREPARED = 8
@@ -118,7 +118,7 @@ class ScanSteps:
 
     def _time_first(self, x: Tensor, part: slice) -> Tensor:
         """Input or output vectors, (T, 1, B, 1 or H, N)."""
-        return per_head(x[:, part], self.heads).transpose(0, 1)[:, None]
+        return vectors_of_heads(x[:, part], self.heads).transpose(0, 1)[:, None]
 
 
 class _Reading:

@@ -1,10 +1,8 @@
-"""What recurrences over tokens have in common.
+"""What follows from what recurrences read, write and carry on.
 
-What operators whose state runs from token to token have in common.
-
-What recurrences whose states fade independently of each other have in common.
-
-Heads whose matrices are recurrences, computed chunk by chunk.
+Where states fade independently of each other, rows come from trees of pivots
+(:class:`FadingRecurrence`); heads with several value channels are computed chunk by chunk
+(:class:`ChunkedHeads`).
 """
 
 from __future__ import annotations
@@ -43,9 +41,13 @@ class Recurrent(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self._run(v, transposed=False)
 
     def _adjoint(self, u: Tensor) -> Tensor:
+        return self._run(u, transposed=True)
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        """alpha x, or alpha-transposed x, for x (..., B, L, H, P)."""
         raise NotImplementedError
 
 
@@ -61,6 +63,10 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
     """Base of recurrences of which rows are found by a tree of pivots, or cut at one."""
 
     shape: Shape
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         tokens = self.shape.tokens
@@ -156,11 +162,8 @@ class ChunkedHeads(Recurrent, HeadOperator):
     def portion(self) -> Portion:
         return LARGE._replace(multiple=CHUNK)
 
-    def _forward(self, v: Tensor) -> Tensor:
-        return run_all(self._steps, v, transposed=False)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return run_all(self._steps, u, transposed=True)
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        return run_all(self._steps, x, transposed)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
         """The map, or its adjoint, in chunks of so many tokens."""

@@ -72,12 +72,10 @@ class DeltaRule(ChunkedHeads):
             self.component,
         )
 
+    # --- reads, writes, carry --------------------------------------------------------------
+
     def chunk(self, part: slice, length: int) -> Chunk:
         return self._corrected(part, length).chunk(part)
-
-    def _steps(self, length: int, transposed: bool) -> Steps:
-        """By the corrected values: chunks' own matrices would cost more."""
-        return CorrectedSteps(self._corrected, length, transposed)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
         logs = self.log_decay
@@ -87,3 +85,9 @@ class DeltaRule(ChunkedHeads):
             in_chunks(x[:, part], length) for x in (self.query, self.key, self.beta[..., None])
         )
         return corrected(query, key, beta, logs)
+
+    # --- the map and its adjoint -----------------------------------------------------------
+
+    def _steps(self, length: int, transposed: bool) -> Steps:
+        """By the corrected values: chunks' own matrices would cost more."""
+        return CorrectedSteps(self._corrected, length, transposed)
