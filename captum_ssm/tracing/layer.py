@@ -21,11 +21,12 @@ from .verification import relative_error, require_same, tolerance_for
 class Layer:
     """One recorded mixer call.
 
-    The trace keeps the call's input and output; the operator is made when it is asked for, and
-    only the layer asked last keeps its own.  Layers are made by :func:`~captum_ssm.trace`.
+    Its operator was made where the mixer returned, of the mixer as it was in that moment, and is
+    kept while there is memory for it.  One that was not kept is made again when it is asked for,
+    and held to what the mixer had returned.  Layers are made by :func:`~captum_ssm.trace`.
 
     Args:
-        linearized: returns a layer's linear mixer.
+        linearized: makes the linear mixer of a layer that keeps none.
         mixer, call, block, stream: as below.
 
     Attributes:
@@ -36,8 +37,10 @@ class Layer:
             :class:`~captum_ssm.mixers.Architecture`.
         block: the module that holds the mixer, or None.
         call: the recorded call.
+        tolerance: the largest error accepted of its operator, unless the user says otherwise.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
+        checked: the error that was found when the operator was made; None if it was not looked for.
 
     Example:
         >>> import torch
@@ -61,7 +64,9 @@ class Layer:
         block: nn.Module | None,
         stream: Tensor | None,
     ) -> None:
-        self._linearized = linearized  # by the trace, which keeps one operator at a time
+        self._linearized = linearized
+        self._linear: LinearMixer | None = None
+        self.checked: float | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
@@ -69,20 +74,27 @@ class Layer:
         self.block = block
         self.call = call
         self.stream = stream
-        self._tolerance = tolerance_for(self.output)
-        self._versions = self._current_versions()
+        self.tolerance = tolerance_for(self.output)
+        self._weights = list(mixer.module.parameters())
+        self._versions = self._versions_of(self.call.hidden_states, self.output)
+        self._versions_of_weights = self._versions_of(*self._weights)
 
-    def _current_versions(self) -> list[int]:
-        tensors = (self.call.hidden_states, self.output)
+    @staticmethod
+    def _versions_of(*tensors: Tensor) -> list[int]:
         return [t._version for t in tensors if not t.is_inference()]
 
     def check_unchanged(self) -> None:
-        """Raise if the model overwrote a recorded tensor after the mixer ran.
+        """Raise if a recorded tensor, or a weight, was overwritten after the mixer ran.
 
         Raises:
-            InputError: when it did; the record of the call is void.
+            InputError: when one was; the record of the call is void.
         """
-        if self._versions != self._current_versions():
+        if self._versions_of_weights != self._versions_of(*self._weights):
+            raise InputError(
+                f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
+                "so the record of it is void. Read the record before the change, or run again."
+            )
+        if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
                 "after the call, so the record of it is void. Use the out-of-place form."
@@ -123,7 +135,18 @@ class Layer:
         Raises:
             NonFiniteError: when a coefficient is NaN or infinite.
         """
-        return self._linearized(self)
+        if self._linear is None:
+            return self._linearized(self)
+        self.check_unchanged()
+        return self._linear
+
+    def keep(self, linear: LinearMixer) -> None:
+        """Keep the linear mixer that was made in the run.
+
+        Args:
+            linear: it.
+        """
+        self._linear = linear
 
     @property
     def operator(self) -> Operator:
@@ -159,8 +182,9 @@ class Layer:
         Raises:
             ReconstructionError: naming the layer and the error.
         """
-        limit = self._tolerance if tolerance is None else tolerance
-        require_same(self.name, self.architecture, self.reconstruction_error(), limit)
+        limit = self.tolerance if tolerance is None else tolerance
+        error = self.reconstruction_error() if self.checked is None else self.checked
+        require_same(self.name, self.architecture, error, limit)
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"

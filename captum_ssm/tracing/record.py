@@ -11,18 +11,23 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer
-from ..operators.kernels.arithmetic import all_finite, full_precision
+from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
 from .hooks import Hook, detached, hooked, swap_first, without_caches
 from .layer import Layer
-from .offload import linearize
+from .memory import bytes_of, free_memory
+from .offload import lasting_form, linearize, tensors_of
 from .repair.loops import repaired_scans
+from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "outputs", "all"]
+
+#: Share of the free memory that operators of a run may take.
+_SHARE = 4
 
 
 class Trace:
@@ -42,32 +47,61 @@ class Trace:
         ([(1, 4), (1, 4)], None)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
+        self._of_the_run = room is not None
+        self._room = room or 0
+        self._check = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
+    def recorded(self, layer: Layer) -> None:
+        """Take a layer in, whose mixer is as it was when it returned.
+
+        Args:
+            layer: of the mixer that has returned.
+        """
+        self.layers.append(layer)
+        if self._room <= 0 and not self._check:
+            return
+        linear = self._made(layer, running=True)
+        if self._check:
+            layer.checked = _error(layer, linear)
+        parameters = layer.mixer.module.parameters()
+        size = bytes_of(tensors_of(linear), besides=parameters)
+        if size <= self._room:
+            self._room -= size
+            layer.keep(linear)
+
     def linearize(self, layer: Layer) -> LinearMixer:
-        """The layer's linear mixer; the latest one asked for is kept.
+        """The linear mixer of a layer that keeps none; the latest one asked for is kept.
 
         Args:
             layer: one of :attr:`layers`.
 
         Raises:
-            NonFiniteError: for the first layer that holds NaN or infinity.
+            NonFiniteError: for a layer that holds NaN or infinity.
             InputError: when the model overwrote what was recorded.
+            ReconstructionError: when the mixer is no longer what it was in the run.
         """
         if self._last is None or self._last[0] is not layer:
             self._last = None
             layer.check_unchanged()
-            with torch.no_grad(), full_precision(layer.output.device):
-                linear = linearize(layer.mixer, layer.call)
-                try:
-                    linear.check_finite(layer.name)
-                except NonFiniteError:
-                    self._blame_first(layer)
-                    raise
+            linear = self._made(layer, running=False)
+            if self._of_the_run and (layer.checked or 0) <= layer.tolerance:
+                require_as_it_was(layer.name, _error(layer, linear), layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
+
+    def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
+        modes = torch.inference_mode(False), torch.no_grad(), unseen()
+        with modes[0], modes[1], modes[2], full_precision(layer.output.device):
+            linear = linearize(layer.mixer, layer.call, running=running)
+            try:
+                linear.check_finite(layer.name)
+            except NonFiniteError:
+                self._blame_first(layer)
+                raise
+            return lasting_form(layer.mixer, linear)
 
     def forget(self) -> None:
         """Let go of the linear mixer that is kept, where memory is needed for something else."""
@@ -98,6 +132,20 @@ class Trace:
         return None
 
 
+def _error(layer: Layer, linear: LinearMixer) -> float:
+    """How far the operator is from its module, beyond what rounding explains."""
+    real = layer.call.output_tensor.detach()
+    with torch.no_grad(), unseen(), full_precision(real.device):
+        ordered = real if linear.map is None else linear.map.in_order(real)
+        if not all_finite(real):  # it is the model's output that will be refused
+            return 0.0
+        error = combined_error(linear, ordered)
+        if error <= layer.tolerance or linear.map is not None:
+            return error
+        rounding = rounding_explains(layer.mixer, layer.call, linear.output(), linearize)
+        return 0.0 if rounding else error
+
+
 def _received_more(call: Call) -> bool:
     """Whether the call's arguments hold more than the sequence itself."""
     sequence = call.hidden_states
@@ -111,6 +159,8 @@ def trace(
     *,
     layers: Sequence[str | nn.Module] | None = None,
     graph: Graph = "none",
+    operators: bool = True,
+    verify: bool = False,
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
@@ -125,6 +175,10 @@ def trace(
             outputs can be taken, or ``"all"`` from the first block on, so that those with respect
             to block inputs can be, too. With gradient checkpointing, take the gradients inside the
             ``with``. Default: ``"none"``.
+        operators: whether operators are made where the mixers return, of the mixers as they are in
+            that moment; else when they are asked for. Default: True.
+        verify: hold every operator to what its module returned when it is made;
+            :meth:`Layer.verify` raises for those that are not it. Default: False.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -145,7 +199,8 @@ def trace(
     """
     module = find_model(model)
     mixers = find_mixers(module, layers)
-    record = Trace()
+    room = free_memory(_device_of(module)) // _SHARE if operators else None
+    record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         without_caches(module, stack)
@@ -217,7 +272,7 @@ def _mixer_hook(
         around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}
         call = Call(detached(args), detached(kwargs), kept, block, around)
         stream = streams[block] if block is not None and graph == "all" else None
-        record.layers.append(Layer(record.linearize, mixer, call, block, stream))
+        record.recorded(Layer(record.linearize, mixer, call, block, stream))
         return kept if joins else None
 
     return hook
@@ -239,6 +294,11 @@ def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
         return (args, kwargs) if graph == "all" else None
 
     return hook
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (p.device for p in model.parameters() if not p.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _itself(x: Tensor) -> Tensor:

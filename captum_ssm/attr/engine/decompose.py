@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,22 @@ class Decomposition:
     def delta(self) -> Tensor:
         """output - inputs - biases (B,): 0, but for rounding."""
         return self.output - self.inputs.flatten(1).sum(1) - self.bias
+
+
+class Parts(Protocol):
+    """What an output is taken apart into."""
+
+    @property
+    def biases(self) -> Mapping[str, Tensor]:
+        """What constants add (B,), by the module that adds them."""
+
+    @property
+    def output(self) -> Tensor:
+        """The explained number (B,)."""
+
+    @property
+    def delta(self) -> Tensor:
+        """What is left (B,)."""
 
 
 def decompose(network: Network, output: Tensor, constant: Tensor | None = None) -> Decomposition:
@@ -131,13 +147,23 @@ def exact(found: Decomposition) -> bool:
     In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
     each can be explained by itself.
     """
-    size = found.inputs.flatten(1).abs().sum(1) + found.output.abs()
+    return sums_up(found, found.inputs, 1 if len(found.output) == 1 else 0.1)
+
+
+def sums_up(found: Parts, inputs: Tensor, share: float = 1.0) -> bool:
+    """Whether parts sum to the output for every example.
+
+    Args:
+        found: the parts.
+        inputs: those of the input (B, ...).
+        share: of the tolerance. Default: 1.0.
+    """
+    size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
-    dtypes, device = {found.inputs.dtype, found.output.dtype}, found.output.device.type
+    dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
-    limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
-    limit = limit if len(found.output) == 1 else limit / 10
+    limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     return bool((found.delta.abs() <= limit * size).all())
 
 

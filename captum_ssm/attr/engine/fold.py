@@ -65,7 +65,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Mixing:
+class LayerMatrix:
     """What a layer adds to the identity, as a linear map over tokens that need not be formed.
 
     Attributes:
@@ -89,22 +89,22 @@ class Mixing:
 
 
 #: One layer's part of a fold: the layer and its operator to what it adds to the identity.
-Step = Callable[[Layer, Operator], Mixing]
+Step = Callable[[Layer, Operator], LayerMatrix]
 
 
-def given(matrix: Tensor) -> Mixing:
+def given(matrix: Tensor) -> LayerMatrix:
     """A formed matrix (B, L, L)."""
-    return Mixing(
+    return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
         lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
     )
 
 
-def scaled(mixing: Mixing, factor: float) -> Mixing:
+def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
     """factor times the matrix."""
     if factor == 1:
         return mixing
-    return Mixing(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
+    return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
 
 
 def fold(
@@ -171,7 +171,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     return out
 
 
-def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
+def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
     """What a stage adds to the identity.
 
     Parallel branches add up. A layer that feeds the next one adds to that one's input only: the
@@ -195,7 +195,7 @@ def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
             out = out + branch.matvec(out)
         return sum((branch.matvec(column) for branch in beside), mixing.matvec(out))
 
-    return Mixing(rmatvec, matvec)
+    return LayerMatrix(rmatvec, matvec)
 
 
 def verify_layer(layer: Layer, verify: bool | float) -> None:

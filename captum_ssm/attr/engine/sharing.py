@@ -59,10 +59,12 @@ class Kept:
     Attributes:
         graph: which autograd graph.
         streams: whether the residual stream entering each mixer's block is.
+        verify: whether operators are held to what their modules returned. Default: True.
     """
 
     graph: Graph
     streams: bool
+    verify: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +174,9 @@ def _run(request: Request, kept: Kept, shared: bool) -> Forward:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(kept.graph in ("outputs", "all")))
         entering = stack.enter_context(residual_streams(model, layers)) if kept.streams else None
-        record = stack.enter_context(trace(model, layers=layers, graph=kept.graph))
+        record = stack.enter_context(
+            trace(model, layers=layers, graph=kept.graph, verify=kept.verify)
+        )
         output = logits_of(call_model(request.forward_func, request.inputs, request.additional))
     require_layers(record, model)
     streams = {} if entering is None else dict(zip(record.layers, entering, strict=True))

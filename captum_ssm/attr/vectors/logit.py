@@ -16,24 +16,24 @@ from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.run import Question, Run
 from .contributions import Contributions
-from .mixing import ProjectionMixing, StageMixing
+from .shares import AltiShares, ProjectionShares
 
 
-class Mixing(Protocol):
+class TokenShares(Protocol):
     """How the tokens behind a stage are made of those before it."""
 
     def rmatvec(self, row: Tensor) -> Tensor:
         """Rows (..., B, L) times the mixing, whose rows sum to 1."""
 
 
-MakeMixing = Callable[[Sequence[Layer], Run, str], Mixing]
+MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
 #: How tokens are traced back through a stage: from the stage and the run.
-MIXINGS: dict[str, MakeMixing] = {
-    "alti": lambda stage, run, activation: StageMixing(
+MIXINGS: dict[str, MakeShares] = {
+    "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
     ),
-    "projection": lambda stage, run, activation: ProjectionMixing(
+    "projection": lambda stage, run, activation: ProjectionShares(
         stage, run.streams, activation=activation
     ),
 }
@@ -99,7 +99,7 @@ class LogitRun(Run):
 def contributions_to(
     run: LogitRun,
     activation: str,
-    make: MakeMixing,
+    make: MakeShares,
     description: str | None,
     *,
     by_layer: bool,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
 from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
-from ...attr.call.inputs import cuts
+from ...attr.call.inputs import batch_parts
 from ...attr.engine.fold import shown
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
@@ -153,7 +153,7 @@ def explain_all(
     kinds = _kinds(matrices)
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
-    parts = list(zip(cuts(len(examples), 1), examples, strict=True))
+    parts = list(zip(batch_parts(len(examples), 1), examples, strict=True))
     outlines = []
     for cut, example in shown(parts, "Report, forward runs", show_progress):
         with cut.counting():
