@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import Operator
 from captum_ssm.operators import chain as compose
+from captum_ssm.operators import generic
 from captum_ssm.operators.kernels.rows import Strip, clipped, sum_strips
 from captum_ssm.operators.recurrences import scalar_decay as decay_heads
 
@@ -69,7 +69,7 @@ def test_generic_strips_are_rows(build: Build) -> None:
     left, right = randn(*case.shape), randn(*case.shape)
     wanted = contracted(case, left, right)
     for rows in row_ranges(10, 4):
-        check_rows(Operator.strip(case.operator, left, right, rows), rows, wanted)
+        check_rows(generic.strip(case.operator, left, right, rows), rows, wanted)
 
 
 def test_factors_are_broadcast_and_kept(build: Build) -> None:

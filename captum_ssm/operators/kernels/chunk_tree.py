@@ -13,7 +13,7 @@ joined in pairs, all tiles of a matrix are products of two thin factors.
     L N log(L / T) for the joining, or L N^2 log(L / T) where a carry is a matrix.
 :literature: Chandrasekaran, Gu and Pals, A Fast ULV Decomposition Solver for Hierarchically
     Semiseparable Representations, 2006, where carries are called translation operators.
-:naive version: ``matrices_of_chunks``, ``decay_matrices``
+:naive version: ``kernels.semiseparable``, ``kernels.decays_between``
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ at once: what they have to do with no state is done for all of them together.
     chunk, besides what it costs to make the chunks.
 :literature: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality, 2024, section 6.
-:naive version: ``of_chunks``
+:naive version: ``kernels.semiseparable``
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ step each from the token before.
 :literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
     networks, as a parallel scan, Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over
     Sequence Length, 2018.
-:naive version: ``recurrence``
+:naive version: ``kernels.recurrence``
 """
 
 from __future__ import annotations

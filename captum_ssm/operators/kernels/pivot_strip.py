@@ -23,7 +23,7 @@ are, with t = m - last + lag,
 :literature: Dewilde and van der Veen, Time-Varying Systems and Computations, 1998, for the factors
     of such blocks (Hankel operators); Chandrasekaran et al., Some Fast Algorithms for Sequentially
     Semiseparable Representations, 2005.
-:naive version: ``fading_matrices``
+:naive version: ``kernels.banded_semiseparable``
 """
 
 from __future__ import annotations

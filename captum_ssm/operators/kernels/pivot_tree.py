@@ -28,7 +28,7 @@ before that are single products.
 :literature: Vandebril, Van Barel and Mastronardi, Matrix Computations and Semiseparable Matrices,
     volume 1, 2008, for such matrices and their generators; Hackbusch, A Sparse Matrix Arithmetic
     Based on H-Matrices, 1999, for assembly by blocks of low rank.
-:naive version: ``semiseparable``
+:naive version: ``kernels.banded_semiseparable``
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ that they stay in a processor's cache and each step is one operation on many num
     states, and S of the latter; no state but the last outlives its few tokens.
 :literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
     which keeps states in a GPU's fast memory for the same reason.
-:naive version: ``selective_scan``
+:naive version: ``kernels.selective_scan``
 """
 
 from __future__ import annotations

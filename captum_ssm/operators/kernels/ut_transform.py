@@ -17,7 +17,7 @@ values lack, E being the products of decays between tokens.
     Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, 2024,
     for chunks of DeltaNet.  Inverses are taken by halves: Higham, Accuracy and Stability of
     Numerical Algorithms, 2nd ed., 2002, chapter 14.
-:naive version: ``delta_rule``, ``unit_lower_inverse``
+:naive version: ``token_loops.delta_rule``, ``kernels.unit_lower_inverse``
 """
 
 from __future__ import annotations

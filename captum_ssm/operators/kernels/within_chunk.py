@@ -19,7 +19,7 @@ each is built up from factors that are at most one.  A decay of zero is one like
 :literature: Kogge and Stone, A Parallel Algorithm for the Efficient Solution of a General Class of
     Recurrence Equations, 1973, for doubling; Yang et al., Gated Linear Attention Transformers with
     Hardware-Efficient Training, 2024, for sums that split chunks again to keep decays apart.
-:naive version: ``decays_between``, ``decayed_products``
+:naive version: ``kernels.decays_between``, ``kernels.semiseparable``
 """
 
 from __future__ import annotations
