@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import every_method
+from helpers.sessions import thorough
 from torch import Tensor, nn
 from zoo import networks
 from zoo.language import word_tokenizer
@@ -151,8 +152,7 @@ QUICK = ("mamba", "jamba", "qwen3_next", "vim, two cls")
 
 
 def every(names: Any) -> Any:
-    marks = {name: () if name in QUICK else pytest.mark.heavy for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+    return pytest.mark.parametrize("name", thorough(names, QUICK))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -193,7 +193,7 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         LatimFlow(model).attribute(ids, TARGET)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
     model = mamba_lm()
     with torch.no_grad():

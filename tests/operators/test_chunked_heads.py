@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sessions import full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_error, token_loops
@@ -29,10 +30,10 @@ from captum_ssm.operators.kernels.chunks import CHUNK
 from captum_ssm.operators.recurrences import vector_decay as vector_decay_heads
 
 LENGTHS = [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
-HEAVY = pytest.param(9 * CHUNK + 5, marks=pytest.mark.heavy)
+LONG = full(9 * CHUNK + 5)
 
 
-@pytest.mark.parametrize("tokens", [*LENGTHS, HEAVY])
+@pytest.mark.parametrize("tokens", [*LENGTHS, *LONG])
 @kinds
 def test_equals_the_loop(make: Make, loop: token_loops.Loop, tokens: int) -> None:
     operator = make(tokens)

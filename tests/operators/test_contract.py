@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import full
 from oracles import relative_error, times
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from captum_ssm.operators.kernels import rows as query_positions
 EXACT = 1e-12
 LENGTHS = [
     *(1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 65),
-    *(pytest.param(tokens, marks=pytest.mark.heavy) for tokens in (64, 100)),
+    *full(64, 100),
 ]
 
 

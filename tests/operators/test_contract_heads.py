@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import full
 from oracles import relative_error
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def by_head(matrices: Tensor, left: Tensor, right: Tensor, shape: Shape) -> Tens
     return torch.einsum("bihp,bhpij,bjhp->bhij", left, matrices, right)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 11, pytest.param(70, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("tokens", [1, 2, 11, *full(70)])
 def test_sum_over_the_channels_of_a_head(build: Callable[[int], Any], tokens: int) -> None:
     case = build(tokens)
     left, right = randn(*case.shape), randn(*case.shape)

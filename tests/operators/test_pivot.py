@@ -98,6 +98,7 @@ def test_rows_of_products(data: st.DataObject, kind: str, lags: tuple[int, ...])
         assert error <= EXACT * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_rows_are_cut_by_themselves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, matrices = KINDS[kind](pivot.LEAST + 30)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.sessions import full
 from torch import Tensor
 
 from captum_ssm.operators import (
@@ -27,7 +28,7 @@ from captum_ssm.operators import (
 )
 
 BATCH, HEADS, STATE, VALUES = 2, 4, 3, 5
-LENGTHS = [1, 2, 3, 64, 65, *(pytest.param(n, marks=pytest.mark.heavy) for n in (63, 130))]
+LENGTHS = [1, 2, 3, 64, 65, *full(63, 130)]
 
 
 def randn(*size: int) -> Tensor:
