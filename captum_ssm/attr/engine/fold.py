@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError, NonFiniteError, OptionError
 from ...operators import Operator, Reduce
-from ...operators.kernels.arithmetic import all_finite, times
+from ...operators.kernels.arithmetic import all_finite, matmul
 from ...tracing import Layer
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def given(matrix: Tensor) -> LayerMatrix:
     """A formed matrix (B, L, L)."""
     return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
-        lambda column: times(matrix, column.unsqueeze(-1)).squeeze(-1),
+        lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
     )
 
 
