@@ -172,7 +172,7 @@ class TransformerAttribution(ImplicitMethod):
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 linear = layer.linear
                 at = range(linear.operator.shape.heads) if chosen.heads is None else chosen.heads
-                gradient = _behind(linear, layer.in_order(gradients[layer]))[:, :, at]
+                gradient = _behind(layer.written, layer.in_order(gradients[layer]))[:, :, at]
                 coefficient = None
                 if layer in propagated:
                     coefficient = _behind(linear, layer.in_order(propagated[layer]))[:, :, at]

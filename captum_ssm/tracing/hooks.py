@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +41,38 @@ def hooked(
     """
     own = in_this_thread(hook)
     return lasting(lambda: register(own, **options).remove)
+
+
+@contextmanager
+def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
+    """A context in which one hook of a module sees its output before all others, and one after.
+
+    Hooks that are registered while the module's model runs are between them, too.
+
+    Args:
+        module: the module.
+        first, last: its forward hooks, which take keyword arguments as well.
+    """
+    own = in_this_thread(first), in_this_thread(last)
+    hooks = module._forward_hooks
+
+    def order(*_: Any) -> None:
+        """Where hooks were added meanwhile, put all but the first behind it anew, the last last."""
+        keys = list(hooks)
+        if hooks[keys[0]] is own[0] and hooks[keys[-1]] is own[1]:
+            return
+        place = {id(hook): key for key, hook in hooks.items()}
+        ends = place[id(own[0])], place[id(own[1])]
+        for key in [key for key in keys if key not in ends] + [ends[1]]:
+            hooks[key] = hooks.pop(key)
+
+    register = functools.partial(module.register_forward_hook, with_kwargs=True)
+    with (
+        lasting(lambda: register(own[0], prepend=True).remove),
+        lasting(lambda: register(own[1]).remove),
+        hooked(module.register_forward_pre_hook, order),
+    ):
+        yield
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:

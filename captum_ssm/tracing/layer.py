@@ -15,6 +15,7 @@ from ..mixers.parts.token_map import TokenMap
 from ..operators import Operator
 from ..operators.kernels.arithmetic import full_precision
 from .find import Mixer
+from .projection import scaled_output
 from .verification import relative_error, require_same, tolerance_for
 
 
@@ -73,6 +74,8 @@ class Layer:
         self.joins = mixer.architecture.joins
         self.block = block
         self.call = call
+        self._left = call.output_tensor
+        self._factor: Tensor | None = None
         self.stream = stream
         self.tolerance = tolerance_for(self.output)
         self._weights = list(mixer.module.parameters())
@@ -102,8 +105,41 @@ class Layer:
 
     @property
     def output(self) -> Tensor:
-        """What the mixer returned, (B, L, E), or in windows (B W, T, E); see :meth:`in_order`."""
-        return self.call.output_tensor
+        """What left the mixer, (B, L, E), or in windows (B W, T, E); see :meth:`in_order`.
+
+        That is what it returned, unless a hook of somebody else's changed it.
+        """
+        return self._left
+
+    def leave(self, left: Tensor, factor: Tensor | None) -> None:
+        """Note what left the mixer.
+
+        Args:
+            left: it, (B, L, E).
+            factor: what hooks have multiplied the mixer's output with; see :func:`hook_factor`.
+                None if no hook changed it.
+        """
+        self._left = left
+        self._factor = factor
+        self._versions = self._versions_of(self.call.hidden_states, left)
+
+    @property
+    def written(self) -> LinearMixer:
+        """The linear mixer with what hooks of others make of its output.
+
+        Raises:
+            InputError: when a hook does something else than scale tokens or drop features.
+        """
+        if self._factor is None:
+            return self.linear
+        if not len(self._factor):
+            raise InputError(
+                f"Layer {self.name!r}: a forward hook changes what the mixer returns, by more than "
+                "a factor for each token or for each feature, so that it is no longer what its "
+                "operator returns. Use LatimFlow, which explains the hook as well, or leave the "
+                "hook out."
+            )
+        return scaled_output(self.linear, self.in_order(self._factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
@@ -169,7 +205,8 @@ class Layer:
         Some 1e-7 for a model in float32.
         """
         with torch.no_grad(), full_precision(self.output.device):
-            return relative_error(self.linear.output(), self.in_order(self.output.detach()))
+            returned = self.call.output_tensor.detach()
+            return relative_error(self.linear.output(), self.in_order(returned))
 
     def verify(self, tolerance: float | None = None) -> None:
         """Raise unless the operator reproduces the module's output.
@@ -188,3 +225,27 @@ class Layer:
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"
+
+
+def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
+    """What a mixer's output was multiplied with by hooks, (B, L, 1) or (B, L, E).
+
+    Args:
+        returned: what the mixer returned, (B, L, E).
+        left: what hooks have made of it.
+
+    Returns:
+        The factors; None if nothing was changed; nothing (0,) if it was by no factor for each
+        token, nor by one that keeps or drops each feature.
+    """
+    returned, left = returned.detach(), left.detach()
+    if returned is left or torch.equal(returned, left):
+        return None
+    if left.shape == returned.shape:
+        size = returned.abs().amax(-1, keepdim=True)
+        largest = returned.abs().argmax(-1, keepdim=True)
+        factor = left.gather(-1, largest) / returned.gather(-1, largest).where(size > 0, 1)
+        for found in (factor, (left == returned).to(left)):
+            if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
+                return found
+    return returned.new_empty(0)

@@ -7,7 +7,7 @@ set up for the time of the call.  What is left of it afterwards is the affine ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..errors import InputError
 from ..mixers.base import LinearMixer
+from ..operators import Chain, Diagonal
 
 #: Size of the unit vectors that find a weight, which keeps constants from rounding it.
 _PROBE = 2.0**10
@@ -78,6 +80,29 @@ def projection_of(linear: LinearMixer) -> Projection:
         found_here = linear.project(probe.view(values.shape)) - at_rest
         parts.append(found_here.flatten(0, 1)[:count] / _PROBE)
     return Projection(torch.cat(parts), at_rest)
+
+
+def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
+    """A mixer whose output is multiplied with a factor behind its projection.
+
+    Args:
+        linear: the mixer.
+        factor: for each token (B, L, 1), or for each feature, alike for all tokens (B, L, E).
+    """
+    projection = projection_of(linear)
+    if factor.shape[-1] == 1:
+        tokens = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
+        rest = projection.rest * factor.to(projection.rest)
+        scaled = replace(projection, rest=rest)
+        return replace(linear, operator=Chain(tokens, linear.operator), project=scaled)
+    features = factor[0, 0].to(projection.weight)
+    if not bool((factor == features).all()):
+        raise InputError(
+            "A forward hook drops other features of a mixer's output at each token. Use LatimFlow, "
+            "which explains the hook as well, or leave the hook out."
+        )
+    weight, rest = projection.weight * features, projection.rest * features
+    return replace(linear, project=replace(projection, weight=weight, rest=rest))
 
 
 class _Overheard(TorchFunctionMode):

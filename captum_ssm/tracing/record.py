@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
-from ..mixers.base import Call, LinearMixer
+from ..mixers.base import Call, LinearMixer, first_tensor
 from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
-from .hooks import Hook, detached, hooked, swap_first, without_caches
-from .layer import Layer
+from .hooks import Hook, at_both_ends, detached, hooked, swap_first, without_caches
+from .layer import Layer, hook_factor
 from .memory import bytes_of, free_memory
 from .offload import lasting_form, linearize, tensors_of
 from .repair.loops import repaired_scans
@@ -211,8 +211,8 @@ def trace(
             before, register = _stream_hook(streams, kept), outer.register_forward_pre_hook
             stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
-            after = _mixer_hook(record, mixer, streams, graph, mixers[-1])
-            stack.enter_context(hooked(mixer.module.register_forward_hook, after, with_kwargs=True))
+            ends = _mixer_hooks(record, mixer, streams, graph, mixers[-1])
+            stack.enter_context(at_both_ends(mixer.module, *ends))
         stack.enter_context(repaired_scans())  # forwards, too, in memory linear in the length
         if graph != "none":
             stack.enter_context(recordable(module))
@@ -257,25 +257,41 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     )
 
 
-def _mixer_hook(
+def _mixer_hooks(
     record: Trace, mixer: Mixer, streams: dict[nn.Module, Tensor], graph: Graph, last: Mixer
-) -> Hook:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if graph == "tail" and mixer is last:
-            torch.set_grad_enabled(True)  # undone when the trace ends
-        joins = graph in ("outputs", "all") or (graph == "tail" and mixer is last)
-        # what computed the first output is let go of
-        swap = begun if graph == "outputs" and not record.layers else in_graph
-        kept = swap_first(output, swap)[0] if joins else detached(output)
+) -> tuple[Hook, Hook]:
+    """The first hook on a mixer, which sees what it returned, and the last, what left it."""
+    pending: list[tuple[Layer, Tensor]] = []
+
+    def first(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         # the block entered last is the one that runs, also for a mixer shared by several
         block = next((b for b in reversed(streams) if b in mixer.blocks), None)
         around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}
-        call = Call(detached(args), detached(kwargs), kept, block, around)
+        call = Call(detached(args), detached(kwargs), detached(output), block, around)
         stream = streams[block] if block is not None and graph == "all" else None
-        record.recorded(Layer(record.linearize, mixer, call, block, stream))
-        return kept if joins else None
+        layer = Layer(record.linearize, mixer, call, block, stream)
+        record.recorded(layer)
+        pending.append((layer, first_tensor(output)))
 
-    return hook
+    def final(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        layer, returned = pending.pop()
+        left = first_tensor(output)
+        if graph == "tail" and mixer is last:
+            torch.set_grad_enabled(True)  # undone when the trace ends
+        joins = graph in ("outputs", "all") or (graph == "tail" and mixer is last)
+        if joins:
+            # what computed the first output is let go of
+            swap = begun if graph == "outputs" and layer is record.layers[0] else in_graph
+            output, kept = swap_first(output, swap)
+            assert kept is not None
+        else:
+            kept = left.detach()
+        layer.leave(kept, None if left is returned else hook_factor(returned, left))
+        return output if joins else None
+
+    return first, final
 
 
 def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:

@@ -19,7 +19,7 @@ from zoo.mamba2 import make_model
 
 import captum_ssm
 from captum_ssm import ImplicitAttention
-from captum_ssm.errors import NotLinearError, ReconstructionError
+from captum_ssm.errors import InputError, NotLinearError, ReconstructionError
 
 NAMES = (
     "ImplicitAttention",
@@ -192,3 +192,85 @@ def test_the_random_numbers_of_others_stay(method: Any) -> None:
     after = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(3))
+
+
+# --- hooks of the user's -------------------------------------------------------------------------
+
+
+def zeroed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return torch.zeros_like(out)
+
+
+def doubled_here(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    factor = torch.ones(1, out.shape[1], 1)
+    factor[:, 2::3] = -2
+    return out * factor
+
+
+def steered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out + torch.linspace(-1, 1, out.shape[-1])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mixer_ablated_by_a_hook_is_one_without_output(method: Any, inside: bool) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    same = copy.deepcopy(model)
+    same.backbone.layers[1].mixer.out_proj.weight.data.zero_()
+    if same.backbone.layers[1].mixer.out_proj.bias is not None:
+        same.backbone.layers[1].mixer.out_proj.bias.data.zero_()
+    mixer = model.backbone.layers[1].mixer
+
+    def forward(x: Tensor) -> Any:
+        if not inside:
+            return model(x).logits
+        handle = mixer.register_forward_hook(zeroed)
+        try:
+            return model(x).logits
+        finally:
+            handle.remove()
+
+    if not inside:
+        mixer.register_forward_hook(zeroed)
+    torch.testing.assert_close(forward(ids), same(ids).logits)
+    found = method(forward, model).attribute(ids, target=TARGET)
+    expected = method(same).attribute(ids, target=TARGET)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    if method.__name__ in ("LatimLogit", "LatimFlow"):
+        _, delta = method(forward, model).attribute(
+            ids, target=TARGET, return_convergence_delta=True
+        )
+        assert delta.abs().max() < 1e-5
+
+
+def test_a_hook_that_scales_tokens(method: Any) -> None:
+    """As a block that scales what the mixer returns, which sums tell from one that does not."""
+    model, ids = transformers_model("mamba"), tokens()
+    model.backbone.layers[0].mixer.register_forward_hook(doubled_here)
+    found = method(model).attribute(ids, target=TARGET)
+    assert bool(found.isfinite().all())
+    if method.__name__ in ("LatimLogit", "LatimFlow"):
+        _, delta = method(model).attribute(ids, target=TARGET, return_convergence_delta=True)
+        assert delta.abs().max() < 1e-5
+    if method.__name__ in ("LatimALTI", "LatimNorm"):
+        maps = method(model).maps(ids)[0]
+        plain = transformers_model("mamba")
+        plain.load_state_dict(model.state_dict())
+        expected = method(plain).maps(ids)[0]
+        if method.__name__ == "LatimNorm":
+            expected[:, 2::3] *= 2
+            torch.testing.assert_close(maps, expected)
+        else:
+            kept = torch.arange(9) % 3 != 2
+            torch.testing.assert_close(maps[:, kept], expected[:, kept])
+            assert (maps - expected)[:, ~kept].abs().max() > 1e-3
+
+
+def test_a_hook_that_adds_is_explained_or_refused_by_name(method: Any) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    model.backbone.layers[0].mixer.register_forward_hook(steered)
+    vectors = ("LatimALTI", "LatimLogit", "LatimNorm", "TransformerAttribution")
+    if method.__name__ not in vectors:
+        method(model).attribute(ids, target=TARGET)
+        return
+    with pytest.raises(InputError, match=r"layers\.0\.mixer': a forward hook .* LatimFlow"):
+        method(model).attribute(ids, target=TARGET)

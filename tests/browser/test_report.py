@@ -55,7 +55,7 @@ def shades(page: Page) -> np.ndarray:
 
 
 def expected(values: np.ndarray) -> np.ndarray:
-    """The opacities that colours.js gives to values: 64 steps up to 0.62."""
+    """The opacities that common.js gives to values: 64 steps up to 0.62."""
     return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
 
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from zoo import architectures
 from zoo.language import word_tokenizer
 
-import captum_ssm
 from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
-from captum_ssm.explain import methods
+from captum_ssm.attr import catalogue
 
 #: The model, its input and the target in; what is found out.
 Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
 
-METHODS: list[Any] = [getattr(captum_ssm, line.name) for line in methods.METHODS]
+METHODS: list[Any] = [entry.method for entry in catalogue.METHODS]
 
 
 def explained(method: Any, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:

@@ -150,7 +150,7 @@ def test_the_alias_may_be_installed_twice_and_is_all_or_nothing(alias):
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-from insights_examples import Always, ask, numbers, table
+from helpers.insights_examples import Always, ask, numbers, table
 visualizer = table(Always(1), [numbers(1)])
 visualizer.serve()
 assert ask(visualizer.url, "/api/examples", {{}}).status == 200

@@ -60,10 +60,18 @@ class Contributions:
             :mod:`.taps`. Default: ``"linearized"``.
         scale: factor on all vectors and on the constant, such as that with which the mixer's
             output joins the stream. Default: 1.0.
+        hooks: whether what hooks of others make of the output is part of it. Default: True.
     """
 
-    def __init__(self, layer: Layer, activation: str = "linearized", scale: float = 1.0) -> None:
-        linear = layer.linear
+    def __init__(
+        self,
+        layer: Layer,
+        activation: str = "linearized",
+        scale: float = 1.0,
+        *,
+        hooks: bool = True,
+    ) -> None:
+        linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
         self.weight = scale * projection_of(linear).weight  # (C, E)

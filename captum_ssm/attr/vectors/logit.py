@@ -146,7 +146,7 @@ def contributions_to(
 
 def _of_layer(layer: Layer, activation: str, asked: Sequence[_Direct], at: int) -> Tensor:
     """What each token adds to each question through one layer, (T, B, L); notes its constants."""
-    shares = Contributions(layer, activation)
+    shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
     constant = shares.constant()
     found = []
     for direct in asked:

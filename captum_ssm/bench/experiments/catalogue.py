@@ -7,11 +7,11 @@ from ..tasks.linked import LinkedTask
 from ..training.language_recipes import LANGUAGE_RECIPES
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
+from .finding_sources import FindingSources
 from .masks import PseudoMasks, Segmenting
 from .passkeys import Retrieval
 from .pixel_removal import ImagePerturbation
 from .repeated_words import RepeatedWords
-from .sources import FindingSources
 from .vision_layers import ClsInfluence, Oversmoothing
 
 _TITLES = {
