@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..tracing import find_model
-from .call.inputs import Cut, as_tuple, check_batch, cuts, single_input
+from .call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from .call.layout import PatchGrid
 from .engine.method import ImplicitMethod
 from .engine.sharing import Kept, shared_forward
@@ -96,7 +96,7 @@ def compare(
     if foreign and tensor.dim() == 4:
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
-    for cut in cuts(len(tensor), internal_batch_size):
+    for cut in batch_parts(len(tensor), internal_batch_size):
         with shared_forward(_kept(implicit)), cut.counting():
             given = cut(tensor), cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
@@ -156,7 +156,7 @@ def _chosen(
     return {name: given.get(name, {}) for name in names}
 
 
-def _cut(cut: Cut, name: str, value: Any) -> Any:
+def _cut(cut: BatchPart, name: str, value: Any) -> Any:
     """An option, for the examples of the cut alone."""
     return cut.target(value) if name == "contrast" else cut(value)
 

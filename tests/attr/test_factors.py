@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import oracles
 import pytest
-import selection_by_loops as loops
 import torch
-from oracles import padded_batch, relative_error
-from selection_by_loops import Wanted, by_loops
-from selection_mixers import CHANNELS, KINDS, MASKED, explain, make_mixer, spread_steps
+from helpers.sessions import thorough
+from oracles import relative_error
+from oracles import selection as loops
+from oracles.selection import Wanted, by_loops
 from torch import Tensor
+from zoo.mamba import padded_batch, randomise, transformers_model
+from zoo.selection import CHANNELS, KINDS, MASKED, explain, make_mixer, spread_steps
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.attr.engine.factors import Factors
@@ -21,7 +22,7 @@ from captum_ssm.tracing import repaired_scans
 FLOAT64, FLOAT32, TYPICAL = 1e-11, 1e-5, 5e-7
 RARE = {"falcon_mamba", "bamba", "vim none", "vim v1", "vim v2"}
 #: All kinds, those that differ little from others for longer runs only.
-SPARING = [pytest.param(k, marks=pytest.mark.heavy) if k in RARE else k for k in KINDS]
+SPARING = thorough(KINDS, set(KINDS) - RARE)
 
 
 def check_factors(found: Factors, wanted: Wanted, tolerance: float) -> None:
@@ -113,7 +114,7 @@ def test_half_precision_is_computed_in_float32(kind: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", ["make_mamba", "make_mamba2"])
 def test_mamba_ssm(mamba_ssm: Any, kind: str) -> None:
     options = {"headdim": 4, "ngroups": 2} if kind == "make_mamba2" else {}
-    mixer = spread_steps(oracles.randomise(getattr(mamba_ssm, kind)(8, d_state=3, **options)))
+    mixer = spread_steps(randomise(getattr(mamba_ssm, kind)(8, d_state=3, **options)))
     hidden = torch.randn(2, 5, 8)
     attention, call = explain(mixer, hidden)
     scans = (loops.mamba2 if options else loops.mamba)(mixer, hidden, None)
@@ -173,7 +174,7 @@ def test_the_product_of_the_factors_are_the_states(kind: str) -> None:
 
 
 def test_a_whole_model_layer_by_layer() -> None:
-    model = oracles.transformers_model("mamba", num_hidden_layers=3).double()
+    model = transformers_model("mamba", num_hidden_layers=3).double()
     ids, mask = padded_batch([8, 3])
     seen: list[Tensor] = []
     mixers = [block.mixer for block in model.backbone.layers]
@@ -213,6 +214,7 @@ def test_the_backward_direction_is_un_flipped() -> None:
         assert torch.equal(back != 0, lower.mT.expand_as(back))
 
 
+@pytest.mark.full
 def test_long_histories_neither_overflow_nor_drift() -> None:
     """Decays of 1 - 1e-4 and of almost 0 side by side; a float32 sum would be off by 1e-4."""
     mixer, width, select = make_mixer("mamba")

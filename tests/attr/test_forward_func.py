@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
 from torch import nn
+from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
@@ -61,6 +61,7 @@ def test_ways_to_name_the_same_model(method, way):
     assert method(function, named).model is named
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["block", "mixer", "model"])
 def test_models_compiled_in_place(method, part):
     model, ids = mamba_lm(), token_ids(2, 5)

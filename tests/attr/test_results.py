@@ -10,7 +10,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from small_models import (
+from torch import nn
+from zoo.small import (
     WIDTH,
     classifier,
     falcon_lm,
@@ -20,7 +21,6 @@ from small_models import (
     token_ids,
     vision,
 )
-from torch import nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
@@ -419,6 +419,7 @@ def living_tensors():
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_given_back(method):
     """Nothing of a call stays alive: neither its tensors nor the model."""

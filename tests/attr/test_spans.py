@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import language
 import pytest
 import torch
 from captum.attr import TextTemplateInput
 from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
+from zoo import language
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec, Span, find_spans
 from captum_ssm.attr.text.prompt import read_prompt
-from captum_ssm.bench.tasks import WordVocabulary
 from captum_ssm.errors import InputError
-from captum_ssm.models import load_bundled
+from captum_ssm.models import WordVocabulary, load_bundled
 
 
 class Slow:

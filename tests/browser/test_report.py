@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chromium import Page
-from pages import read_page
-from small_models import VOCABULARY, images, mamba_lm, token_ids, vision
+from helpers.chromium import Page
+from helpers.pages import read_page
+from zoo.small import VOCABULARY, images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 
@@ -55,7 +55,7 @@ def shades(page: Page) -> np.ndarray:
 
 
 def expected(values: np.ndarray) -> np.ndarray:
-    """The opacities that colours.js gives to values: 64 steps up to 0.62."""
+    """The opacities that common.js gives to values: 64 steps up to 0.62."""
     return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
 
 
@@ -427,7 +427,7 @@ def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
     model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
     names = [f" token{i % VOCABULARY}" for i in range(2000)]

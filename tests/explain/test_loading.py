@@ -17,15 +17,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import transformers
-from hostile_weights import BROKEN
-from little_memory import at_most
+from helpers.hostile_weights import BROKEN
+from helpers.little_memory import at_most
+from helpers.versions import VERSION_4
 from safetensors.torch import load_file, save_file
-from versions import VERSION_4
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError
+from captum_ssm.explain.image_inputs import for_vim, scene
 from captum_ssm.explain.loading import Source, load
-from captum_ssm.explain.pictures import for_vim, scene
 from captum_ssm.models import VisionMamba, bundled
 
 SHIPPED = Path(bundled.__file__).parent / "recall-mamba"

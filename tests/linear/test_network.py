@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import networks
 import oracles
 import pytest
 import torch
-import zoo
-from networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
+from helpers.sessions import thorough
+from helpers.versions import not_in_4
 from torch import Tensor
-from versions import not_in_4
+from zoo import architectures, networks
+from zoo.networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.targets import logits_of
@@ -21,8 +21,7 @@ GATES = ("frozen", "half")
 
 
 def every(names, quick=QUICK):
-    marks = {name: () if name in quick else pytest.mark.heavy for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+    return pytest.mark.parametrize("name", thorough(names, quick))
 
 
 def imbalance(found: Decomposition) -> float:
@@ -32,7 +31,7 @@ def imbalance(found: Decomposition) -> float:
     return float((found.delta.abs() / size).max())
 
 
-def under_the_rules(case: zoo.Case, gate: str) -> Tensor:
+def under_the_rules(case: architectures.Case, gate: str) -> Tensor:
     with linearised(case.model, case.inputs, gate=gate) as network:
         return logits_of(case.model(network.mode.begun(case.inputs)))
 

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import (
+from helpers.sessions import full
+from helpers.versions import VERSION_4, named, renamed
+from oracles import relative_error
+from torch import Tensor
+from zoo.attention import (
     FAMILIES,
     IMAGES,
     REFUSED_EAGER,
@@ -20,9 +24,6 @@ from attention_models import (
     eagerly,
     note_probabilities,
 )
-from oracles import relative_error
-from torch import Tensor
-from versions import VERSION_4, named, renamed
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
@@ -431,7 +432,7 @@ def test_grouped_keys_and_values(heads: int) -> None:
         assert layer.reconstruction_error() <= FLOAT32
 
 
-@pytest.mark.parametrize("tokens", [64, pytest.param(257, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("tokens", [64, *full(257)])
 def test_long_sequences(tokens: int) -> None:
     model = attention_model("mistral", sliding_window=19)
     ids = some_input("mistral", 2, tokens)

@@ -10,8 +10,10 @@ import oracles
 import pytest
 import torch
 import transformers
+from helpers.sessions import full
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from zoo.mamba import randomise
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers import Call
@@ -55,7 +57,7 @@ def mamba2() -> Any:
 
 def lasting(model: Any) -> Any:
     """Random parameters, with decays so slow that hundreds of tokens add up."""
-    oracles.randomise(model)
+    randomise(model)
     with torch.no_grad():
         for block in model.backbone.layers:
             block.mixer.A_log.uniform_(-6, -2)
@@ -65,7 +67,8 @@ def lasting(model: Any) -> Any:
 MAKE = {"mamba": mamba, "mamba2": mamba2}
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_float32_is_float64(family: str) -> None:
     model = lasting(MAKE[family]())
     double = copy.deepcopy(model).double()
@@ -76,10 +79,10 @@ def test_float32_is_float64(family: str) -> None:
         assert oracles.relative_error(found, wanted) <= LIMIT, name
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_rows_divided_by_their_sums(family: str) -> None:
     """Decays are ordinary here: no row sums to almost zero, which would magnify all rounding."""
-    model = oracles.randomise(MAKE[family]())
+    model = randomise(MAKE[family]())
     double = copy.deepcopy(model).double()
     ids = torch.randint(19, (1, TOKENS))
     found, wanted = (
@@ -99,7 +102,7 @@ def in_double(mixer: Mixer, call: Call) -> Operator:
     return linear_form(mixer, Call(*pytree.tree_map(double, recorded))).operator
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_mean_matrices(family: str) -> None:
     """Of each layer, at what entered it: the last rows, which hold the longest sums, and all."""
     model = lasting(MAKE[family]())

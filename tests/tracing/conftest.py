@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracles
 import pytest
-from snapshots import Snapshot
-
-from captum_ssm.mixers import registry
+from helpers.snapshots import Snapshot
+from zoo.mamba import transformers_model
 
 
 @pytest.fixture
@@ -19,11 +17,4 @@ def snapshot() -> type[Snapshot]:
 @pytest.fixture
 def model() -> Any:
     """A small Mamba of three blocks."""
-    return oracles.transformers_model("mamba", num_hidden_layers=3)
-
-
-@pytest.fixture
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+    return transformers_model("mamba", num_hidden_layers=3)

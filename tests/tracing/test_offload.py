@@ -11,11 +11,11 @@ import oracles
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import TRANSFORMERS, ZOO, Case, every, explain
+from zoo.architectures import TRANSFORMERS, ZOO, Case, every, explain
+from zoo.mamba import transformers_model
 
 from captum_ssm import register_mixer, trace
 from captum_ssm.errors import AdapterError, WeightsError
-from captum_ssm.mixers import registry
 from captum_ssm.tracing import find_mixers, repaired_scans
 
 accelerate = pytest.importorskip("accelerate")
@@ -100,7 +100,7 @@ def ids() -> Tensor:
 
 
 def model_and_matrices() -> tuple[Any, Tensor, list[Tensor]]:
-    model, tokens = oracles.transformers_model("mamba", use_bias=True), ids()
+    model, tokens = transformers_model("mamba", use_bias=True), ids()
     with torch.no_grad(), trace(model) as t:
         model(tokens)
     return model, tokens, [layer.operator.dense(None) for layer in t.layers]
@@ -141,7 +141,7 @@ class Weights(dict[str, Tensor]):
 
 
 def test_half_precision_copies_one_projection_at_a_time() -> None:
-    model = oracles.transformers_model("mamba").bfloat16()
+    model = transformers_model("mamba").bfloat16()
     tokens = ids()
     with torch.no_grad(), trace(model) as t:
         model(tokens)
@@ -191,7 +191,7 @@ class Scaling:
 
 def test_arguments_are_those_that_the_hook_passes_on() -> None:
     """On several devices they are moved; here, where there is one, they are scaled."""
-    mixer = oracles.transformers_model("mamba").backbone.layers[0].mixer
+    mixer = transformers_model("mamba").backbone.layers[0].mixer
     hidden = torch.randn(2, 6, 5)
     with torch.no_grad(), repaired_scans():  # a trace's own loops, to the last digit
         wanted = mixer(3 * hidden)
@@ -209,10 +209,8 @@ def test_arguments_are_those_that_the_hook_passes_on() -> None:
     assert vars(mixer)["forward"] is forward
 
 
-def test_hooks_are_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-
+@pytest.mark.usefixtures("private_registry")
+def test_hooks_are_back_after_an_error() -> None:
     def fail(module: Any, call: Any) -> Any:
         assert not module.in_proj.weight.is_meta
         raise ZeroDivisionError
@@ -221,17 +219,18 @@ def test_hooks_are_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     register_mixer(type(model.backbone.layers[0].mixer), fail)
     accelerate.cpu_offload(model, execution_device=CPU)
     held = Held(model)
-    with torch.no_grad(), trace(model) as t:
-        model(tokens)
-    with pytest.raises(AdapterError, match="fail raised ZeroDivisionError"):
-        t.layers[0].linear  # noqa: B018
-    held.check()
+    for operators in (False, True):
+        with pytest.raises(AdapterError, match="fail raised ZeroDivisionError"):
+            with torch.no_grad(), trace(model, operators=operators) as t:
+                model(tokens)
+            t.layers[0].linear  # noqa: B018
+        held.check()
 
 
 def test_weights_that_nobody_brings_in_are_refused() -> None:
     """A linear layer with weights on the meta device returns arbitrary numbers."""
     model, tokens, _ = model_and_matrices()
-    with torch.no_grad(), trace(model) as t:
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(tokens)
     model.backbone.layers[1].mixer.out_proj.to("meta")
     t.layers[0].verify()

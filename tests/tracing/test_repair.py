@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mamba_ssm_cpu import MambaSSM
 from torch import Tensor
 from transformers import (
     FalconMambaConfig,
@@ -25,6 +24,7 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
 from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
+from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.repair.scan import selective_scan
@@ -93,6 +93,7 @@ def test_any_layout_gives_the_same(batch: int, tokens: int, time_first: set[str]
     torch.testing.assert_close(grads[1], grads[0])
 
 
+@pytest.mark.full
 def test_gradcheck() -> None:
     given = arguments(37, torch.float64)
     names = list(given)

@@ -6,9 +6,9 @@ import sys
 import unicodedata
 
 import pytest
+from helpers.pictures import AWKWARD, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import AWKWARD, draw
 
 from captum_ssm.viz.figure import new_figure
 from captum_ssm.viz.labels import FAMILIES, cut, shown, spelled, width
@@ -38,6 +38,7 @@ def test_spelled(token: str, text: str) -> None:
     assert spelled(token) == text
 
 
+@pytest.mark.full
 @settings(max_examples=50)
 @given(st.text(max_size=8))
 def test_whatever_is_spelled_is_seen(token: str) -> None:

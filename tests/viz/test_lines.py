@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pictures import draw
-from small_models import mamba_lm, token_ids
+from helpers.pictures import draw
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimNorm
 from captum_ssm.errors import InputError
 from captum_ssm.metrics import Curve, Perturbed
 from captum_ssm.viz import plot_curves, plot_decomposition_errors, plot_layers, plot_perturbed
-from captum_ssm.viz.colours import line_style
+from captum_ssm.viz.figure import line_style
 
 
 def curve(examples: int = 5) -> Curve:

@@ -76,7 +76,7 @@ class LatimMethod(ImplicitMethod):
         Returns:
             One number per layer: 0 but for rounding with ``activation="linearized"``.
         """
-        with self._traced(inputs, additional_forward_args) as run:
+        with self._traced(inputs, additional_forward_args, verify=False) as run:
             return for_each(
                 wanted(run.layers, layers),
                 lambda layer: _missed(layer, self.activation, run.mask),
@@ -85,7 +85,10 @@ class LatimMethod(ImplicitMethod):
 
     @contextmanager
     def _traced(
-        self, inputs: Tensor | tuple[Tensor, ...], additional_forward_args: Any
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        additional_forward_args: Any,
+        verify: bool | float = True,
     ) -> Iterator[Run]:
         """One traced run, of which no query is asked, in the modes its layers are read in."""
         tensor, _ = single_input(inputs)
@@ -94,7 +97,7 @@ class LatimMethod(ImplicitMethod):
         with torch.inference_mode(False), ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
-            run = self._run(tensor, None, additional, "mean", stack)
+            run = self._run(tensor, None, additional, "mean", stack, verify=verify)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run

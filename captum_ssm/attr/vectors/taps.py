@@ -26,7 +26,7 @@ from ...operators.kernels.bands import shift_tokens
 
 Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
-Shares = Sequence[tuple[int, Tensor]]
+TapShares = Sequence[tuple[int, Tensor]]
 
 #: What stands for the activation, tap by tap; ``"silu"`` is the model's own, found from the model.
 FUNCTIONS: dict[str, Function] = {
@@ -55,7 +55,7 @@ class Path:
     """
 
     operator: Operator
-    shares: Shares
+    shares: TapShares
     token: Tensor | None = None
 
     def total(self) -> Tensor:
