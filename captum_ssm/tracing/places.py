@@ -30,17 +30,19 @@ from .place_rules import (
     REPLACING,
     RULES,
     WRITING,
+    plain,
+)
+from .place_rules.groups import (
     Call,
     Group,
     Groups,
     TokensMeet,
     joined,
-    kept,
-    plain,
     settled,
     tensors,
     thinned,
 )
+from .place_rules.moves import kept
 
 #: What a rule raises where torch cannot do to places what it did to numbers.
 _CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration)
@@ -485,10 +487,11 @@ class Places(TorchFunctionMode):
         key = _storage(tensor)
         if key not in self._memories:
             if len(self._memories) >= 64:
-                gone = [k for k, m in self._memories.items() if m.alive.expired()]
+                gone = [k for k, m in self._memories.items() if m.alive.expired()]  # type: ignore[no-untyped-call]
                 for k in gone:
                     del self._memories[k]
-            self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()), [])
+            alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._memories[key] = _Memory(alive, [])
         self._memories[key].writes.append((_lies(tensor), origin))
         self._record(tensor, origin)
 
