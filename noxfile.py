@@ -157,7 +157,7 @@ def captum08(session: nox.Session) -> None:
     packages = ("-e", ".[test]", "pytest-xdist", "captum==0.8.*", "numpy<2", *insights)
     install(session, *packages, constraints=pins_without(session, "captum", "numpy"))
     folders = ("tests/attr", "tests/conformance", "tests/insights")
-    core = (*folders, "tests/test_cli.py", "tests/test_documents.py")
+    core = (*folders, "tests/cli/test_cli.py", "tests/project/test_documents.py")
     session.run("pytest", *PARALLEL, *(session.posargs or core), env=ONE_THREAD)
 
 

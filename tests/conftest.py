@@ -6,13 +6,12 @@ import os
 import random
 from collections.abc import Generator, Iterator
 
-import fla_cpu
 import hypothesis
-import mamba_ssm_cpu
 import numpy as np
 import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
+from zoo import fla_cpu, mamba_ssm_cpu
 
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")

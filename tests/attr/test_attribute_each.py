@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import attention_models
-import mamba2_models
 import oracles
 import pytest
 import torch
-from small_models import classifier, images, mamba_lm, token_ids, vision
+from zoo import attention, mamba2
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     CaptumSSMError,
@@ -27,9 +26,9 @@ QUERIES = [ImplicitAttention, ImplicitAttentionRollout, LatimNorm, LatimALTI]
 METHODS = [*QUERIES, MambaAttribution, LatimFlow, MambaLRP]
 MODELS = {
     "mamba": mamba_lm,
-    "mamba2": lambda: mamba2_models.make_model("mamba2"),
-    "bamba": lambda: mamba2_models.make_model("bamba"),
-    "gpt_neox": lambda: attention_models.attention_model("gpt_neox"),
+    "mamba2": lambda: mamba2.make_model("mamba2"),
+    "bamba": lambda: mamba2.make_model("bamba"),
+    "gpt_neox": lambda: attention.attention_model("gpt_neox"),
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients
-from latim_models import a_model
-from small_models import classifier, images, mamba_lm, token_ids, vision
+from helpers.latim_vectors import a_model
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     ImplicitAttention,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids, vision
 from torch import Tensor
+from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids, vision
 
 from captum_ssm import CaptumSSMError, LatimFlow, MambaLRP
 

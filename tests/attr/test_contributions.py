@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import latim_oracle as oracle
-import mamba2_formula
-import mamba2_models
-import oracles
 import pytest
 import torch
-import vim_oracle
-import zoo
-from latim_models import a_model, all_vectors, layer_of, record
-from oracles import padded_batch, relative_error
+from helpers.latim_vectors import a_model, all_vectors, layer_of, record
+from helpers.versions import not_in_4
+from oracles import latim as oracle
+from oracles import mamba2_formula, relative_error, vim
 from torch import Tensor
-from versions import not_in_4
+from zoo import architectures, mamba2
+from zoo.mamba import padded_batch, randomise, transformers_model
 
 from captum_ssm.attr.vectors import contributions
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
@@ -41,7 +38,7 @@ def heavy(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.heavy) for name in names]
 
 
-@pytest.mark.parametrize("name", [*zoo.ZOO, *MORE, *heavy(HEAVY)])
+@pytest.mark.parametrize("name", [*architectures.ZOO, *MORE, *heavy(HEAVY)])
 def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     layers = record(case.model, case.inputs)
@@ -85,7 +82,7 @@ def test_padding_contributes_nothing(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
 def test_mamba_1(family: str, bias: bool, activation: str) -> None:
     """With biases, padding leaks into the convolution's; kernel 4 and single tokens included."""
-    model = oracles.transformers_model(family, use_bias=bias).double()
+    model = transformers_model(family, use_bias=bias).double()
     ids, mask = padded_batch([7, 3, 1])
     for layer in record(model, ids, attention_mask=mask):
         hidden = layer.call.hidden_states
@@ -97,9 +94,9 @@ def test_mamba_1(family: str, bias: bool, activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("family", ["mamba2", *heavy(["bamba", "falcon_h1"])])
 def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
-    model = mamba2_models.make_model(family).double()
+    model = mamba2.make_model(family).double()
     ids, mask = padded_batch([6, 3])
-    names = mamba2_models.mixer_names(model)
+    names = mamba2.mixer_names(model)
     for layer in record(model, ids, attention_mask=mask):
         if layer.name not in names:
             continue
@@ -114,7 +111,7 @@ def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_both_directions_of_vision_mamba(tokens: int, activation: str) -> None:
     mixer = VimMixer(5, d_state=3, bimamba_type="v2", if_divide_out=True)
-    mixer = vim_oracle.randomise(mixer).double()
+    mixer = vim.randomise(mixer).double()
     (layer,) = record(mixer, torch.randn(2, tokens, 5).double())
     wanted = oracle.vim(mixer, layer.call.hidden_states, activation)
     assert relative_error(all_vectors(layer, activation), wanted) <= EXACT
@@ -149,7 +146,7 @@ def test_tiles_of_any_size(name: str, elements: int, monkeypatch: pytest.MonkeyP
 
 
 def test_tiles_hold_what_they_may() -> None:
-    model, ids = oracles.transformers_model(hidden_size=8), torch.randint(19, (2, 40))
+    model, ids = transformers_model(hidden_size=8), torch.randint(19, (2, 40))
     layer = record(model, ids)[0]
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(contributions, "_TILE_ELEMENTS", 2 * 40 * 16 * 3)
@@ -165,7 +162,7 @@ def test_tiles_hold_what_they_may() -> None:
 
 
 def test_tiles_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = oracles.transformers_model(hidden_size=8), torch.randint(19, (2, 13))
+    model, ids = transformers_model(hidden_size=8), torch.randint(19, (2, 13))
     layer = record(model, ids)[0]
     monkeypatch.setattr(contributions, "_MANY_QUERIES", 14)
     wanted, before, sizes = all_vectors(layer), Contributions.before_projection, []
@@ -182,7 +179,7 @@ def test_tiles_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_some_queries() -> None:
-    model = oracles.transformers_model()
+    model = transformers_model()
     ids, mask = padded_batch([9, 5, 2])
     layer = record(model, ids, attention_mask=mask)[1]
     whole = all_vectors(layer)
@@ -194,7 +191,7 @@ def test_some_queries() -> None:
 
 
 def test_parallel_mixers_add_up() -> None:
-    layers = record(mamba2_models.make_model("falcon_h1"), torch.randint(19, (2, 7)))
+    layers = record(mamba2.make_model("falcon_h1"), torch.randint(19, (2, 7)))
     together = [layer for layer in layers if layer.block is layers[0].block]
     assert len(together) == 2
     index = torch.arange(7).expand(2, -1)
@@ -217,7 +214,7 @@ def test_parallel_mixers_add_up() -> None:
 def test_the_output_projection_may_be_any_module() -> None:
     """A LoRA adapter, a bias, and few tokens to find many channels with."""
     peft = pytest.importorskip("peft")
-    model = oracles.transformers_model(use_bias=True, num_hidden_layers=1)
+    model = transformers_model(use_bias=True, num_hidden_layers=1)
     layers = model.backbone.layers
     config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["out_proj"], lora_dropout=0.0)
     peft.inject_adapter_in_model(config, layers)
@@ -237,7 +234,7 @@ def test_the_output_projection_may_be_any_module() -> None:
 def test_constants_beside_the_values_do_not_round(mamba_ssm: Any) -> None:
     """Mamba2 passes channels that are not mixed to out_proj as well, however large."""
     mixer = mamba_ssm.make_mamba2(8, d_ssm=8, headdim=4, d_state=3, ngroups=1)
-    (layer,) = record(oracles.randomise(mixer), 30 * torch.randn(2, 6, 8))
+    (layer,) = record(randomise(mixer), 30 * torch.randn(2, 6, 8))
     with torch.no_grad():
         parts = Contributions(layer)
         assert relative_error(parts.weight, mixer.out_proj.weight.T[-8:]) <= 1e-6
@@ -247,7 +244,7 @@ def test_constants_beside_the_values_do_not_round(mamba_ssm: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
-    model = oracles.transformers_model().to(dtype)
+    model = transformers_model().to(dtype)
     for layer in record(model, torch.randint(19, (2, 6))):
         for activation in ("linearized", "silu"):
             assert all_vectors(layer, activation).dtype == torch.float32

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import attention_models
-import frozen_network as frozen
-import mamba2_models
 import oracles
 import pytest
 import torch
-from small_models import mamba_lm, token_ids
+from oracles import frozen_network as frozen
+from zoo import attention
+from zoo import mamba2 as mamba2_models
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
 from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
@@ -37,7 +37,7 @@ def decoder(model: Any, final: Any) -> tuple[Any, ...]:
 
 
 def llama() -> tuple[Any, ...]:
-    model = attention_models.attention_model("llama", rms_norm_eps=0.02)
+    model = attention.attention_model("llama", rms_norm_eps=0.02)
     return decoder(model, model.model.norm)
 
 
@@ -47,7 +47,7 @@ def bamba() -> tuple[Any, ...]:
 
 
 def gpt_neox() -> tuple[Any, ...]:
-    model = attention_models.attention_model("gpt_neox", "eager")
+    model = attention.attention_model("gpt_neox", "eager")
     layers = model.gpt_neox.layers
     norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
     own = [layer.attention for layer in layers]

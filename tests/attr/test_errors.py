@@ -11,7 +11,9 @@ from collections import namedtuple
 
 import pytest
 import torch
-from small_models import (
+from torch import nn
+from transformers import DynamicCache
+from zoo.small import (
     WIDTH,
     classifier,
     images,
@@ -20,8 +22,6 @@ from small_models import (
     token_ids,
     vision,
 )
-from torch import nn
-from transformers import DynamicCache
 
 from captum_ssm import (
     CaptumSSMError,

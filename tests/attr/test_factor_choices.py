@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from attention_models import attention_model
 from oracles import relative_error
-from selection_mixers import CHANNELS, NORMS, explain, make_mixer
+from zoo.attention import attention_model
+from zoo.mamba import randomise
+from zoo.selection import CHANNELS, NORMS, explain, make_mixer
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import OptionError, ReconstructionError
@@ -97,7 +97,7 @@ def xlstm() -> Any:
         chunk_size=16,
         norm_eps=1e-3,
     )
-    return oracles.randomise(xLSTMForCausalLM(config)).double()
+    return randomise(xLSTMForCausalLM(config)).double()
 
 
 def minimax() -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import oracles
 import pytest
-import selection_by_loops as loops
 import torch
-from oracles import padded_batch, relative_error
-from selection_by_loops import Wanted, by_loops
-from selection_mixers import CHANNELS, KINDS, MASKED, explain, make_mixer, spread_steps
+from oracles import relative_error
+from oracles import selection as loops
+from oracles.selection import Wanted, by_loops
 from torch import Tensor
+from zoo.mamba import padded_batch, randomise, transformers_model
+from zoo.selection import CHANNELS, KINDS, MASKED, explain, make_mixer, spread_steps
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.attr.engine.factors import Factors
@@ -113,7 +113,7 @@ def test_half_precision_is_computed_in_float32(kind: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", ["make_mamba", "make_mamba2"])
 def test_mamba_ssm(mamba_ssm: Any, kind: str) -> None:
     options = {"headdim": 4, "ngroups": 2} if kind == "make_mamba2" else {}
-    mixer = spread_steps(oracles.randomise(getattr(mamba_ssm, kind)(8, d_state=3, **options)))
+    mixer = spread_steps(randomise(getattr(mamba_ssm, kind)(8, d_state=3, **options)))
     hidden = torch.randn(2, 5, 8)
     attention, call = explain(mixer, hidden)
     scans = (loops.mamba2 if options else loops.mamba)(mixer, hidden, None)
@@ -173,7 +173,7 @@ def test_the_product_of_the_factors_are_the_states(kind: str) -> None:
 
 
 def test_a_whole_model_layer_by_layer() -> None:
-    model = oracles.transformers_model("mamba", num_hidden_layers=3).double()
+    model = transformers_model("mamba", num_hidden_layers=3).double()
     ids, mask = padded_batch([8, 3])
     seen: list[Tensor] = []
     mixers = [block.mixer for block in model.backbone.layers]

@@ -8,9 +8,9 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from small_models import classifier, images, mamba_lm, token_ids, vision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import CaptumSSMError, LatimFlow, MambaLRP
 from captum_ssm.errors import GradientModeError, InputError, NotLinearError, OptionError

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import attention_models
-import mamba2_models
 import oracles
 import pytest
 import torch
-import zoo
-from small_models import mamba_lm, token_ids
 from torch import Tensor, nn
+from zoo import architectures, attention, mamba2
+from zoo.mamba import randomise
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
 from captum_ssm.errors import GradientModeError
@@ -27,7 +26,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> bool:
 
 def state(model: nn.Module) -> list[Any]:
     own = [(p.detach().clone(), p.grad, p.requires_grad) for p in model.parameters()]
-    return [*own, zoo.hook_count(model), [m.training for m in model.modules()]]
+    return [*own, architectures.hook_count(model), [m.training for m in model.modules()]]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -133,7 +132,7 @@ def test_gradient_checkpointing(method, reentrant):
 @pytest.mark.parametrize("family", ["mamba2", "bamba"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(family, dtype):
-    model, ids = mamba2_models.make_model(family), token_ids()
+    model, ids = mamba2.make_model(family), token_ids()
     wanted = LatimFlow(model).attribute(ids, TARGET)
     found, delta = LatimFlow(model.to(dtype)).attribute(ids, TARGET, return_convergence_delta=True)
     assert torch.isfinite(found).all() and torch.isfinite(delta).all()
@@ -201,9 +200,9 @@ def test_experts_with_biases():
                 out.index_add_(0, token, part)
             return out.view_as(x)
 
-    model = mamba2_models.make_model("bamba")
+    model = mamba2.make_model("bamba")
     for layer in model.model.layers:
-        layer.feed_forward = oracles.randomise(Experts())
+        layer.feed_forward = randomise(Experts())
     explain, ids = LatimFlow(model), token_ids(4)
     found = explain.decompose(ids, TARGET)
     assert (found.delta.abs() / found.inputs.abs().flatten(1).sum(1)).max() <= 1e-5
@@ -214,7 +213,7 @@ def test_experts_with_biases():
 @pytest.mark.transformers5
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers(implementation):
-    model, ids = attention_models.attention_model("jamba"), token_ids(3)
+    model, ids = attention.attention_model("jamba"), token_ids(3)
     wanted = LatimFlow(model).attribute(ids, TARGET)
     model.set_experts_implementation(implementation)
     assert close(LatimFlow(model).attribute(ids, TARGET), wanted)

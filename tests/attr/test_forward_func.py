@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
 from torch import nn
+from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

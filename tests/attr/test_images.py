@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import UNIFIED, Run, add_identity, error, query_row, rollout
-from small_models import CLASSES, WIDTH, images, mamba_lm, mixers_of, randomise, vision
+from oracles.dense import UNIFIED, Run, add_identity, error, query_row, rollout
 from torch import nn
+from zoo.small import CLASSES, WIDTH, images, mamba_lm, mixers_of, randomise, vision
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dense
 import pytest
 import torch
-from dense import EXACT, REDUCTIONS, S6, UNIFIED, Run, channel_matrices, error, query_row
-from small_models import CHANNELS, falcon_lm, mamba_lm, token_ids
+from oracles import dense
+from oracles.dense import EXACT, REDUCTIONS, S6, UNIFIED, Run, channel_matrices, error, query_row
+from zoo.small import CHANNELS, falcon_lm, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, discard_smallest
 

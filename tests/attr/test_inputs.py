@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import (
+from torch import nn
+from zoo.small import (
     WIDTH,
     classifier,
     falcon_lm,
@@ -13,7 +14,6 @@ from small_models import (
     token_ids,
     vision,
 )
-from torch import nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

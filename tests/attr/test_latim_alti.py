@@ -5,18 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import attention_models
-import latim_oracle as oracle
-import mamba2_formula
-import mamba2_models
-import oracles
 import pytest
 import torch
-import zoo
-from latim_models import a_model, all_vectors, layer_of, record
-from oracles import padded_batch, relative_error
-from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
+from helpers.latim_vectors import a_model, all_vectors, layer_of, record
+from oracles import latim as oracle
+from oracles import mamba2_formula, relative_error
 from torch import Tensor
+from zoo import architectures, attention, mamba2
+from zoo.mamba import padded_batch, transformers_model
+from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, trace
 from captum_ssm.attr.engine.residual import residual_streams
@@ -42,7 +39,7 @@ def streams_of(model: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
 @pytest.mark.parametrize("activation", ["linearized", "silu", "taylor2"])
 def test_mamba_1(activation: str, residual: bool) -> None:
     """By loops over all pairs, in float64."""
-    model = oracles.transformers_model().double()
+    model = transformers_model().double()
     ids, mask = padded_batch([7, 3])
     found = LatimALTI(model, residual=residual, activation=activation).maps(ids, None, None, mask)
     layers = record(model, ids, attention_mask=mask)
@@ -58,7 +55,7 @@ def test_mamba_1(activation: str, residual: bool) -> None:
 
 
 def test_mamba_2() -> None:
-    model, ids = mamba2_models.make_model("mamba2").double(), token_ids(2, 6)
+    model, ids = mamba2.make_model("mamba2").double(), token_ids(2, 6)
     found = LatimALTI(model, residual=False).maps(ids)
     for layer, one in zip(record(model, ids), found, strict=True):
         form = mamba2_formula.form_of(layer.mixer.module, model.config)
@@ -92,7 +89,7 @@ def transformer_vectors(block: Any, probabilities: Tensor, stream: Tensor) -> Te
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_transformers(family: str) -> None:
-    model, ids = attention_models.attention_model(family, "eager").double(), token_ids(2, 7)
+    model, ids = attention.attention_model(family, "eager").double(), token_ids(2, 7)
     with torch.no_grad():
         out = model(ids, output_attentions=True, output_hidden_states=True)
     blocks = model.base_model.layers
@@ -107,7 +104,7 @@ def test_transformers(family: str) -> None:
         assert relative_error(plain[i], oracle.alti(vectors)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", [*zoo.ZOO, "falcon_h1", "zamba", "rwkv6", "xlstm"])
+@pytest.mark.parametrize("name", [*architectures.ZOO, "falcon_h1", "zamba", "rwkv6", "xlstm"])
 def test_rows_sum_to_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     for residual in (True, False):
@@ -145,7 +142,7 @@ def test_positions_and_tiles() -> None:
 
 
 def test_parallel_mixers_have_one_map() -> None:
-    model, ids = mamba2_models.make_model("falcon_h1"), token_ids(2, 7)
+    model, ids = mamba2.make_model("falcon_h1"), token_ids(2, 7)
     layers, streams = record(model, ids), streams_of(model, ids)
     for residual in (True, False):
         found = LatimALTI(model, residual=residual).maps(ids)
@@ -172,7 +169,7 @@ def fed(vectors: Tensor, stream: Tensor, feeding: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
 def test_mixers_that_feed_others(family: str) -> None:
     """The mamba layer mixes what attention made of the tokens; the stream goes around both."""
-    model, ids = attention_models.attention_model(family).double(), token_ids(2, 6)
+    model, ids = attention.attention_model(family).double(), token_ids(2, 6)
     layers, streams = record(model, ids), streams_of(model, ids)
     found = iter(LatimALTI(model).maps(ids))
     feeding = None

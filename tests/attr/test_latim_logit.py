@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import attention_models
-import latim_oracle as oracle
-import mamba2_models
-import oracles
 import pytest
 import torch
-import zoo
-from latim_models import a_model, all_vectors, record
-from oracles import padded_batch, relative_error
-from small_models import classifier, images, mamba_lm, mixers_of, token_ids, vision
+from helpers.latim_vectors import a_model, all_vectors, record
+from oracles import latim as oracle
+from oracles import relative_error
 from torch import Tensor
+from zoo import architectures, attention, mamba2
+from zoo.mamba import padded_batch, transformers_model
+from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, LatimLogit, trace
 from captum_ssm.attr.engine.residual import residual_streams
@@ -22,7 +20,7 @@ from captum_ssm.attr.vectors.mixing import ProjectionMixing
 from captum_ssm.errors import GradientModeError, InputError, OptionError, ReconstructionError
 
 TARGET = {"target": (-1, 3)}
-ARCHITECTURES = [*zoo.ZOO, "xlstm", "rwkv6", "bert", "gpt2", "zamba", "kimi_linear"]
+ARCHITECTURES = [*architectures.ZOO, "xlstm", "rwkv6", "bert", "gpt2", "zamba", "kimi_linear"]
 
 
 def total(found: Any) -> Tensor:
@@ -64,8 +62,8 @@ def test_contributions_and_biases_are_the_output(
 @pytest.mark.parametrize("family", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "minimax"])
 def test_hybrids_credit_what_acts_within_tokens(family: str) -> None:
     """Every MLP, or mixture of experts, writes something."""
-    own = family in mamba2_models.FAMILIES
-    make = mamba2_models.make_model if own else attention_models.attention_model
+    own = family in mamba2.FAMILIES
+    make = mamba2.make_model if own else attention.attention_model
     found = LatimLogit(make(family)).decompose(token_ids(2, 9), **TARGET)
     assert len(found.locals) >= 2
     assert (found.locals.abs().amax((1, 2)) > 1e-5).all()
@@ -73,7 +71,7 @@ def test_hybrids_credit_what_acts_within_tokens(family: str) -> None:
 
 def test_what_feeds_a_mixer_writes_nothing_itself() -> None:
     """Zamba's attention and MLP enter the Mamba mixer after them, and the stream through it."""
-    found = LatimLogit(mamba2_models.make_model("zamba2")).decompose(token_ids(2, 9), **TARGET)
+    found = LatimLogit(mamba2.make_model("zamba2")).decompose(token_ids(2, 9), **TARGET)
     assert len(found.locals) == 1
     assert not found.locals.any()
 
@@ -107,7 +105,7 @@ def by_hand(model: Any, ids: Tensor, activation: str, mixings: list[Tensor]) -> 
 
 @pytest.mark.parametrize("activation", ["linearized", "silu"])
 def test_mamba_by_hand(activation: str) -> None:
-    model, ids = oracles.transformers_model().double(), token_ids(2, 6)
+    model, ids = transformers_model().double(), token_ids(2, 6)
     mixings = LatimALTI(model, activation=activation).maps(ids)
     found = LatimLogit(model, activation=activation).decompose(ids, **TARGET)
     wanted = by_hand(model, ids, activation, mixings)
@@ -117,7 +115,7 @@ def test_mamba_by_hand(activation: str) -> None:
 
 
 def test_the_papers_activation_misses_part_of_the_output() -> None:
-    model, ids = oracles.transformers_model(), token_ids(2, 9)
+    model, ids = transformers_model(), token_ids(2, 9)
     exact = LatimLogit(model).decompose(ids, **TARGET)
     papers = LatimLogit(model, activation="silu").decompose(ids, **TARGET)
     assert torch.equal(exact.output, papers.output)
@@ -126,7 +124,7 @@ def test_the_papers_activation_misses_part_of_the_output() -> None:
 
 def test_a_part_within_tokens_is_traced_back_from_its_own_token() -> None:
     """One mixer, then one MLP: what the MLP adds is spread as the mixer's stream is."""
-    model = attention_models.attention_model("llama", num_hidden_layers=1)
+    model = attention.attention_model("llama", num_hidden_layers=1)
     ids = token_ids(2, 7)
     found = LatimLogit(model).decompose(ids, target=(4, 3))
     (mixing,) = LatimALTI(model).maps(ids)
@@ -277,7 +275,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    model = oracles.transformers_model()
+    model = transformers_model()
     ids, mask = padded_batch([8, 5])
     found = LatimLogit(model).attribute(ids, (-1, 3), mask)
     alone = LatimLogit(model).attribute(ids[1:, 3:], (-1, 3))
@@ -321,12 +319,12 @@ def test_nothing_is_shown_unasked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_model_is_left_alone() -> None:
     model = mamba_lm()
-    before = zoo.hook_count(model)
+    before = architectures.hook_count(model)
     LatimLogit(model).attribute(token_ids(), **TARGET)
     with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             model.backbone.norm_f, "forward", lambda x: (_ for _ in ()).throw(RuntimeError())
         )
         LatimLogit(model).attribute(token_ids(), **TARGET)
-    assert zoo.hook_count(model) == before
+    assert architectures.hook_count(model) == before
     assert all(p.grad is None for p in model.parameters())

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import latim_oracle as oracle
 import oracles
 import pytest
 import torch
-import zoo
-from attention_models import attention_model
-from oracles import padded_batch, relative_error
-from small_models import classifier, mamba_lm, token_ids, vision
+from oracles import latim as oracle
+from oracles import relative_error
 from torch import Tensor
+from zoo import architectures
+from zoo.attention import attention_model
+from zoo.mamba import padded_batch, transformers_model
+from zoo.small import classifier, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimNorm, trace
 from captum_ssm.errors import InputError, OptionError, QueryError, ReconstructionError
@@ -43,7 +44,7 @@ def by_loop(
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("activation", CHOICES)
 def test_maps_are_the_loops(activation: str, p: int) -> None:
-    model = oracles.transformers_model(use_bias=True).double()
+    model = transformers_model(use_bias=True).double()
     ids, mask = padded_batch([7, 4])
     wanted = by_loop(model, ids, activation, p, mask)
     method = LatimNorm(model, p=p, activation=activation)
@@ -54,7 +55,7 @@ def test_maps_are_the_loops(activation: str, p: int) -> None:
 
 
 def test_layers_and_positions() -> None:
-    model, ids = oracles.transformers_model(num_hidden_layers=3).double(), torch.randint(19, (2, 8))
+    model, ids = transformers_model(num_hidden_layers=3).double(), torch.randint(19, (2, 8))
     method = LatimNorm(model)
     whole = method.maps(ids)
     assert len(whole) == 3 and not torch.equal(whole[0], whole[1])
@@ -125,7 +126,7 @@ def test_one_layer_by_name() -> None:
 
 
 def test_branches_count_as_they_join_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = zoo.minimax(monkeypatch)
+    case = architectures.minimax(monkeypatch)
     with trace(case.model) as t:
         case.model(case.inputs)
     scales = [layer.linear.branch_scale for layer in t.layers]
@@ -200,7 +201,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", CHOICES)
 def test_decomposition_error_by_hand(activation: str) -> None:
     """mean |y - sum of T - bias| / mean |y| over real tokens, the module's own y."""
-    model = oracles.transformers_model(use_bias=True).double()
+    model = transformers_model(use_bias=True).double()
     ids, mask = padded_batch([8, 3])
     found = LatimNorm(model, activation=activation).decomposition_error(
         ids, additional_forward_args=mask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import GRID, WIDTH, images, vision
 from torch import Tensor, nn
+from zoo.small import GRID, WIDTH, images, vision
 
 from captum_ssm import ImplicitAttentionRollout
 from captum_ssm.attr.call.layout import PatchGrid

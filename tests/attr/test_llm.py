@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import attention_models
-import language
-import mamba2_models
 import oracles
 import pytest
 import torch
 from captum.attr import LLMAttributionResult
-from small_models import mamba_lm
+from zoo import attention, language, mamba2
+from zoo.mamba import randomise
+from zoo.small import mamba_lm
 
 from captum_ssm import (
     ImplicitAttention,
@@ -34,9 +33,9 @@ METHODS = [
 ]
 MODELS = {
     "mamba": mamba_lm,
-    "mamba2": lambda: mamba2_models.make_model("mamba2"),
-    "bamba": lambda: mamba2_models.make_model("bamba"),
-    "gpt_neox": lambda: attention_models.attention_model("gpt_neox"),
+    "mamba2": lambda: mamba2.make_model("mamba2"),
+    "bamba": lambda: mamba2.make_model("bamba"),
+    "gpt_neox": lambda: attention.attention_model("gpt_neox"),
 }
 PROMPT = "anna owns the lamp . bob owns $5 . the"
 TEXT = "lamp . bob owns"
@@ -277,7 +276,7 @@ def test_the_bundled_model_with_its_vocabulary(method):
 
 
 def test_models_of_mamba_ssm(mamba_ssm):
-    model, tokenizer = oracles.randomise(mamba_ssm.make_lm(6)), language.word_tokenizer()
+    model, tokenizer = randomise(mamba_ssm.make_lm(6)), language.word_tokenizer()
     prompt, text = ids_of(tokenizer)
     explain = SSMLLMAttribution(LatimFlow(model), tokenizer)
     check(explain.attribute(PROMPT, TEXT), rows_of(LatimFlow(model), prompt, text), len(prompt[0]))

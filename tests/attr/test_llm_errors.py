@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import language
 import pytest
 import torch
 from captum.attr import TextTemplateInput
-from small_models import classifier, mamba_lm, token_ids
 from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
+from zoo import language
+from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm import CaptumSSMError, ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution
 

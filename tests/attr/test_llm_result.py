@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
-import language
 import matplotlib
 import pytest
 import torch
 from captum.attr import LLMAttributionResult
-from small_models import mamba_lm
+from zoo import language
+from zoo.small import mamba_lm
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 

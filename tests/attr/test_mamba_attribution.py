@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import dense
 import pytest
 import torch
-from dense import EXACT, REDUCTIONS, S6, UNIFIED, Run, add_identity, double, error, query_row
-from dense import rollout as product
-from small_models import CLASSES, classifier, falcon_lm, mamba_lm, token_ids, vision
-from small_models import images as random_images
+from oracles import dense
+from oracles.dense import (
+    EXACT,
+    REDUCTIONS,
+    S6,
+    UNIFIED,
+    Run,
+    add_identity,
+    double,
+    error,
+    query_row,
+)
+from oracles.dense import rollout as product
+from zoo.small import CLASSES, classifier, falcon_lm, mamba_lm, token_ids, vision
+from zoo.small import images as random_images
 
 from captum_ssm import MambaAttribution, discard_smallest
 from captum_ssm.attr.engine import run as runs

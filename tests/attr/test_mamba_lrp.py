@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import networks
 import oracles
 import pytest
 import torch
 from captum.attr import InputXGradient
-from small_models import mamba_lm, token_ids
 from torch import Tensor, nn
+from zoo import networks
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
 

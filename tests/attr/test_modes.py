@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracles import relative_error
 from torch import nn
-from zoo import ZOO, Case, Explained, every, explain, hook_count
+from zoo.architectures import ZOO, Case, Explained, every, explain, hook_count
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import GradientModeError

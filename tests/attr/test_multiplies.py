@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import VOCABULARY, mamba_lm
+from zoo.small import VOCABULARY, mamba_lm
 
 import captum_ssm
 

@@ -6,12 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import every_method
-import networks
 import pytest
 import torch
-from small_models import mamba_lm, token_ids
+from helpers import every_method
 from torch import Tensor, nn
+from zoo import networks
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, compare, report, trace
 from captum_ssm.errors import InputError, PaddedExampleError

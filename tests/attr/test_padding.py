@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import classifier, falcon_lm, mamba_lm, mixers_of, token_ids
+from zoo.small import classifier, falcon_lm, mamba_lm, mixers_of, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from latim_models import layer_of
+from helpers.latim_vectors import layer_of
 from oracles import relative_error
 from torch import Tensor
 

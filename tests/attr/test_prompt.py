@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import language
 import oracles
 import pytest
 import torch
 from captum.attr import TextTemplateInput, TextTokenInput
-from small_models import mamba_lm
 from tokenizers import Tokenizer
+from zoo import language
+from zoo.small import mamba_lm
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import S6, UNIFIED, Run, double, error, min_max
-from small_models import (
+from oracles.dense import S6, UNIFIED, Run, double, error, min_max
+from torch import nn
+from zoo.small import (
     classifier,
     falcon_lm,
     mamba_lm,
     token_ids,
     vision,
 )
-from small_models import images as random_images
-from torch import nn
+from zoo.small import images as random_images
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import UNIFIED, Run, add_identity, error, rollout
-from small_models import classifier, images, mamba_lm, token_ids, vision
+from oracles.dense import UNIFIED, Run, add_identity, error, rollout
 from torch import nn
+from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

@@ -10,7 +10,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from small_models import (
+from torch import nn
+from zoo.small import (
     WIDTH,
     classifier,
     falcon_lm,
@@ -20,7 +21,6 @@ from small_models import (
     token_ids,
     vision,
 )
-from torch import nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import dense
 import pytest
 import torch
-from dense import EXACT, REDUCTIONS, S6, UNIFIED, Run, add_identity, error, query_row, rollout
-from small_models import falcon_lm, mamba_lm, token_ids
+from oracles import dense
+from oracles.dense import (
+    EXACT,
+    REDUCTIONS,
+    S6,
+    UNIFIED,
+    Run,
+    add_identity,
+    error,
+    query_row,
+    rollout,
+)
+from zoo.small import falcon_lm, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, discard_smallest
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
-import vim_oracle
-from latim_models import all_vectors, record
-from oracles import padded_batch, relative_error
+from helpers.latim_vectors import all_vectors, record
+from oracles import relative_error, vim
 from torch import Tensor
+from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm.attr.vectors import contributions
 from captum_ssm.attr.vectors.contributions import Contributions
@@ -24,7 +23,7 @@ from captum_ssm.tracing import Layer
 @pytest.mark.parametrize("activation", ["linearized", "silu"])
 @pytest.mark.parametrize("positions", [list(range(9)), [0, 1, 2, 4, 5, 8]])
 def test_many_queries_are_like_few(activation: str, positions: list[int]) -> None:
-    model = oracles.transformers_model().double()
+    model = transformers_model().double()
     ids, mask = padded_batch([9, 5, 2])
     layer = record(model, ids, attention_mask=mask)[1]
     index = torch.tensor(positions).expand(3, -1)
@@ -41,7 +40,7 @@ def test_both_directions(
     monkeypatch.setattr(scan_tiles, "_SOURCES", sources)
     kind, _, halved = directions.partition(", ")
     mixer = VimMixer(5, d_state=3, bimamba_type=kind, if_divide_out=bool(halved))
-    (layer,) = record(vim_oracle.randomise(mixer).double(), torch.randn(2, 11, 5).double())
+    (layer,) = record(vim.randomise(mixer).double(), torch.randn(2, 11, 5).double())
     found = scanned(Contributions(layer, activation).paths)
     assert found is not None and (found.back is None) == (kind == "none")
     for positions in (range(11), [0, 1, 2, 3, 4, 5], [2, 5, 6, 8, 9, 10]):
@@ -73,7 +72,7 @@ def check_many_are_like_few(layer: Layer, activation: str, index: Tensor) -> Non
 
 @pytest.mark.parametrize("change", ["adapter", "before", "after", "none"])
 def test_weights_are_read_off_single_calls_alone(change: str) -> None:
-    model = oracles.transformers_model().double()
+    model = transformers_model().double()
     layer = record(model, torch.randint(19, (1, 5)))[0]
     projection = layer.mixer.module.out_proj
     if change == "adapter":

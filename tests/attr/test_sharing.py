@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from small_models import mamba_lm, token_ids
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import (
     ImplicitAttention,

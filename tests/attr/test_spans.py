@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import language
 import pytest
 import torch
 from captum.attr import TextTemplateInput
 from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
+from zoo import language
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec, Span, find_spans

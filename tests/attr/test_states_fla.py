@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fla_cpu
 import pytest
 import torch
 from oracles import relative_error
+from zoo import fla_cpu
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import OptionError

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
-from oracles import padded_batch, relative_error
-from small_models import mamba_lm, token_ids
+from oracles import relative_error
+from zoo import architectures
+from zoo.mamba import padded_batch
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.attr.engine import run
@@ -47,9 +48,9 @@ def check(method, heights, budget, *args, tolerance=1e-5, **options):
     return found
 
 
-@pytest.mark.parametrize("case", zoo.ZOO)
+@pytest.mark.parametrize("case", architectures.ZOO)
 def test_mamba_attribution_of_every_architecture(case, heights, monkeypatch):
-    made = zoo.ZOO[case](monkeypatch)
+    made = architectures.ZOO[case](monkeypatch)
     budget = 4 * made.inputs.shape[0] * 4 * 16 * 2  # one or two rows of up to 16 tokens
     for options in ({}, {"clamp": "abs", "normalize_rows": True}):
         # a mean query and, over a few layers, every token as well
@@ -60,7 +61,7 @@ def test_mamba_attribution_of_every_architecture(case, heights, monkeypatch):
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_absolute_rollouts(case, dtype, tolerance, heights, monkeypatch):
-    made = zoo.ZOO[case](monkeypatch)
+    made = architectures.ZOO[case](monkeypatch)
     model = made.model.to(dtype)
     inputs = made.inputs.to(dtype) if made.inputs.is_floating_point() else made.inputs
     budget = 4 * len(inputs) * 16 * dtype.itemsize * 2

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import latim_oracle as oracle
-import oracles
 import pytest
 import torch
-from latim_models import a_model, all_vectors, layer_of, record
-from oracles import padded_batch, relative_error
+from helpers.latim_vectors import a_model, all_vectors, layer_of, record
+from oracles import latim as oracle
+from oracles import relative_error
 from torch import nn
+from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm.attr.vectors.contributions import Contributions
 from captum_ssm.attr.vectors.taps import ACTIVATIONS, check_activation
@@ -24,7 +24,7 @@ EXACT = 1e-12
 
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu", "silu"])
 def test_silu_stands_for_the_models_own_activation(hidden_act: str) -> None:
-    model = oracles.transformers_model(hidden_act=hidden_act).double()
+    model = transformers_model(hidden_act=hidden_act).double()
     layer = record(model, padded_batch([6])[0])[0]
     mixer = layer.mixer.module
     own = {"gelu": nn.functional.gelu, "relu": torch.relu, "silu": nn.functional.silu}[hidden_act]
@@ -35,7 +35,7 @@ def test_silu_stands_for_the_models_own_activation(hidden_act: str) -> None:
 
 
 def test_identity_is_exact_for_a_model_without_activation() -> None:
-    model = oracles.transformers_model(hidden_act="linear").double()
+    model = transformers_model(hidden_act="linear").double()
     layer = record(model, padded_batch([6])[0])[0]
     for activation in ("identity", "silu", "linearized"):
         with torch.no_grad():

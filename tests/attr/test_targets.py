@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from captum._utils.common import _select_targets
-from small_models import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
+from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.attr.call import target_errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles import relative_error
-from small_models import CLASSES, WIDTH, mamba_lm, randomise
 from torch import nn
+from zoo.small import CLASSES, WIDTH, mamba_lm, randomise
 
 from captum_ssm import (
     ImplicitAttention,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import attention_models
 import pytest
 import torch
 from oracles import relative_error
-from transformer_oracle import betas_to_row, chefer, written_out
+from oracles.transformer import betas_to_row, chefer, written_out
+from zoo import attention as attention_models
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, TransformerAttribution
 from captum_ssm.errors import OptionError

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import attention_models
 import pytest
 import torch
-import vim_oracle
-from latim_models import a_model
-from oracles import padded_batch, relative_error, transformers_model
-from transformer_oracle import betas_to_row, channel_betas, mamba_betas
+from helpers.latim_vectors import a_model
+from oracles import relative_error, vim
+from oracles.transformer import betas_to_row, channel_betas, mamba_betas
+from zoo import attention
+from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm import TransformerAttribution
 from captum_ssm.models import VisionMamba
@@ -95,7 +95,7 @@ def test_vision_mamba(form):
     model = VisionMamba(
         img_size=12, patch_size=4, embed_dim=6, depth=2, d_state=3, num_classes=4
     ).double()
-    vim_oracle.randomise(model)
+    vim.randomise(model)
     images = torch.randn(2, 3, 12, 12).double()
     betas = channel_betas(model, images, lambda output: output[:, 2], form)
     expected = betas_to_row(betas, [4, 4])  # cls stands in the middle
@@ -131,7 +131,7 @@ def test_batches_run_in_parts(form):
 @forms
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.3), (torch.float16, 0.05)])
 def test_half_precision(form, dtype, tolerance):
-    model, ids = attention_models.attention_model("gpt_neox"), torch.randint(23, (2, 7))
+    model, ids = attention.attention_model("gpt_neox"), torch.randint(23, (2, 7))
     model = model.to(dtype)
     found = TransformerAttribution(model, form=form).attribute(ids, (6, 3))
     assert found.dtype == torch.float32

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import every_method
-import networks
 import pytest
 import torch
-from language import word_tokenizer
-from small_models import mamba_lm, mixers_of, token_ids
+from helpers import every_method
 from torch import Tensor, nn
+from zoo import networks
+from zoo.language import word_tokenizer
+from zoo.small import mamba_lm, mixers_of, token_ids
 
 from captum_ssm import (
     ImplicitAttention,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracles import relative_error
 from torch import Tensor, nn
-from zoo import TRANSFORMERS, ZOO, Case, every, explain, hook_count
+from zoo.architectures import TRANSFORMERS, ZOO, Case, every, explain, hook_count
 
 from captum_ssm import trace
 from captum_ssm.tracing import find_mixers

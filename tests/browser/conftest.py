@@ -1,11 +1,11 @@
-"""A page of a real headless Chromium; see ``tests/chromium_page.py`` for what it can do."""
+"""A page of a real headless Chromium; see ``tests/helpers/chromium_page.py`` for what it can do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from chromium import Chromium, Page, program
+from helpers.chromium import Chromium, Page, program
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,18 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from chromium import Page
-from insights_examples import CLASSES, Always, cnn, numbers, photos, softmax, table, table_model
-from small_models import VOCABULARY, mamba_lm
+from helpers.chromium import Page
+from helpers.insights_examples import (
+    CLASSES,
+    Always,
+    cnn,
+    numbers,
+    photos,
+    softmax,
+    table,
+    table_model,
+)
+from zoo.small import VOCABULARY, mamba_lm
 
 from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
 from captum_ssm.insights.calculation import AttributionCalculation

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chromium import Page
-from pages import read_page
-from small_models import VOCABULARY, images, mamba_lm, token_ids, vision
+from helpers.chromium import Page
+from helpers.pages import read_page
+from zoo.small import VOCABULARY, images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 

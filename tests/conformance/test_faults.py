@@ -8,23 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from every_method import NAMES, OF_TEXTS, call
-from snapshots import Snapshot, process_state
+from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.snapshots import Snapshot, process_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import architectures
 
 from captum_ssm.errors import AdapterError
 
 pytest.importorskip("transformers")
 
 #: A Mamba, a hybrid with attention and experts, and a Vision Mamba.
-MODELS: list[Callable[..., zoo.Case]] = [zoo.mamba, zoo.jamba, zoo.vim]
+MODELS: list[Callable[..., architectures.Case]] = [
+    architectures.mamba,
+    architectures.jamba,
+    architectures.vim,
+]
 CASES = [
     pytest.param(make, name, id=f"{make.__name__}-{name}")
     for make in MODELS
     for name in NAMES
-    if make is not zoo.vim or name not in OF_TEXTS
+    if make is not architectures.vim or name not in OF_TEXTS
 ]
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from every_method import NAMES, OF_TEXTS, call
-from forks import FORKS, in_a_fork, in_another_thread
-from insights_examples import table, table_model
+from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.forks import FORKS, in_a_fork, in_another_thread
+from helpers.insights_examples import table, table_model
+from helpers.snapshots import hooks, process_state
 from oracles import relative_error
-from snapshots import hooks, process_state
 from torch import Tensor, nn
+from zoo import architectures
 
 from captum_ssm.insights import Batch
 
@@ -23,9 +23,9 @@ pytestmark = FORKS
 QUICK = {"LatimFlow", "LatimLogit", "MambaAttribution", "TransformerAttribution", "matrices"}
 CASES = [
     pytest.param(make, name, id=f"{make.__name__}-{name}", marks=() if quick else pytest.mark.heavy)
-    for make in (zoo.mamba, zoo.jamba, zoo.vim)
+    for make in (architectures.mamba, architectures.jamba, architectures.vim)
     for name in NAMES
-    if make is not zoo.vim or name not in OF_TEXTS
+    if make is not architectures.vim or name not in OF_TEXTS
     for quick in [name in QUICK]
 ]
 
@@ -69,7 +69,7 @@ def test_every_method(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["LatimFlow", "MambaAttribution"])
 def test_checkpointing_is_the_models_own_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = zoo.jamba(monkeypatch)
+    case = architectures.jamba(monkeypatch)
     case.model.train()
     case.model.gradient_checkpointing_enable({"use_reentrant": True})
     check(name, case.model, case.inputs, case.target["target"])
@@ -79,7 +79,7 @@ def test_parameters_made_in_inference_mode_are_their_own_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.inference_mode():
-        case = zoo.mamba(monkeypatch)
+        case = architectures.mamba(monkeypatch)
     check("LatimFlow", case.model, case.inputs.clone(), case.target["target"])
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.other_processes import Explained, explain
 from oracles import relative_error
-from other_processes import Explained, explain
 from torch import Tensor
 from torch.utils.data import DataLoader
+from zoo import architectures
 
 pytest.importorskip("transformers")
 
@@ -44,7 +44,9 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
 @STARTS
 def test_every_method(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent has used every method before, so that a fork takes along what it has set up."""
-    cases = [make(monkeypatch) for make in (zoo.mamba, zoo.jamba, zoo.vim)]
+    cases = [
+        make(monkeypatch) for make in (architectures.mamba, architectures.jamba, architectures.vim)
+    ]
     given = [(case.model, case.inputs, case.target["target"]) for case in cases]
     wanted = [call(name, *each) for each in given for name in COMMON]
     found = in_a_process(start, COMMON, given)
@@ -57,7 +59,7 @@ def test_every_method(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @STARTS
 @pytest.mark.parametrize("name", ["LatimFlow", "MambaAttribution"])
 def test_workers_of_a_loader(start: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = zoo.mamba(monkeypatch)
+    case = architectures.mamba(monkeypatch)
     explained = Explained(name, case)
     wanted = [explained[i] for i in range(len(explained))]
     loader = DataLoader(

@@ -16,7 +16,7 @@ from captum.attr import (
     remove_interpretable_embedding_layer,
 )
 from captum.attr._core.llm_attr import GradientForwardFunc
-from small_models import WIDTH, classifier, images, mamba_lm, token_ids, vision
+from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
 pytestmark = pytest.mark.conformance
 

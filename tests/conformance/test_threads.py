@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.snapshots import Snapshot, process_state
 from oracles import relative_error
-from snapshots import Snapshot, process_state
 from torch import Tensor
+from zoo import architectures
 
 from captum_ssm import LatimFlow, MambaAttribution
 
@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 
 CASES = [
     pytest.param(make, name, id=f"{make.__name__}-{name}")
-    for make in (zoo.mamba, zoo.jamba, zoo.vim)
+    for make in (architectures.mamba, architectures.jamba, architectures.vim)
     for name in NAMES
-    if make is not zoo.vim or name not in OF_TEXTS
+    if make is not architectures.vim or name not in OF_TEXTS
 ]
 
 
@@ -82,7 +82,7 @@ def test_one_model(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("method", [LatimFlow, MambaAttribution])
 def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = zoo.mamba(monkeypatch)
+    case = architectures.mamba(monkeypatch)
     explain, inputs = method(case.model), [case.inputs, other(case.inputs)]
     wanted = [explain.attribute(x, **case.target) for x in inputs]
 
@@ -96,7 +96,7 @@ def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One asks for no checkpoints, the other for those that have a graph inside."""
-    case = zoo.jamba(monkeypatch)
+    case = architectures.jamba(monkeypatch)
     case.model.train()
     case.model.gradient_checkpointing_enable({"use_reentrant": True})
     given = case.inputs, case.target["target"]
@@ -117,7 +117,7 @@ def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch
 
 def test_parameters_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
-        case = zoo.mamba(monkeypatch)
+        case = architectures.mamba(monkeypatch)
     inputs, target = case.inputs.clone(), case.target["target"]
     wanted = call("LatimFlow", case.model, inputs, target)
     held = list(case.model.parameters())
@@ -132,7 +132,7 @@ def test_parameters_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_embeddings_for_a_model_that_takes_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread's stand in for what the model's embedding layer returns."""
-    case = zoo.mamba_ssm(monkeypatch)
+    case = architectures.mamba_ssm(monkeypatch)
     (layer,) = (m for m in case.model.modules() if isinstance(m, torch.nn.Embedding))
     inputs = [layer(x).detach() for x in (case.inputs, other(case.inputs))]
     target = case.target["target"]

@@ -19,8 +19,8 @@ from captum.attr import (
 )
 from captum.metrics import infidelity, sensitivity_max
 from captum.robust import FGSM, MinParamPerturbation
-from small_models import WIDTH, classifier, images, mamba_lm, token_ids, vision
 from torch import nn
+from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
 pytestmark = [
     pytest.mark.conformance,

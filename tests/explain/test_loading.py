@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import transformers
-from hostile_weights import BROKEN
-from little_memory import at_most
+from helpers.hostile_weights import BROKEN
+from helpers.little_memory import at_most
+from helpers.versions import VERSION_4
 from safetensors.torch import load_file, save_file
-from versions import VERSION_4
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError

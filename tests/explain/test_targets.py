@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from language import WORDS, word_tokenizer
 from torch import nn
+from zoo.language import WORDS, word_tokenizer
 
 from captum_ssm.attr.text.codec import Codec
 from captum_ssm.errors import OptionError

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fuzz.operator_trees import FEW, MANY
 from hypothesis import strategies as st
-from operator_trees import FEW, MANY
 from oracles import relative_error
 from torch import Tensor, nn
 

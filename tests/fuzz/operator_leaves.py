@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import oracles
 import torch
-from operator_nodes import Centred, Leaf, Node
+from fuzz.operator_nodes import Centred, Leaf, Node
 from torch import Tensor
 
 from captum_ssm.operators import (

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import token_loops
 import torch
-from operator_leaves import Leafy, of_heads, sized
-from operator_nodes import Leaf, Node, products
+from fuzz.operator_leaves import Leafy, of_heads, sized
+from fuzz.operator_nodes import Leaf, Node, products
+from oracles import token_loops
 from torch import Tensor
 from torch.nn.functional import normalize
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from hypothesis import strategies as st
-from operator_leaves import Centre, Given, Kernel, Leafy, Reorder, Scale, Taps
-from operator_nodes import Beside, InWindows, Node, Product, Total
-from operator_recurrences import (
+from fuzz.operator_leaves import Centre, Given, Kernel, Leafy, Reorder, Scale, Taps
+from fuzz.operator_nodes import Beside, InWindows, Node, Product, Total
+from fuzz.operator_recurrences import (
     Correction,
     Recurrence,
     ScalarFading,
@@ -18,6 +17,7 @@ from operator_recurrences import (
     Softmax,
     VectorFading,
 )
+from hypothesis import strategies as st
 
 from captum_ssm.operators import Chain, Shape, Sum
 from captum_ssm.operators.combine import DirectSum

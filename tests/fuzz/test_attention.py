@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from attention_models import FAMILIES, IMAGES, TEXTS, attention_model, attention_names
-from delta_models import FAMILIES as DELTA
-from delta_models import without_kernels
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check, inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check, inputs
-from oracles import randomise
+from zoo.attention import FAMILIES, IMAGES, TEXTS, attention_model, attention_names
+from zoo.delta import FAMILIES as DELTA
+from zoo.delta import without_kernels
+from zoo.mamba import randomise
 
 from captum_ssm import trace
 

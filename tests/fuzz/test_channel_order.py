@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import mamba_ssm_cpu
 import pytest
 import torch
 import transformers
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Made
+from fuzz.operator_trees import LENGTHS
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Made
-from operator_trees import LENGTHS
-from oracles import randomise, relative_error
+from oracles import relative_error
 from torch import Tensor
+from zoo import mamba_ssm_cpu
+from zoo.mamba import randomise
 
 EXACT = 1e-10
 FEW = st.integers(1, 5)

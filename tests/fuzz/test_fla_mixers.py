@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import fla_cpu
 import pytest
 import torch
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check, inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check, inputs
 from torch import Tensor
+from zoo import fla_cpu
 
 #: Added to mean squares, so that norms of few features do not blow rounding errors up.
 EPS = 0.05

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import transformers
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check_any, inputs
+from fuzz.transformers_mixers import ACTIVATION, BOOL, EPS, FEW, KERNEL, mixer, sides, told
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check_any, inputs
-from transformers_mixers import ACTIVATION, BOOL, EPS, FEW, KERNEL, mixer, sides, told
 
 LIMITS = st.sampled_from([(0.0, float("inf")), (0.2, 1.5), (0.0, 0.8)])
 

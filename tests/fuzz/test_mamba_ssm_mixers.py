@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import mamba_ssm_cpu
 import pytest
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check_any, inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from mamba2_simple_cpu import Simple
-from mamba3_cpu import Mamba3
-from mixer_checks import Inputs, Made, check_any, inputs
-from oracles import randomise
+from zoo import mamba_ssm_cpu
+from zoo.mamba import randomise
+from zoo.mamba2_simple_cpu import Simple
+from zoo.mamba3_cpu import Mamba3
 
 #: Added to mean squares, so that norms of few features do not blow rounding errors up.
 EPS = 0.05

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.operator_nodes import Node
+from fuzz.operator_trees import Case, cases
+from fuzz.small_blocks import blocks
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_nodes import Node
-from operator_trees import Case, cases
-from small_blocks import blocks
 from torch import Tensor
 
 from captum_ssm.operators import Operator

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from delta_models import FAMILIES as DELTA
-from delta_models import Family
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check_any, inputs, randomised
+from fuzz.transformers_mixers import ACTIVATION, BOOL, EPS, KERNEL, mixer, sides, told
+from helpers.versions import VERSION_4, continuing
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check_any, inputs, randomised
-from oracles import randomise
 from torch import Tensor
-from transformers_mixers import ACTIVATION, BOOL, EPS, KERNEL, mixer, sides, told
-from versions import VERSION_4, continuing
+from zoo.delta import FAMILIES as DELTA
+from zoo.delta import Family
+from zoo.mamba import randomise
 
 _GRIFFIN = {
     "hidden_size": st.integers(1, 9),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import timm_cpu
 import torch
-import vim_oracle
-from fuzzing import fuzz
+from fuzz.fuzzing import fuzz
+from fuzz.mixer_checks import Inputs, Made, check, inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from mixer_checks import Inputs, Made, check, inputs
-from oracles import randomise
+from oracles import vim
 from torch import nn
+from zoo import timm_cpu
+from zoo.mamba import randomise
 
 from captum_ssm.models.vim import VimMixer
 
@@ -36,7 +36,7 @@ _VIM = {
 @given(st.fixed_dictionaries(_VIM), inputs())
 def test_vim(options: dict[str, Any], drawn: Inputs) -> None:
     torch.manual_seed(drawn.seed)
-    module = vim_oracle.randomise(VimMixer(**options))
+    module = vim.randomise(VimMixer(**options))
     check(Made(module, options["d_model"], causal=options["bimamba_type"] == "none"), drawn)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from helpers.versions import VERSION_4, named, recurrent_gemma_block, renamed
 from hypothesis import strategies as st
-from oracles import randomise
 from torch import Tensor
-from versions import VERSION_4, named, recurrent_gemma_block, renamed
+from zoo.mamba import randomise
 
 #: Added to mean squares, so that norms of few features do not blow rounding errors up.
 EPS = 0.05

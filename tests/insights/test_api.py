@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from insights_examples import CLASSES, Always, cnn, numbers, photos, table, table_model
+from helpers.insights_examples import CLASSES, Always, cnn, numbers, photos, table, table_model
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch, FilterConfig

@@ -13,9 +13,9 @@ from captum.attr import (
     Occlusion,
     Saliency,
 )
-from insights_examples import Untouched, cnn, table_model
-from small_models import classifier, mamba_lm, vision
+from helpers.insights_examples import Untouched, cnn, table_model
 from torch import nn
+from zoo.small import classifier, mamba_lm, vision
 
 from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.insights.applicability import obstacle

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from captum.attr import FeatureAblation, IntegratedGradients, Saliency
-from insights_examples import CLASSES, cnn, softmax, table_model
-from small_models import VOCABULARY, classifier, mamba_lm, token_ids, vision
+from helpers.insights_examples import CLASSES, cnn, softmax, table_model
 from torch import nn
+from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError, OptionError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CLASSES, classifier, token_ids, vision
+from zoo.small import CLASSES, classifier, token_ids, vision
 
 from captum_ssm import MambaAttribution
 from captum_ssm.attr.engine.method import ImplicitMethod

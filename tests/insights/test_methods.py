@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 import torch
-from insights_examples import cnn, table_model
-from small_models import classifier, mamba_lm, token_ids
+from helpers.insights_examples import cnn, table_model
+from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm.attr.engine.method import ImplicitMethod
 from captum_ssm.insights.config import NumberConfig, StrEnumConfig

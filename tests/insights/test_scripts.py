@@ -16,7 +16,7 @@ from typing import Any
 
 import captum
 import pytest
-from insights_examples import Always, ask, numbers, table
+from helpers.insights_examples import Always, ask, numbers, table
 
 import captum_ssm.insights
 from captum_ssm.insights import AttributionVisualizer, install_alias

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from insights_examples import Always, ask, cnn, numbers, photos, table, table_model
+from helpers.insights_examples import Always, ask, cnn, numbers, photos, table, table_model
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch

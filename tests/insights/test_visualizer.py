@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captum.attr import IntegratedGradients, Saliency
-from insights_examples import (
+from helpers.insights_examples import (
     CLASSES,
     Always,
     cnn,
@@ -15,7 +15,7 @@ from insights_examples import (
     table_model,
     without_end,
 )
-from small_models import VOCABULARY, mamba_lm, token_ids
+from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import InputError, OptionError

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from euler import apply, check, rules
-from function_arguments import draw
+from helpers.function_arguments import draw
+from oracles.euler import apply, check, rules
 from torch import Tensor, nn
+from zoo.mamba import randomise
 
 from captum_ssm import CaptumSSMError
 from captum_ssm.errors import NotLinearError
@@ -153,7 +153,7 @@ def test_parameters_and_other_leaves_carry_no_graph():
 
 
 def test_without_constants_nothing_is_left_of_them():
-    model = oracles.randomise(nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.LayerNorm(6))).double()
+    model = randomise(nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.LayerNorm(6))).double()
     c = draw()
 
     def function(x: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import networks
 import oracles
 import pytest
 import torch
-import zoo
-from networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
+from helpers.versions import not_in_4
 from torch import Tensor
-from versions import not_in_4
+from zoo import architectures, networks
+from zoo.networks import DOUBLE, MASKED, NETWORKS, STRAIGHT_IN
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.targets import logits_of
@@ -32,7 +31,7 @@ def imbalance(found: Decomposition) -> float:
     return float((found.delta.abs() / size).max())
 
 
-def under_the_rules(case: zoo.Case, gate: str) -> Tensor:
+def under_the_rules(case: architectures.Case, gate: str) -> Tensor:
     with linearised(case.model, case.inputs, gate=gate) as network:
         return logits_of(case.model(network.mode.begun(case.inputs)))
 

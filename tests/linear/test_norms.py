@@ -5,9 +5,10 @@ from __future__ import annotations
 import oracles
 import pytest
 import torch
-from euler import apply, check
-from function_arguments import draw
+from helpers.function_arguments import draw
+from oracles.euler import apply, check
 from torch import Tensor, nn
+from zoo.mamba import randomise
 
 from captum_ssm.errors import NotLinearError
 
@@ -52,7 +53,7 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_norms(norm, dtype):
-    module = oracles.randomise(NORMS[norm]()).to(dtype)
+    module = randomise(NORMS[norm]()).to(dtype)
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.rand_like(buffer) + 0.2)
@@ -63,7 +64,7 @@ def test_norms(norm, dtype):
 
 @pytest.mark.parametrize("norm", ["layer", "rms", "group"])
 def test_norms_in_half_precision_are_as_precise_as_torchs(norm):
-    module = oracles.randomise(NORMS[norm]()).bfloat16()
+    module = randomise(NORMS[norm]()).bfloat16()
     x = 3 + draw().bfloat16()
     found = apply(module, [x])
     exact = module.double()(x.double())

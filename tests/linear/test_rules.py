@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from euler import check
-from function_arguments import Constants, draw
-from function_calls import calls, canonical, names
+from helpers.function_arguments import Constants, draw
+from helpers.function_calls import calls, canonical, names
+from oracles.euler import check
 
 from captum_ssm.linear.functions import FROZEN
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from captum.attr import Attribution, FeatureAblation, IntegratedGradients
-from small_models import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 from torch import Tensor, nn
+from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 
 from captum_ssm import (
     ImplicitAttention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import mamba_lm, token_ids
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, LatimNorm, trace
 from captum_ssm.attr.vectors.contributions import Contributions

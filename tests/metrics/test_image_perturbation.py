@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import images as small_images
-from small_models import vision
 from torch import Tensor, nn
+from zoo.small import images as small_images
+from zoo.small import vision
 
 from captum_ssm import MambaAttribution
 from captum_ssm.errors import CaptumSSMError, InputError, NonFiniteError, OptionError, TargetError

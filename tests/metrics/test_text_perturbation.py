@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_models import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 from torch import Tensor
+from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import CaptumSSMError, InputError, OptionError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import timm_cpu
+from zoo import timm_cpu
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import (
+from helpers.versions import VERSION_4, named, renamed
+from oracles import relative_error
+from torch import Tensor
+from zoo.attention import (
     FAMILIES,
     IMAGES,
     REFUSED_EAGER,
@@ -20,9 +23,6 @@ from attention_models import (
     eagerly,
     note_probabilities,
 )
-from oracles import relative_error
-from torch import Tensor
-from versions import VERSION_4, named, renamed
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError

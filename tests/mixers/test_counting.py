@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from hybrid_checks import record_one
+from helpers.hybrid_checks import record_one
 from oracles import relative_error
 from torch import Tensor
+from zoo.mamba import transformers_model
 
 from captum_ssm.operators import (
     Chain,
@@ -98,7 +98,7 @@ def counter(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Any]:
     if request.param == "transformers":
 
         def make() -> Any:
-            model = oracles.transformers_model(
+            model = transformers_model(
                 "mamba", hidden_size=1, expand=1, state_size=1, time_step_rank=1, conv_kernel=3
             )
             return model.backbone.layers[0].mixer

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hybrid_checks as hybrid
 import pytest
 import torch
-from delta_formula import formula
-from oracles import padded_batch, relative_error
+from helpers import hybrid_checks as hybrid
+from oracles import relative_error
+from oracles.delta_formula import formula
+from zoo.mamba import padded_batch
 
 from captum_ssm.errors import CachedStateError, InputError
 from captum_ssm.mixers.base import Call
@@ -14,7 +15,7 @@ from captum_ssm.mixers.registry import adapter_for
 
 pytest.importorskip("transformers")
 
-from delta_models import FAMILIES, Family
+from zoo.delta import FAMILIES, Family
 
 # for any draw; typical is 1e-6, most of it the rounding of the models' own chunked form
 FLOAT32 = 1e-5

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_checks import Formula, causal_taps, check, check_formula, record_one
-from mixing_oracle import TOKENS, Observed, observe
-from oracles import conv_matrices, diagonal_matrices, randomise, relative_error, times
+from helpers.hybrid_checks import Formula, causal_taps, check, check_formula, record_one
+from helpers.versions import continuing, recurrent_gemma_block
+from oracles import conv_matrices, diagonal_matrices, relative_error, times
+from oracles.mixing import TOKENS, Observed, observe
 from torch import Tensor, nn
-from versions import continuing, recurrent_gemma_block
+from zoo.mamba import randomise, transformers_model
 
 from captum_ssm import ImplicitAttention, register_mixer
 from captum_ssm.mixers import Call, LinearMixer, registry
@@ -268,7 +268,7 @@ def test_methods_read_fixed_mixers() -> None:
 
 
 def mamba() -> Any:
-    return oracles.transformers_model("mamba").backbone.layers[0].mixer
+    return transformers_model("mamba").backbone.layers[0].mixer
 
 
 def mamba2() -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import fla_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_checks import EPS, Formula, conv_parts, convolved, record_one, rms_factors
-from fla_cpu import FLA
+from helpers import fla_checks
+from helpers.fla_checks import EPS, Formula, conv_parts, convolved, record_one, rms_factors
 from torch import Tensor
+from zoo.fla_cpu import FLA
 
 WIDTH = 24
 DELTA: dict[str, dict[str, Any]] = {

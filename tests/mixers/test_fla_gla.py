@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import fla_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_checks import (
+from helpers import fla_checks
+from helpers.fla_checks import (
     EPS,
     Formula,
     conv_parts,
@@ -18,8 +18,8 @@ from fla_checks import (
     record_one,
     rms_factors,
 )
-from fla_cpu import FLA
 from torch import Tensor
+from zoo.fla_cpu import FLA
 
 WIDTH = 24
 GLA: dict[str, dict[str, Any]] = {

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import fla_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_checks import EPS, Formula, conv_parts, convolved, record_one, rms_factors, side_mask
-from fla_cpu import FLA
+from helpers import fla_checks
+from helpers.fla_checks import (
+    EPS,
+    Formula,
+    conv_parts,
+    convolved,
+    record_one,
+    rms_factors,
+    side_mask,
+)
 from torch import Tensor
+from zoo.fla_cpu import FLA
 
 from captum_ssm.errors import CachedStateError, InputError
 

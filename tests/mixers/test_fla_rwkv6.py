@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import fla_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from fla_checks import EPS, Formula, conv_parts, record_one
-from fla_cpu import FLA
+from helpers import fla_checks
+from helpers.fla_checks import EPS, Formula, conv_parts, record_one
 from torch import Tensor
+from zoo.fla_cpu import FLA
 
 WIDTH = 24
 OPTIONS: dict[str, dict[str, Any]] = {

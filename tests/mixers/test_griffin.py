@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import hybrid_checks as hybrid
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import diagonal_matrices, randomise, relative_error, times
+from helpers import hybrid_checks as hybrid
+from helpers.versions import continuing, recurrent_gemma_block, renamed
+from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
-from versions import continuing, recurrent_gemma_block, renamed
+from zoo.mamba import randomise
 
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_models import attention_model, eagerly
-from oracles import conv_matrices, diagonal_matrices, padded_batch, relative_error, scan_matrices
+from helpers.versions import VERSION_4
+from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices
 from torch import Tensor
-from versions import VERSION_4
+from zoo.attention import attention_model, eagerly
+from zoo.mamba import padded_batch
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.attr.engine.fold import stages

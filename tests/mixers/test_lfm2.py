@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import hybrid_checks as hybrid
 import pytest
 import torch
-from oracles import diagonal_matrices, padded_batch, randomise, relative_error, times
+from helpers import hybrid_checks as hybrid
+from helpers.versions import VERSION_4, named
+from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
-from versions import VERSION_4, named
+from zoo.mamba import padded_batch, randomise
 
 from captum_ssm.errors import CachedStateError, InputError
 from captum_ssm.mixers.base import Call

@@ -6,12 +6,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from oracles import alpha, mamba1_parts, padded_batch, randomise, relative_error
+from helpers.versions import VERSION_4
+from oracles import alpha, mamba1_parts, relative_error
 from torch import Tensor, nn
-from versions import VERSION_4
+from zoo.mamba import padded_batch, randomise, transformers_model
 
 from captum_ssm import trace
 from captum_ssm.mixers.mamba import _calls_dt_proj
@@ -59,7 +59,7 @@ def check(layer: Layer, hidden: Tensor, mask: Tensor | None, adapters: list[str]
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
 @pytest.mark.parametrize("targets", [*([t] for t in TARGETS), TARGETS])
 def test_adapters_count(family: str, targets: list[str]) -> None:
-    model = oracles.transformers_model(family, use_bias=True)
+    model = transformers_model(family, use_bias=True)
     ids, mask = padded_batch([8, 5])
     plain = record(model, ids, attention_mask=mask)
     with_lora(model.backbone.layers, targets)
@@ -71,7 +71,7 @@ def test_adapters_count(family: str, targets: list[str]) -> None:
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
 def test_adapters_around_dt_proj_count_where_it_is_called(family: str) -> None:
     """Version 5 reads its weight, past the adapter."""
-    model = oracles.transformers_model(family)
+    model = transformers_model(family)
     ids = torch.randint(19, (2, 7))
     plain = record(model, ids)
     with_lora(model.backbone.layers, ["dt_proj"])
@@ -106,7 +106,7 @@ def test_adapters_in_mamba_ssm(request: pytest.FixtureRequest, fused: bool) -> N
 
 
 def test_a_peft_model() -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     config = peft.LoraConfig(r=2, target_modules=["in_proj", "x_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config).eval()
     layers = record(wrapped, input_ids=torch.randint(19, (2, 6)))
@@ -116,7 +116,7 @@ def test_a_peft_model() -> None:
 
 
 def test_float32_adapters_on_a_bfloat16_model() -> None:
-    model = oracles.transformers_model("mamba").to(torch.bfloat16)
+    model = transformers_model("mamba").to(torch.bfloat16)
     with_lora(model.backbone.layers, ["in_proj", "x_proj"], torch.float32)
     for layer in record(model, torch.randint(19, (2, 6))):
         assert layer.linear.values.dtype == torch.float32

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from hybrid_checks import check, record, record_one
-from oracles import alpha, mamba1_parts, padded_batch, randomise, relative_error, times
+from helpers.hybrid_checks import check, record, record_one
+from helpers.versions import continuing
+from oracles import alpha, mamba1_parts, relative_error, times
 from torch import Tensor
-from versions import continuing
+from zoo.mamba import padded_batch, randomise, transformers_model
 
 from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
@@ -46,7 +46,7 @@ def make_mixer(request: pytest.FixtureRequest) -> MakeMixer:
 
         def make(*, width: int = 5, state: int = 3, kernel: int = 4, bias: bool = False,
                  conv_bias: bool = True) -> Any:  # fmt: skip
-            model = oracles.transformers_model(
+            model = transformers_model(
                 request.param,
                 hidden_size=width,
                 state_size=state,
@@ -149,7 +149,7 @@ def test_training_mode(make_mixer: MakeMixer) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_models(family: str, bias: bool) -> None:
-    model = oracles.transformers_model(family, use_bias=bias, num_hidden_layers=3)
+    model = transformers_model(family, use_bias=bias, num_hidden_layers=3)
     layers = record(model, torch.randint(19, (3, 12)))
     assert len(layers) == 3
     for layer in layers:
@@ -183,7 +183,7 @@ def test_fused_path_chosen_where_it_does_not_exist(mamba_ssm: Any) -> None:
 @pytest.mark.parametrize("conv_bias", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding(family: str, conv_bias: bool, bias: bool) -> None:
-    model = oracles.transformers_model(family, use_bias=bias, use_conv_bias=conv_bias)
+    model = transformers_model(family, use_bias=bias, use_conv_bias=conv_bias)
     ids, mask = padded_batch([9, 4, 1])
     for layer in record(model, ids, attention_mask=mask):
         check(layer)
@@ -204,7 +204,7 @@ def test_left_padding(family: str, conv_bias: bool, bias: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("where", ["right", "middle", "everything"])
 def test_padding_anywhere(family: str, where: str) -> None:
-    model = oracles.transformers_model(family, use_bias=True)
+    model = transformers_model(family, use_bias=True)
     mask = torch.ones(2, 8, dtype=torch.long)
     hidden_tokens = {"right": slice(5, 8), "middle": slice(2, 5), "everything": slice(0, 8)}
     mask[1, hidden_tokens[where]] = 0
@@ -216,7 +216,7 @@ def test_padding_anywhere(family: str, where: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
 def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     ids, mask = padded_batch([6, 3])
     for layer in record(model, ids, attention_mask=mask.to(dtype)):
         check(layer)
@@ -227,7 +227,7 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_no_matrix(family: str) -> None:
     """An example alone, and the same one padded: the matrices of its tokens agree."""
-    model = oracles.transformers_model(family)
+    model = transformers_model(family)
     ids, mask = padded_batch([9, 5])
     together = record(model, ids, attention_mask=mask)
     alone = record(model, ids[1:, 4:])
@@ -237,7 +237,7 @@ def test_padding_changes_no_matrix(family: str) -> None:
 
 
 def test_a_mask_without_padding_is_none() -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     for layer in record(model, torch.randint(19, (2, 5)), attention_mask=torch.ones(2, 5)):
         assert layer.linear.mask is None
 
@@ -313,7 +313,7 @@ def test_every_ablation_in_float64(make_mixer: MakeMixer, components: Any) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("components", ABLATIONS)
 def test_every_ablation_with_padding(family: str, components: str) -> None:
-    model = oracles.transformers_model(family, use_bias=True).double()
+    model = transformers_model(family, use_bias=True).double()
     ids, mask = padded_batch([7, 3])
     for layer in record(model, ids, attention_mask=mask):
         parts = mamba1_parts(layer.mixer.module, layer.call.hidden_states, mask)
@@ -365,7 +365,7 @@ def test_half_precision_is_linearised_in_float32(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "own_error"), HALF)
 def test_half_precision_models(family: str, dtype: torch.dtype, own_error: float) -> None:
-    model = oracles.transformers_model(family).to(dtype)
+    model = transformers_model(family).to(dtype)
     ids, mask = padded_batch([8, 5])
     for layer in record(model, ids, attention_mask=mask):
         assert layer.linear.values.dtype == torch.float32
@@ -410,7 +410,7 @@ def test_autocast(make_mixer: MakeMixer) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("act", ["gelu", "relu", "gelu_pytorch_tanh", "swish", "tanh"])
 def test_other_activations(family: str, act: str) -> None:
-    model = oracles.transformers_model(family, hidden_act=act, num_hidden_layers=1).double()
+    model = transformers_model(family, hidden_act=act, num_hidden_layers=1).double()
     mixer = model.backbone.layers[0].mixer
     hidden = torch.randn(2, 8, 5, dtype=torch.float64)
     layer = record_one(mixer, hidden)
@@ -423,7 +423,7 @@ def test_other_activations(family: str, act: str) -> None:
 @pytest.mark.parametrize("act", ["silu", "gelu", "relu", "tanh"])
 def test_an_activation_of_exactly_zero(act: str) -> None:
     """act(u) / u is the derivative there: 1/2, 1/2, 0 (as torch has it) and 1."""
-    model = oracles.transformers_model("mamba", hidden_act=act, num_hidden_layers=1)
+    model = transformers_model("mamba", hidden_act=act, num_hidden_layers=1)
     mixer = model.backbone.layers[0].mixer
     with torch.no_grad():
         mixer.conv1d.bias.zero_()
@@ -436,7 +436,7 @@ def test_an_activation_of_exactly_zero(act: str) -> None:
 
 
 def test_an_activation_that_is_not_zero_at_zero_is_refused() -> None:
-    model = oracles.transformers_model("mamba", hidden_act="sigmoid")
+    model = transformers_model("mamba", hidden_act="sigmoid")
     layer, *_ = record(model, torch.randint(19, (1, 4)))
     with pytest.raises(UnsupportedMixerError, match="sigmoid"):
         _ = layer.linear
@@ -447,7 +447,7 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused() -> None:
 
 def test_a_cache_given_to_the_model_is_refused() -> None:
     """Before it runs: in version 4 of transformers it drops the cache if told to use none."""
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     ids = torch.randint(19, (1, 6))
     with torch.no_grad():
         cache = model(ids, use_cache=True).cache_params
@@ -459,7 +459,7 @@ def test_a_cache_given_to_the_model_is_refused() -> None:
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_given_to_the_mixer_is_refused(family: str, by_position: bool) -> None:
-    model = oracles.transformers_model(family)
+    model = transformers_model(family)
     ids = torch.randint(19, (1, 6))
     with torch.no_grad():
         cache = model(ids, use_cache=True).cache_params
@@ -499,7 +499,7 @@ def test_a_cache_of_mamba_ssm_is_refused(mamba_ssm: Any, by_position: bool) -> N
     ],
 )
 def test_a_bad_weight_is_named(parameter: str, component: str, bad: float) -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     name = "backbone.layers.1.mixer"
     with torch.no_grad():
         model.get_parameter(f"{name}.{parameter}").view(-1)[1] = bad
@@ -512,7 +512,7 @@ def test_a_bad_weight_is_named(parameter: str, component: str, bad: float) -> No
 
 
 def test_a_bad_input_is_named() -> None:
-    mixer = oracles.transformers_model("mamba").backbone.layers[0].mixer
+    mixer = transformers_model("mamba").backbone.layers[0].mixer
     hidden = torch.randn(2, 5, 5)
     hidden[0, 3, 2] = float("nan")
     with pytest.raises(NonFiniteError, match="values"):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from mamba2_formula import Form, Parts, alpha, form_of
-from mamba2_formula import mamba2_parts as formula
-from mamba2_models import EPS, close_to, first_mixer, make_model
-from mamba2_simple_cpu import Simple
-from oracles import padded_batch, randomise, relative_error
+from oracles import relative_error
+from oracles.mamba2_formula import Form, Parts, alpha, form_of
+from oracles.mamba2_formula import mamba2_parts as formula
 from torch import Tensor
+from zoo.mamba import padded_batch, randomise
+from zoo.mamba2 import EPS, close_to, first_mixer, make_model
+from zoo.mamba2_simple_cpu import Simple
 
 from captum_ssm import trace
 from captum_ssm.attr.call.components import parse_components

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from mamba2_formula import alpha, form_of, mamba2_parts
-from mamba2_models import HYBRIDS, OPTIONS, close_to, first_mixer, make_model, mixer_names
-from oracles import padded_batch, relative_error
+from helpers.versions import VERSION_4, not_in_4
+from oracles import relative_error
+from oracles.mamba2_formula import alpha, form_of, mamba2_parts
 from torch import Tensor
-from versions import VERSION_4, not_in_4
+from zoo.mamba import padded_batch
+from zoo.mamba2 import HYBRIDS, OPTIONS, close_to, first_mixer, make_model, mixer_names
 
 from captum_ssm import trace
 from captum_ssm.attr.call.components import parse_components

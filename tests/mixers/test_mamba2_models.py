@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from mamba2_formula import alpha, form_of, mamba2_parts
-from mamba2_models import FAMILIES, make_model, mixer_names
-from oracles import padded_batch, randomise, relative_error
+from helpers.versions import not_in_4
+from oracles import relative_error
+from oracles.mamba2_formula import alpha, form_of, mamba2_parts
 from torch import Tensor
-from versions import not_in_4
+from zoo.mamba import padded_batch, randomise
+from zoo.mamba2 import FAMILIES, make_model, mixer_names
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.attr.call.components import parse_components

@@ -11,13 +11,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import hybrid_checks as hybrid
 import pytest
 import torch
-from mamba3_cpu import Mamba3, interpreted
-from mamba3_formula import formula
+from helpers import hybrid_checks as hybrid
 from oracles import COMPONENTS, PRESETS, relative_error
+from oracles.mamba3_formula import formula
 from torch import Tensor, nn
+from zoo.mamba3_cpu import Mamba3, interpreted
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError

@@ -7,13 +7,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import mambavision_oracle as oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import PRESETS, randomise, relative_error
-from pages import read_page
+from helpers.pages import read_page
+from oracles import PRESETS, relative_error
+from oracles import mambavision as oracle
 from torch import Tensor, nn
+from zoo.mamba import randomise
 
 from captum_ssm import (
     ImplicitAttention,

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from oracles import relative_error
 from torch import Tensor, nn
+from zoo.mamba import transformers_model
 
 from captum_ssm import register_mixer, supported_architectures, trace
 from captum_ssm.errors import NoMixerError, OptionError, UnsupportedMixerError
@@ -117,7 +117,7 @@ def test_subclasses_are_served_by_the_nearest_class() -> None:
 
 
 def test_a_subclass_of_a_real_mixer_is_served() -> None:
-    mixer = oracles.transformers_model("mamba").backbone.layers[0].mixer
+    mixer = transformers_model("mamba").backbone.layers[0].mixer
     mixer.__class__ = type("QuietMixer", (type(mixer),), {})
     with torch.no_grad(), trace(mixer) as t:
         mixer(torch.randn(2, 6, 5))
@@ -145,7 +145,7 @@ def test_registering_again_replaces() -> None:
 
 
 def test_a_built_in_adapter_can_be_replaced() -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     path = "transformers.models.mamba.modeling_mamba.MambaMixer"
     register_mixer(path, linearize_shift, family="mine")
     with torch.no_grad(), trace(model) as t:
@@ -240,13 +240,13 @@ def test_an_unknown_mixer_is_refused() -> None:
 
 
 def test_a_hybrid_with_one_unknown_mixer_is_refused() -> None:
-    model = oracles.transformers_model("mamba", num_hidden_layers=3)
+    model = transformers_model("mamba", num_hidden_layers=3)
     model.backbone.layers[1].mixer = OtherMixer(5)
     assert_refused(model, "backbone.layers.1.mixer", f"{__name__}.OtherMixer")
 
 
 def test_naming_the_layers_vouches_for_the_rest() -> None:
-    model = oracles.transformers_model("mamba", num_hidden_layers=3)
+    model = transformers_model("mamba", num_hidden_layers=3)
     model.backbone.layers[1].mixer.out_proj = nn.Sequential(
         model.backbone.layers[1].mixer.out_proj, nn.Identity()
     )
@@ -288,7 +288,7 @@ def test_a_model_without_mixers() -> None:
 
 @pytest.mark.parametrize("layer", ["no.such", "backbone.layers.0", "lm_head"])
 def test_layers_that_are_no_mixers(layer: str) -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     for wanted in (layer, nn.Linear(2, 2)):
         with pytest.raises(NoMixerError, match=r"backbone\.layers\.1\.mixer"):  # noqa: SIM117
             with trace(model, layers=[wanted]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import hybrid_checks as hybrid
 import pytest
 import torch
-from oracles import diagonal_matrices, randomise, relative_error, times
+from helpers import hybrid_checks as hybrid
+from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
+from zoo.mamba import randomise
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import CachedStateError

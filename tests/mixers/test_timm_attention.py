@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import randomise, relative_error
+from oracles import relative_error
 from torch import Tensor, nn
+from zoo.mamba import randomise
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.errors import UnsupportedMixerError

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import vim_oracle as oracle
-from hybrid_checks import check, record, record_one
+from helpers.hybrid_checks import check, record, record_one
 from oracles import relative_error, times
+from oracles import vim as oracle
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace

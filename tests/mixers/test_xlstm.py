@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import hybrid_checks as hybrid
 import pytest
 import torch
-from oracles import diagonal_matrices, randomise, relative_error, times
+from helpers import hybrid_checks as hybrid
+from helpers.versions import VERSION_4
+from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
-from versions import VERSION_4
+from zoo.mamba import randomise
 
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call

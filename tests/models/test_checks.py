@@ -16,8 +16,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from hostile_weights import BROKEN
-from little_memory import at_most
+from helpers.hostile_weights import BROKEN
+from helpers.little_memory import at_most
 
 from captum_ssm.bench.harness.subjects import retrained
 from captum_ssm.cli import main

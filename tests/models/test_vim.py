@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import vim_oracle as oracle
 from oracles import relative_error
+from oracles import vim as oracle
 from torch import Tensor
 
 from captum_ssm.errors import CheckpointError, OptionError

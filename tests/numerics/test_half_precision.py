@@ -6,9 +6,9 @@ from statistics import median
 
 import pytest
 import torch
-from extreme_models import FAMILIES, METHODS, TARGET, in_double, language_model, token_ids
-from extreme_models import with_large_activations as enlarged
 from oracles import relative_error
+from zoo.extreme import FAMILIES, METHODS, TARGET, in_double, language_model, token_ids
+from zoo.extreme import with_large_activations as enlarged
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP, trace
 from captum_ssm.errors import NonFiniteError

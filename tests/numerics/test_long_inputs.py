@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from zoo.mamba import randomise
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers import Call
@@ -55,7 +56,7 @@ def mamba2() -> Any:
 
 def lasting(model: Any) -> Any:
     """Random parameters, with decays so slow that hundreds of tokens add up."""
-    oracles.randomise(model)
+    randomise(model)
     with torch.no_grad():
         for block in model.backbone.layers:
             block.mixer.A_log.uniform_(-6, -2)
@@ -79,7 +80,7 @@ def test_float32_is_float64(family: str) -> None:
 @pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
 def test_rows_divided_by_their_sums(family: str) -> None:
     """Decays are ordinary here: no row sums to almost zero, which would magnify all rounding."""
-    model = oracles.randomise(MAKE[family]())
+    model = randomise(MAKE[family]())
     double = copy.deepcopy(model).double()
     ids = torch.randint(19, (1, TOKENS))
     found, wanted = (

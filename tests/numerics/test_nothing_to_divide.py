@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from extreme_models import FAMILIES, TARGET, language_model, token_ids
-from extreme_models import with_silent_mixers as silent
 from oracles import relative_error
 from torch import Tensor
+from zoo.extreme import FAMILIES, TARGET, language_model, token_ids
+from zoo.extreme import with_silent_mixers as silent
 
 from captum_ssm import (
     ImplicitAttention,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from extreme_models import FAMILIES, METHODS, in_double, language_model, token_ids
-from extreme_models import with_extreme_steps as extreme
 from oracles import relative_error, scan_matrices
 from torch import Tensor
+from zoo.extreme import FAMILIES, METHODS, in_double, language_model, token_ids
+from zoo.extreme import with_extreme_steps as extreme
 
 from captum_ssm import trace
 from captum_ssm.operators import ScalarDecayHeads, SelectiveScan

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import token_loops
 import torch
-from chunked_kinds import (
+from oracles import relative_error, token_loops
+from zoo.chunked_kinds import (
     EXACT,
     HEADS,
     VALUES,
@@ -16,7 +16,6 @@ from chunked_kinds import (
     randn,
     scalar,
 )
-from oracles import relative_error
 
 from captum_ssm.operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
 from captum_ssm.operators.kernels.chunks import CHUNK

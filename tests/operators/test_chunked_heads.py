@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import token_loops
 import torch
-from chunked_kinds import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import relative_error, token_loops
+from torch import Tensor
+from zoo.chunked_kinds import (
     DECAYS,
     EXACT,
     HEADS,
@@ -19,10 +22,6 @@ from chunked_kinds import (
     randn,
     resets,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracles import relative_error
-from torch import Tensor
 
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.kernels import chunks

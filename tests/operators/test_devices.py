@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import chunked_kinds
 import pytest
 import torch
 from torch import Tensor
+from zoo import chunked_kinds
 
 from captum_ssm.operators import Chain, DenseHeads, ElementwiseRecurrence, Operator, Permute
 

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
-from mixing_oracle import TOKENS, observe
+from oracles.mixing import TOKENS, observe
 from torch import Tensor
 
 from captum_ssm import operators

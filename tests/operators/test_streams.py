@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chunked_kinds import Make, kinds
 from oracles import relative_error
-from token_loops import Loop
+from oracles.token_loops import Loop
 from torch import Tensor
+from zoo.chunked_kinds import Make, kinds
 
 from captum_ssm.operators import (
     Chain,

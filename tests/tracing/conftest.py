@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracles
 import pytest
-from snapshots import Snapshot
+from helpers.snapshots import Snapshot
+from zoo.mamba import transformers_model
 
 from captum_ssm.mixers import registry
 
@@ -19,7 +19,7 @@ def snapshot() -> type[Snapshot]:
 @pytest.fixture
 def model() -> Any:
     """A small Mamba of three blocks."""
-    return oracles.transformers_model("mamba", num_hidden_layers=3)
+    return transformers_model("mamba", num_hidden_layers=3)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from forks import FORKS, in_a_fork
+from helpers.forks import FORKS, in_a_fork
 
 from captum_ssm.tracing.changes import Undo, lasting
 

@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo.mamba import transformers_model
 
 from captum_ssm import trace
 
@@ -20,7 +21,7 @@ GRAPHS = ["none", "tail", "outputs", "all"]
 
 @pytest.fixture
 def model() -> Any:
-    return oracles.transformers_model("mamba", num_hidden_layers=3)
+    return transformers_model("mamba", num_hidden_layers=3)
 
 
 def ids() -> Tensor:

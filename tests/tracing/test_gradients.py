@@ -6,11 +6,11 @@ import copy
 import functools
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo.mamba import transformers_model
 
 from captum_ssm import trace
 from captum_ssm.tracing.gradients import _checkpointing, graphs_dropped, recordable
@@ -132,7 +132,7 @@ def test_checkpoints_of_no_stated_form_stay() -> None:
 
 @pytest.mark.parametrize("graph", ["tail", "outputs", "all"])
 def test_a_trace_of_a_model_made_under_inference_mode(graph: Any) -> None:
-    plain, ids = oracles.transformers_model("mamba"), torch.randint(19, (2, 5))
+    plain, ids = transformers_model("mamba"), torch.randint(19, (2, 5))
     with torch.inference_mode():
         model = copy.deepcopy(plain)
     gradients = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import padded_batch
+from zoo.mamba import padded_batch
 
 from captum_ssm import trace
 from captum_ssm.tracing import repaired_scans

@@ -11,7 +11,8 @@ import oracles
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import TRANSFORMERS, ZOO, Case, every, explain
+from zoo.architectures import TRANSFORMERS, ZOO, Case, every, explain
+from zoo.mamba import transformers_model
 
 from captum_ssm import register_mixer, trace
 from captum_ssm.errors import AdapterError, WeightsError
@@ -100,7 +101,7 @@ def ids() -> Tensor:
 
 
 def model_and_matrices() -> tuple[Any, Tensor, list[Tensor]]:
-    model, tokens = oracles.transformers_model("mamba", use_bias=True), ids()
+    model, tokens = transformers_model("mamba", use_bias=True), ids()
     with torch.no_grad(), trace(model) as t:
         model(tokens)
     return model, tokens, [layer.operator.dense(None) for layer in t.layers]
@@ -141,7 +142,7 @@ class Weights(dict[str, Tensor]):
 
 
 def test_half_precision_copies_one_projection_at_a_time() -> None:
-    model = oracles.transformers_model("mamba").bfloat16()
+    model = transformers_model("mamba").bfloat16()
     tokens = ids()
     with torch.no_grad(), trace(model) as t:
         model(tokens)
@@ -191,7 +192,7 @@ class Scaling:
 
 def test_arguments_are_those_that_the_hook_passes_on() -> None:
     """On several devices they are moved; here, where there is one, they are scaled."""
-    mixer = oracles.transformers_model("mamba").backbone.layers[0].mixer
+    mixer = transformers_model("mamba").backbone.layers[0].mixer
     hidden = torch.randn(2, 6, 5)
     with torch.no_grad(), repaired_scans():  # a trace's own loops, to the last digit
         wanted = mixer(3 * hidden)

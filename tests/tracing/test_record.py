@@ -7,12 +7,12 @@ import gc
 import weakref
 from typing import Any
 
-import oracles
 import pytest
 import torch
-from oracles import mamba1_parts, padded_batch, relative_error
+from helpers.versions import VERSION_4
+from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
-from versions import VERSION_4
+from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm import trace
 from captum_ssm.errors import ModelNotFoundError, NoMixerError
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 def mixers(count: int) -> list[Any]:
-    model = oracles.transformers_model("mamba", num_hidden_layers=count)
+    model = transformers_model("mamba", num_hidden_layers=count)
     return [block.mixer for block in model.backbone.layers]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mamba_ssm_cpu import MambaSSM
 from torch import Tensor
 from transformers import (
     FalconMambaConfig,
@@ -25,6 +24,7 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba import modeling_mamba
 from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
+from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.repair.scan import selective_scan

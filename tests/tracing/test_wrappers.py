@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
+from zoo.mamba import randomise, transformers_model
 
 from captum_ssm import trace
 from captum_ssm.tracing import find_model, unwrap
@@ -31,7 +32,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        blocks = oracles.transformers_model("mamba").backbone.layers
+        blocks = transformers_model("mamba").backbone.layers
         self.blocks = nn.ModuleList(Block(block.mixer) for block in blocks)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -186,7 +187,7 @@ def test_compilation_goes_on_after_traces_in_two_threads() -> None:
 
 
 def test_compiled_transformers_model() -> None:
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     compiled = torch.compile(model, backend="eager")
     tokens = torch.randint(19, (2, 4))
     with torch.no_grad():
@@ -202,7 +203,7 @@ def test_compiled_transformers_model() -> None:
 
 def test_peft_model() -> None:
     peft = pytest.importorskip("peft")
-    model = oracles.transformers_model("mamba")
+    model = transformers_model("mamba")
     config = peft.LoraConfig(r=2, target_modules=["in_proj", "x_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config).eval()
     tokens = torch.randint(19, (2, 5))
@@ -221,7 +222,7 @@ def test_peft_model() -> None:
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 def test_inference_mode(family: str, act: str) -> None:
-    model = oracles.transformers_model(family, hidden_act=act)
+    model = transformers_model(family, hidden_act=act)
     tokens = torch.randint(19, (2, 6))
     with torch.inference_mode():
         with trace(model) as t:
@@ -238,7 +239,7 @@ def test_inference_mode(family: str, act: str) -> None:
 
 
 def test_mamba_ssm_model(mamba_ssm: Any) -> None:
-    model = oracles.randomise(mamba_ssm.make_lm(6, n_layer=3))
+    model = randomise(mamba_ssm.make_lm(6, n_layer=3))
     with torch.no_grad(), trace(model) as t:
         model(torch.randint(16, (2, 5)))
     assert [layer.name for layer in t.layers] == [f"backbone.layers.{i}.mixer" for i in range(3)]
@@ -249,7 +250,7 @@ def test_mamba_ssm_model(mamba_ssm: Any) -> None:
 @pytest.mark.parametrize("add_norm", [False, True])
 def test_streams_of_mamba_ssm(mamba_ssm: Any, add_norm: bool) -> None:
     """A block takes the last mixer's output and the residual; the first is one term of it."""
-    model = oracles.randomise(mamba_ssm.make_lm(6, n_layer=3, fused_add_norm=add_norm))
+    model = randomise(mamba_ssm.make_lm(6, n_layer=3, fused_add_norm=add_norm))
     with trace(model, graph="all") as t:
         logits = model(torch.randint(16, (2, 5))).logits
     for layer in t.layers:

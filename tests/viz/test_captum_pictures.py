@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import visualization
-from pictures import AWKWARD, draw
-from small_models import images, mamba_lm, token_ids, vision
+from helpers.pictures import AWKWARD, draw
+from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import InputError, OptionError

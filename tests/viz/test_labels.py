@@ -6,9 +6,9 @@ import sys
 import unicodedata
 
 import pytest
+from helpers.pictures import AWKWARD, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import AWKWARD, draw
 
 from captum_ssm.viz.figure import new_figure
 from captum_ssm.viz.labels import FAMILIES, cut, shown, spelled, width

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pictures import draw
-from small_models import mamba_lm, token_ids
+from helpers.pictures import draw
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimNorm
 from captum_ssm.errors import InputError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pictures import draw
+from helpers.pictures import draw
 
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.viz import plot_image

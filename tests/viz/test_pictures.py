@@ -8,9 +8,9 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from helpers.pictures import AWKWARD, draw
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
-from pictures import AWKWARD, draw
 
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.viz import plot_channels, plot_contributions, plot_depths, plot_matrices, plot_text

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.pages import addresses, digest, read_page
+from helpers.pictures import AWKWARD
 from matplotlib.image import imread
-from pages import addresses, digest, read_page
-from pictures import AWKWARD
 
 from captum_ssm.viz.html.page import page
 from captum_ssm.viz.html.png import png

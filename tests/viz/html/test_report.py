@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from language import word_tokenizer
-from pages import read_page
-from pictures import AWKWARD
-from small_models import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
+from helpers.pages import read_page
+from helpers.pictures import AWKWARD
 from torch import nn
+from zoo.language import word_tokenizer
+from zoo.small import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     ImplicitAttention,

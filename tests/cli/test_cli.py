@@ -1,0 +1,98 @@
+"""The captum-ssm command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm.bench.tasks.recall import Example, generate
+from captum_ssm.cli import architectures_table, main
+from captum_ssm.mixers.table import BUILT_IN
+from captum_ssm.models import load_bundled
+
+ROOT = Path(__file__).parents[2]
+
+
+def expected(example: Example) -> dict[str, torch.Tensor]:
+    """What the demo prints by two of its methods; a rollout without the asking token's own."""
+    model, _ = load_bundled()
+    ids = torch.tensor([example.tokens])
+    flow = LatimFlow(model).attribute(ids, target=(-1, example.answer_id))[0]
+    rollout = ImplicitAttentionRollout(model).attribute(ids)[0]
+    rollout[-1] = 0
+    return {"LatimFlow": flow, "Rollout": rollout}
+
+
+def test_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import captum_ssm.cli.demo as demo
+
+    monkeypatch.setattr(demo, "_SCORED", 4)
+    example = generate(1, seed=7)[0]
+    assert main(["demo", "--prompt", example.text, "--out", str(tmp_path / "new" / "folder")]) == 0
+    printed = capsys.readouterr().out
+    assert example.text in printed
+    assert f"Answer    {example.answer}" in printed
+    assert f"position {example.value_position}" in printed
+    assert printed.index("LatimFlow:") < printed.index("Mamba-Attribution:")
+    for title, relevance in expected(example).items():
+        part = printed[printed.index(f"{title}:") :].splitlines()[1:6]
+        best = relevance.abs().topk(5).indices.tolist()
+        assert [int(line.split()[0]) for line in part] == best
+        for line, place in zip(part, best, strict=True):
+            _, word, value, *bar = line.removesuffix("  <- evidence").split()
+            assert word == example.words[place]
+            assert float(value) == pytest.approx(float(relevance[place]), abs=1e-4)
+            assert set("".join(bar)) <= {"#" if relevance[place] > 0 else "-"}
+    for name in ("relevance.png", "matrices.png"):
+        picture = imread(tmp_path / "new" / "folder" / name)
+        assert picture.shape[0] > 200
+        assert picture.shape[1] > 800
+        assert float(picture.std()) > 0.02  # not an empty page
+
+
+def test_a_bad_prompt_is_an_error_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--prompt", "who owns what"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("captum-ssm: ")
+    assert "Traceback" not in printed.err
+    with pytest.raises(ValueError, match="unknown word"):
+        main(["--debug", "demo", "--prompt", "who owns what"])
+
+
+def test_an_unusable_folder_is_an_error_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
+    assert "file" in capsys.readouterr().err
+
+
+def test_architectures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["architectures"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["family", "package", "tested", "mixer", "class"]
+    assert any("transformers.models.mamba.modeling_mamba.MambaMixer" in line for line in lines)
+
+
+def test_the_page_of_architectures_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "architectures.md").read_text().splitlines()
+    built_in = {f"`{line.class_path}`" for line in BUILT_IN}
+    lines = [
+        line
+        for line in architectures_table(markdown=True).splitlines()
+        if line.split("|")[-2].strip() in built_in
+    ]
+    assert len(lines) == len(BUILT_IN)
+    assert [line for line in page if line.startswith("|")][2:] == lines
+
+
+def test_no_command_is_an_error() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2

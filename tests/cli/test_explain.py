@@ -1,0 +1,387 @@
+"""captum-ssm explain and methods."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.pages import read_page
+from matplotlib.image import imread
+from safetensors.torch import save_file
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from zoo.language import word_tokenizer
+from zoo.small import mamba_lm, randomise
+
+import captum_ssm
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
+from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.cli import explain as command
+from captum_ssm.cli import main
+from captum_ssm.errors import OptionError
+from captum_ssm.explain.methods import DEFAULT, METHODS
+from captum_ssm.models import VisionMamba, load_bundled
+from captum_ssm.viz.html.png import png
+
+PROMPT = "anna owns the lamp . ? anna owns the"
+
+
+@pytest.fixture
+def language_model(tmp_path: Path) -> Path:
+    """A folder as transformers writes it."""
+    folder = tmp_path / "language"
+    mamba_lm().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(torch.rand(50, 40, 3)))
+    return path
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_numbers_are_those_of_the_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "numbers.json"
+    arguments = ["--text", PROMPT, "bob owns the kite", "--out", str(out)]
+    chosen = ["--method", "latimflow", "ImplicitAttentionRollout", "--target", "lamp"]
+    assert main(["explain", "recall-mamba", *arguments, *chosen]) == 0
+    printed = capsys.readouterr().out
+    assert "Explained is the logit of “lamp”, predicted after token 8." in printed
+    assert f"wrote {out}" in printed
+    model, vocabulary = load_bundled()
+    lamp = vocabulary.encode("lamp")[0]
+    found = read(out)
+    assert found["model"] == "recall-mamba"
+    for example, text in zip(found["examples"], [PROMPT, "bob owns the kite"], strict=True):
+        ids = torch.tensor([vocabulary.encode(text)])
+        assert example["tokens"] == text.split()
+        assert list(example["relevance"]) == ["LATIM Flow", "Implicit Attention Rollout"]
+        for method in (LatimFlow, ImplicitAttentionRollout):
+            expected = method(model).attribute(ids, target=(-1, lamp))[0].numpy()
+            np.testing.assert_allclose(example["relevance"][method.name], expected, rtol=1e-4)
+            own = method is ImplicitAttentionRollout
+            expected[-1] *= not own  # mostly the identity
+            best = text.split()[np.abs(expected).argmax()]
+            left_out = f" (without the own entry of token {len(ids[0]) - 1}, " if own else ": "
+            line = next(x for x in printed.splitlines() if x.startswith(f"  {method.name}"))
+            assert line.startswith(f"  {method.name}{left_out}")
+            assert line.split(": ", 1)[1].startswith(f"{best} (")
+            printed = printed.replace(line, "", 1)  # the next example's comes first
+
+
+def test_numbers_are_whole_and_add_up(tmp_path: Path) -> None:
+    out, texts = tmp_path / "numbers.json", [PROMPT, "bob owns the kite"]
+    decomposing: list[Any] = [LatimFlow, MambaLRP, LatimLogit]
+    chosen = [method.__name__ for method in (*decomposing, ImplicitAttentionRollout)]
+    arguments = ["--text", *texts, "--method", *chosen, "--target", "lamp", "--dtype", "float64"]
+    assert main(["explain", "recall-mamba", *arguments, "--out", str(out)]) == 0
+    model, vocabulary = load_bundled()
+    target = (-1, vocabulary.encode("lamp")[0])
+    for example, text in zip(read(out)["examples"], texts, strict=True):
+        ids = torch.tensor([vocabulary.encode(text)])
+        for method in (*decomposing, ImplicitAttentionRollout):
+            wanted = method(model.double()).attribute(ids, target=target)[0].numpy()
+            np.testing.assert_allclose(example["relevance"][method.name], wanted, rtol=1e-12)
+        assert list(example["accounts"]) == [method.name for method in decomposing]
+        for method in decomposing:
+            sums, found = example["accounts"][method.name], method(model).decompose(ids, target)
+            assert sums["output"] == pytest.approx(found.output.item(), rel=1e-12)
+            assert sums["bias"] == pytest.approx(found.bias.item(), rel=1e-9) and sums["bias"]
+            total = sum(example["relevance"][method.name]) + sums["bias"] + sums["delta"]
+            assert total == pytest.approx(sums["output"], rel=1e-12)
+            assert abs(sums["delta"]) <= 1e-5 * abs(sums["output"])
+
+
+def test_reports(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out)]
+    assert main([*arguments, "--title", "<T>"]) == 0
+    page = read_page(out)
+    assert page.texts("h1") == ["<T>"]
+    (example,) = page.facts["examples"]
+    assert [m["name"] for m in example["methods"]] == [
+        getattr(captum_ssm, name).name for name in DEFAULT
+    ]
+    assert [m["name"] for m in example["maps"]] == ["Implicit attention"]
+    assert main([*arguments, "--maps", "contributions", "--layers", "-1"]) == 0
+    (contributions,) = read_page(out).facts["examples"][0]["maps"]
+    assert [layer["index"] for layer in contributions["layers"]] == [1]
+    assert main([*arguments, "--maps"]) == 0
+    assert read_page(out).facts["examples"][0]["maps"] == []
+
+
+def test_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    assert main(["explain", "recall-mamba", "--text", PROMPT, "bob", "--out", str(out)]) == 0
+    for path in (out, tmp_path / "picture-2.png"):
+        pixels = imread(path)
+        assert pixels.shape[1] > 1000
+        assert float(pixels.std()) > 0.02  # not an empty page
+
+
+@pytest.mark.parametrize("target", ["lamp", "id:4"])
+def test_a_folder_of_transformers(tmp_path: Path, language_model: Path, target: str) -> None:
+    out, text = tmp_path / "numbers.json", tmp_path / "prompt.txt"
+    text.write_text("anna owns the $5", encoding="utf-8")
+    arguments = ["--file", str(text), "--target", target, "--out", str(out), "--dtype", "float64"]
+    assert main(["explain", str(language_model), *arguments]) == 0
+    (example,) = read(out)["examples"]
+    assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
+    assert example["explained"] == "the logit of “lamp”, predicted after token 4"
+
+
+def test_a_folder_with_a_list_of_words(tmp_path: Path) -> None:
+    model, vocabulary = load_bundled()
+    folder, out = tmp_path / "trained", tmp_path / "numbers.json"
+    model.save_pretrained(folder)  # type: ignore[operator]
+    vocabulary.to_json(folder / "vocab.json")
+    assert main(["explain", str(folder), "--text", PROMPT, "--out", str(out)]) == 0
+    assert "“lamp”" in read(out)["examples"][0]["explained"]
+
+
+def vision_mamba(path: Path) -> VisionMamba:
+    model = randomise(VisionMamba(img_size=24, patch_size=8, depth=2, embed_dim=12, num_classes=3))
+    save_file(model.state_dict(), path)
+    return model
+
+
+@pytest.mark.parametrize("target", ["dog", "1"])
+def test_vision_mamba(tmp_path: Path, picture: Path, target: str) -> None:
+    weights, labels, out = tmp_path / "vim.safetensors", tmp_path / "labels", tmp_path / "out.json"
+    vision_mamba(weights)
+    labels.write_text("cat\ndog\nbird\n")
+    arguments = ["--image", str(picture), str(picture), "--labels", str(labels)]
+    arguments += ["--target", target, "--method", "ImplicitAttentionRollout", "--out", str(out)]
+    assert main(["explain", str(weights), *arguments]) == 0
+    for example in read(out)["examples"]:
+        assert example["explained"] == "the logit of “dog”"
+        assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
+        assert sum(v is not None for v in example["relevance"]["Implicit Attention Rollout"]) == 9
+    arguments[-1] = str(tmp_path / "out.png")
+    assert main(["explain", str(weights), *arguments]) == 0
+    assert (tmp_path / "out-2.png").exists()
+
+
+def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
+    out = tmp_path / "shape.json"
+    words = ["explain", "scenes-vim", "--image", str(picture), "--target", "ring"]
+    assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
+    (example,) = read(out)["examples"]
+    _, classes = load_bundled("scenes-vim")
+    assert "ring" in example["explained"]
+    assert {each["label"] for each in example["predictions"]} <= set(classes)
+    relevance = example["relevance"]["LATIM Flow"]
+    assert len(relevance) == 65 and relevance.count(None) == 1  # 64 patches and the cls token
+    sums, shares = example["accounts"]["LATIM Flow"], [x for x in relevance if x is not None]
+    assert sum(shares) + sums["bias"] + sums["delta"] == pytest.approx(sums["output"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["valence-mamba", "valence-rwkv", "valence-bert"])
+def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "sentence.json"
+    words = ["explain", name, "--text", "a truly wonderful film", "--target", "positive"]
+    assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
+    (example,) = read(out)["examples"]
+    assert "positive" in example["explained"]
+    assert {each["label"] for each in example["predictions"]} == {"negative", "positive"}
+    first = example["tokens"].index("a")
+    assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
+    assert len(example["tokens"]) == 5  # and the mark
+    scores = example["relevance"]["LATIM Flow"]
+    assert max(scores[first : first + 4]) == max(scores[first + 1 : first + 3]) > 0
+
+
+def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
+    folder, out = tmp_path / "vit", tmp_path / "out.json"
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}
+    names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    config = ViTConfig(image_size=16, patch_size=8, num_hidden_layers=2, **sizes, **names)
+    randomise(ViTForImageClassification(config)).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    arguments = ["--image", str(picture), "--target", "dog", "--method", "LatimFlow"]
+    assert main(["explain", str(folder), *arguments, "--out", str(out)]) == 0
+    (example,) = read(out)["examples"]
+    assert example["explained"] == "the logit of “dog”"
+    assert {p["label"] for p in example["predictions"]} == {"cat", "dog"}
+    assert len(example["tokens"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recall-mamba", "--text", "a", "--out", "x.pdf"], ".html (a report)"),
+        (["recall-mamba", "--text", "anna", "--method", "Magic"], "no such method"),
+        (["no-such-model", "--text", "anna"], "add --hub"),
+        (["recal-mamba", "--text", "anna"], "Did you mean 'recall-mamba'?"),
+        (["recall-mamba", "--image", "x.png"], "reads texts"),
+        (["recall-mamba", "--text", "zebra"], "unknown word 'zebra'"),
+        (["recall-mamba", "--text", "anna", "--target", "anna bob"], "is 2 tokens"),
+        (["recall-mamba", "--text", "anna", "--target", "id:5000"], "out of range"),
+        (["recall-mamba", "--text", "anna", "--layers", "9"], "layers names 9"),
+        (["recall-mamba", "--text", "anna", "--device", "quantum"], "--device quantum"),
+        (["recall-mamba", "--file", "no-such-file"], "--file no-such-file cannot be read: No such"),
+        (["recall-mamba", "--file", __file__, "--labels", "/"], "--labels / cannot be read: Is a"),
+        (["recall-mamba", "--text", "anna", "--target", "zebra"], "--target 'zebra': unknown word"),
+        (["recall-mamba", "--text", "anna", "--layers", "0", "--out", "x.json"], "--layers says"),
+        (["recall-mamba", "--text", "anna", "--maps", "--out", "x.png"], "--maps says"),
+        (["valence-bert", "--text", "good", "--target", "x"], "classes (negative, positive)"),
+    ],
+)
+def test_errors_are_a_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("captum-ssm: ")
+    assert message in printed
+    assert "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_text(
+    tmp_path: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "x.json")
+    assert main(["explain", "recall-mamba", "--file", str(picture), "--out", out]) == 1
+    assert f"--file {picture} is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_images_need_a_model_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision_mamba(tmp_path / "vim.safetensors")
+    assert main(["explain", str(tmp_path / "vim.safetensors"), "--text", "a"]) == 1
+    assert "reads images" in capsys.readouterr().err
+    arguments = ["--image", str(tmp_path / "vim.safetensors"), "--target", "zebra"]
+    assert main(["explain", str(tmp_path / "vim.safetensors"), *arguments]) == 1
+    assert "cannot be read as an image" in capsys.readouterr().err
+
+
+def test_debug_shows_where() -> None:
+    with pytest.raises(OptionError):
+        main(["--debug", "explain", "recall-mamba", "--text", "anna", "--method", "Magic"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_nobody_expected(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "run", fail)
+    assert main(["explain", "recall-mamba", "--text", "anna"]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_is_asked_for_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["explain", "recall-mamba"], ["explain"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "--help"])
+    assert caught.value.code == 0
+    assert "captum-ssm explain recall-mamba --text" in capsys.readouterr().out
+
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import MambaConfig
+class Own(MambaConfig):
+    model_type = "own"
+"""
+
+
+def test_code_beside_the_weights_runs_only_if_it_is_trusted(
+    tmp_path: Path,
+    language_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.setattr("sys.stdin", None)  # nobody answers a question
+    marker, settings = tmp_path / "marker", read(language_model / "config.json")
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (language_model / "config.json").write_text(json.dumps(settings))
+    (language_model / "own.py").write_text(CODE.format(marker=str(marker)))
+    arguments = ["explain", str(language_model), "--text", "anna"]
+    assert main([*arguments, "--out", str(tmp_path / "x.json")]) == 1
+    assert not marker.exists()
+    assert "Traceback" not in capsys.readouterr().err
+    main([*arguments, "--trust-remote-code", "--out", str(tmp_path / "x.json")])
+    assert marker.exists()
+
+
+def test_the_hub_is_asked_only_if_the_user_says_so(
+    language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    local: list[bool] = []
+    real = transformers.AutoConfig.from_pretrained
+    settings = transformers.PretrainedConfig.get_config_dict(language_model)
+
+    def seen(name: str, **options: object) -> object:
+        local.append(bool(options["local_files_only"]))
+        return real(language_model, local_files_only=True)
+
+    def read(name: str, **options: object) -> object:
+        return copy.deepcopy(settings)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", seen)
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", read)
+    monkeypatch.setattr(
+        transformers.MambaForCausalLM,
+        "from_pretrained",
+        lambda *a, **k: (mamba_lm(), {"missing_keys": set()}),
+    )
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: word_tokenizer()
+    )
+    out = ["--text", "anna", "--out", str(tmp_path / "x.json")]
+    assert main(["explain", str(language_model), *out]) == 0
+    assert main(["explain", "somebody/some-mamba", *out]) == 1
+    assert local == [True]
+    assert main(["explain", "somebody/some-mamba", "--hub", *out]) == 0
+    assert local == [True, False]
+
+
+def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [method.name for method in METHODS]
+    everything = {
+        name
+        for name in captum_ssm.__all__
+        if isinstance(value := getattr(captum_ssm, name), type)
+        and issubclass(value, ImplicitMethod)
+    }
+    assert {method.name for method in METHODS} == everything

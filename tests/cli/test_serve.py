@@ -1,0 +1,278 @@
+"""captum-ssm serve."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.insights_examples import ask
+from zoo.small import randomise
+
+from captum_ssm.bench.tasks.recall import generate
+from captum_ssm.cli import main
+from captum_ssm.cli import serve as command
+from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
+from captum_ssm.explain.loading import Loaded
+from captum_ssm.insights import AttributionVisualizer, FilterConfig
+from captum_ssm.insights.files import Images, Texts, class_names
+from captum_ssm.models import VisionMamba, load_bundled
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers")
+
+PROMPTS = [example.text for example in generate(3, seed=5)]
+VIM = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_classes": 3, "d_state": 2}
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(debug=False)
+    command.add_to(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["serve", *arguments])
+
+
+def made(*arguments: Any) -> AttributionVisualizer:
+    return command.visualizer_of(parsed(*map(str, arguments)))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def vim(tmp_path: Path) -> Path:
+    path = tmp_path / "vim.pth"
+    torch.save({"model": randomise(VisionMamba(**VIM)).state_dict()}, path)
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """One image without a label, two cats and a dog."""
+    folder = tmp_path / "photos"
+    for name in ("one.png", "cat/b.JPG", "cat/a.png", "dog/c.webp", "notes/readme.md"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            path.write_text("no image")
+        else:
+            Image.fromarray(torch.randint(256, (20, 17, 3), dtype=torch.uint8).numpy()).save(path)
+    return folder
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    path = tmp_path / "labels.txt"
+    path.write_text("ant\ncat\ndog\n")
+    return path
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A small text classifier with a tokenizer of words, as transformers saves it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["[UNK]", "[PAD]", "good", "bad", "film"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    config = BertConfig(
+        vocab_size=5,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        id2label={0: "bad", 1: "good"},
+    )
+    fast.save_pretrained(tmp_path / "bert")
+    randomise(BertForSequenceClassification(config)).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_texts_of_a_language_model(prompts):
+    visualizer = made("recall-mamba", "--texts", prompts)
+    model, vocabulary = load_bundled("recall-mamba")
+    assert visualizer.classes == vocabulary.vocab
+    assert visualizer.config.attribution_method == "LATIM Flow"
+    shown = visualizer.visualize()
+    assert len(shown) == len(PROMPTS)
+    for text, (output,) in zip(PROMPTS, shown, strict=True):
+        chances = model(torch.tensor([vocabulary.encode(text)])).logits[0, -1].detach().softmax(-1)
+        assert output.predicted[0].label == vocabulary.vocab[int(chances.argmax())]
+        assert output.predicted[0].score == pytest.approx(float(chances.max()), rel=1e-5)
+        assert output.feature_outputs[0].base == text.split() and output.actual is None
+
+
+def test_images_of_two_models(vim, photos, labels):
+    visualizer = made(vim, vim, "--images", photos, "--labels", labels)
+    visualizer.config = FilterConfig("Mamba Attribution")
+    shown = visualizer.visualize()
+    actual = [outputs[0].actual and outputs[0].actual.label for outputs in shown]
+    assert actual == [None, "cat", "cat", "dog"]
+    assert all([output.model_index for output in outputs] == [0, 1] for outputs in shown)
+    assert {o.feature_outputs[0].type for outputs in shown for o in outputs} == {"image"}
+
+
+def test_texts_of_a_classifier_in_folders(bert, tmp_path):
+    for name, text in {"good/a.txt": "good film", "bad/b.TXT": "bad\nfilm", "c.txt": "odd"}.items():
+        path = tmp_path / "reviews" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    visualizer = made(bert, "--texts", tmp_path / "reviews")
+    assert visualizer.classes == ["bad", "good"]
+    shown = [outputs[0] for outputs in visualizer.visualize()]
+    assert [o.actual and o.actual.label for o in shown] == [None, "bad", "good"]
+    words = [output.feature_outputs[0].base for output in shown]
+    assert words == [["[UNK]"], ["bad", "film"], ["good", "film"]]
+
+
+def test_classes_without_names_are_numbers(vim, photos, tmp_path):
+    (photos / "cat").rename(photos / "1")
+    (photos / "dog").rename(photos / "0")
+    visualizer = made(vim, "--images", photos)
+    assert visualizer.classes == ["0", "1", "2"]
+    shown = [outputs[0].actual for outputs in visualizer.visualize()]
+    assert [actual and actual.index for actual in shown] == [None, 0, 1, 1]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
+    served, statuses = [], []
+    serve = AttributionVisualizer.serve
+
+    def noted(self, *arguments, **options):
+        served.append(self)
+        return serve(self, *arguments, **options)
+
+    def interrupt():
+        while not served or served[0]._server is None:
+            pass
+        statuses.append(ask(served[0].url, "/api/examples", {}).status)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(AttributionVisualizer, "serve", noted)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert main(["serve", "recall-mamba", "--texts", str(prompts)]) == 0
+    thread.join()
+    assert statuses == [200]
+    assert "http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_an_error_has_no_traceback(tmp_path, capsys):
+    assert main(["serve", "recall-mamba", "--texts", str(tmp_path / "none")]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("captum-ssm: ") and "none" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("arguments", [["recall-mamba"], ["--texts", "x"]])
+def test_what_is_missing_is_told(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *arguments])
+    assert caught.value.code == 2 and "required" in capsys.readouterr().err
+
+
+def test_models_and_inputs_must_fit(vim, prompts, photos):
+    with pytest.raises(OptionError, match=r"--images: recall-mamba reads texts"):
+        made("recall-mamba", "--images", photos)
+    with pytest.raises(OptionError, match=r"--texts: .*vim.pth reads images"):
+        made(vim, "--texts", prompts)
+    with pytest.raises(DataNotFoundError, match="no such folder or file"):
+        made("state-spaces/mamba-130m-hf", "--texts", prompts)
+
+
+def test_folders_must_be_named_after_classes(vim, photos):
+    with pytest.raises(DataError, match=r"cat is named after none of the 3 classes \(0, 1, 2"):
+        made(vim, "--images", photos)
+
+
+@pytest.mark.parametrize(("name", "what"), [("prompts.txt", "no text"), ("folder", "no file")])
+def test_nothing_to_show(tmp_path, name, what):
+    if name == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("\n \n")
+    with pytest.raises(DataError, match=f"holds {what}"):
+        made("recall-mamba", "--texts", tmp_path / name)
+
+
+# --- the files -----------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of letters, counted from an offset."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - self.offset for letter in text if letter.isalpha()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i + self.offset) for i in ids)
+
+
+def reader(offset: int = 0) -> Loaded:
+    return Loaded(torch.nn.Linear(1, 1), Letters(offset), is_language=True)
+
+
+def test_models_must_read_a_text_alike(tmp_path):
+    path = tmp_path / "texts"
+    path.write_text("ab\n")
+    (batch,) = Texts(path, [reader(), reader()], [])
+    assert batch.inputs.tolist() == [[97, 98]] and batch.labels is None
+    with pytest.raises(OptionError, match=r"read 'ab' as different tokens.*--tokenizer"):
+        list(Texts(path, [reader(), reader(1)], []))
+
+
+def test_a_text_without_tokens_is_named(tmp_path):
+    path = tmp_path / "texts"
+    path.write_text("ab\n!\n")
+    with pytest.raises(InputError, match="'!' has no tokens"):
+        list(Texts(path, [reader()], []))
+
+
+def test_models_must_see_an_image_alike(photos):
+    def sees(side: int) -> Loaded:
+        return Loaded(torch.nn.Linear(1, 1), prepare=lambda files: torch.ones(1, 3, side, side))
+
+    (batch, *_) = Images(photos, [sees(4), sees(4)], ["cat", "dog"])
+    assert batch.inputs.shape == (1, 3, 4, 4)
+    with pytest.raises(OptionError, match="different sizes"):
+        list(Images(photos, [sees(4), sees(5)], ["cat", "dog"]))
+
+
+def test_names_of_classes():
+    configured = SimpleNamespace(config=SimpleNamespace(id2label={1: "yes", 0: "no"}))
+    assert class_names(Loaded(configured), None) == ["no", "yes"]
+    assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
+    language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
+    assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
+
+
+def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "sentences.txt"
+    path.write_text("a truly wonderful film\na dull , stupid plot\n")
+    visualizer = made("valence-mamba", "valence-rwkv", "--texts", path)
+    visualizer.config = FilterConfig("LATIM Flow", num_examples=2)
+    shown = visualizer.visualize()
+    assert len(shown) == 2
+    for outputs, label in zip(shown, ("positive", "negative"), strict=True):
+        assert [output.predicted[0].label for output in outputs] == [label, label]
+        assert all(len(output.predicted) == 2 for output in outputs)

@@ -1,0 +1,151 @@
+"""On a CUDA device as on the CPU: methods, architectures, kernels, precisions, streams, devices."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.every_method import NAMES, OF_TEXTS, call
+from oracles import relative_error
+from torch import Tensor
+from zoo import architectures, extreme
+
+from captum_ssm.tracing.verification import TOLERANCES
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda"
+
+#: The page of a report is text, whose numbers differ in their last digits.
+COMPARED = [name for name in NAMES if name != "report"]
+OF_ALL = [name for name in COMPARED if name not in OF_TEXTS]
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(autouse=True)
+def no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN would else convolve float32 with ten bits of mantissa."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> architectures.Case:
+    return architectures.ZOO[request.param](monkeypatch)
+
+
+def moved(case: architectures.Case, device: str) -> architectures.Case:
+    return architectures.Case(
+        copy.deepcopy(case.model).to(device), case.inputs.to(device), case.silent
+    )
+
+
+def called(name: str, case: architectures.Case) -> list[Tensor]:
+    return call(name, case.model, case.inputs, case.target["target"])
+
+
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return all(relative_error(a.cpu(), b.cpu()) <= 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
+# --- one device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (
+        (architectures.mamba, architectures.jamba)
+        if name in OF_TEXTS
+        else (architectures.mamba, architectures.jamba, architectures.vim)
+    ):
+        case = make(monkeypatch)
+        found = called(name, moved(case, DEVICE))
+        assert name in OF_TEXTS or {tensor.device.type for tensor in found} == {DEVICE}
+        assert close(found, called(name, case))
+
+
+@architectures.every()
+def test_every_architecture(case: architectures.Case) -> None:
+    there = moved(case, DEVICE)
+    found = architectures.explain(there.model, there).tensors()
+    assert close(found, architectures.explain(case.model, case).tensors())
+
+
+def test_a_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    (page,) = called("report", moved(architectures.mamba(monkeypatch), DEVICE))
+    assert len(page) > 1000
+
+
+@pytest.mark.parametrize("family", extreme.FAMILIES)
+@pytest.mark.parametrize("method", ["rollout", "norm", "alti", "flow"])
+def test_bfloat16(method: str, family: str) -> None:
+    explain = extreme.METHODS[method]
+    ids = extreme.token_ids()
+    half = extreme.language_model(family).bfloat16()
+    found = explain(copy.deepcopy(half).to(DEVICE), ids.to(DEVICE))
+    wanted = explain(extreme.in_double(half), ids)
+    assert relative_error(found.cpu(), wanted) <= 2 * TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_on_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input arrives late: what ran on the default stream would read zeros."""
+    case = moved(architectures.mamba(monkeypatch), DEVICE)
+    wanted = called(name, case)
+    inputs, case.inputs = case.inputs, torch.zeros_like(case.inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)  # cycles, some 50 ms
+        case.inputs.copy_(inputs)
+        found = called(name, case)
+    stream.synchronize()
+    assert close(found, wanted)
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, ("mamba_ssm", "selective_scan_cuda", "causal_conv1d"))),
+    reason="the kernels of mamba-ssm need special install steps, see CONTRIBUTING.md",
+)
+def test_fused_kernels() -> None:
+    """In float32 and bfloat16; in a process of its own, where the real kernels are imported."""
+    command = (sys.executable, "-m", "benchmarks.fused_paths", "--length", "65")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines()]
+    paths = {(row[1], row[3]): row[2] for row in rows if row[0] == "mamba-ssm"}
+    dtypes = ("float32", "bfloat16")
+    assert paths == {(name, dtype): "fused" for name in ("Mamba", "Mamba2") for dtype in dtypes}
+
+
+# --- two of them ---------------------------------------------------------------------------------
+
+
+@two_devices
+@pytest.mark.parametrize("name", COMPARED)
+def test_on_the_device_that_is_not_the_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = architectures.mamba(monkeypatch)
+    assert close(called(name, moved(case, f"{DEVICE}:1")), called(name, case))
+
+
+@two_devices
+@pytest.mark.parametrize("name", COMPARED)
+def test_spread_over_two_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    case = architectures.mamba(monkeypatch)
+    wanted = called(name, case)
+    first, second = f"{DEVICE}:0", f"{DEVICE}:1"
+    place = {"backbone.embeddings": first, "backbone.layers.0": first, "backbone.layers.1": second}
+    place |= {"backbone.norm_f": second, "lm_head": second}
+    case.model = accelerate.dispatch_model(case.model, place)
+    case.inputs = case.inputs.to(first)
+    assert close(called(name, case), wanted)

@@ -1,0 +1,101 @@
+"""README, CONTRIBUTING, docs and notebooks: their code, commands and links."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tutorials/*.ipynb"))
+
+_FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_PROGRAM, _MODULE = "captum-ssm", "captum_ssm"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A call of captum-ssm in a page's bash block.
+
+    Attributes:
+        page: where it stands.
+        arguments: of captum-ssm.
+        needs: what its block says that it needs; empty if nothing.
+        launched: whether another program starts it, such as torchrun.
+    """
+
+    page: str
+    arguments: tuple[str, ...]
+    needs: str
+    launched: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.arguments[:3])}"
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The page's code in one language."""
+    found = _FENCE.findall((ROOT / page).read_text("utf-8"))
+    return [code for name, code in found if name == language]
+
+
+def run(page: str) -> dict[str, Any]:
+    """The names that the page's Python code defines, run from top to bottom."""
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def commands(page: str) -> list[Command]:
+    """The page's calls of captum-ssm."""
+    return [command for block in blocks(page, "bash") for command in _of_block(page, block)]
+
+
+def links(page: str) -> list[str]:
+    """The relative links of a page's or notebook's text, without what follows a #."""
+    text = _CODE.sub("", _FENCE.sub("", _text(page)))
+    found = (link.partition("#")[0] for link in _LINK.findall(text))
+    return [link for link in found if link and ":" not in link]
+
+
+def _text(page: str) -> str:
+    text = (ROOT / page).read_text("utf-8")
+    if not page.endswith(".ipynb"):
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def _of_block(page: str, block: str) -> list[Command]:
+    first = block.partition("\n")[0]
+    needs = first.removeprefix("# needs").strip() if first.startswith("# needs") else ""
+    found = []
+    for words in _calls(block):
+        if _PROGRAM in words:
+            start = words.index(_PROGRAM) + 1
+        elif ["-m", _MODULE] in [words[i : i + 2] for i in range(len(words))]:
+            start = words.index(_MODULE) + 1  # of python or of a launcher
+        else:
+            continue
+        found.append(Command(page, tuple(words[start:]), needs, words[0] != _PROGRAM))
+    return found
+
+
+def _calls(block: str) -> Iterator[list[str]]:
+    """The words of each single command."""
+    for line in block.replace("\\\n", " ").splitlines():
+        reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+        reader.whitespace_split = True
+        for joint, words in groupby(reader, lambda word: word in ("&&", "||", "|", ";", "&")):
+            if not joint:
+                yield list(words)

@@ -1,0 +1,75 @@
+"""Every public method called on a model and an input, as functions that other processes find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zoo.language import word_tokenizer
+
+import captum_ssm
+from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
+from captum_ssm.explain import methods
+
+#: The model, its input and the target in; what is found out.
+Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
+
+METHODS: list[Any] = [getattr(captum_ssm, line.name) for line in methods.METHODS]
+
+
+def explained(method: Any, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    return [method(model).attribute(inputs, target=target)]
+
+
+def matrices(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    return ImplicitAttention(model).matrices(inputs)
+
+
+def norms(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    return LatimNorm(model).maps(inputs)
+
+
+def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    return list(compare(model, METHODS, inputs, target=target).values())
+
+
+def reported(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    """The page's bytes; its folder holds nothing else."""
+    with TemporaryDirectory() as folder:
+        try:
+            path = report(model, inputs, target=target, path=Path(folder, "page.html"))
+            return [torch.tensor(list(path.read_bytes()), dtype=torch.uint8)]
+        finally:
+            assert {file.name for file in Path(folder).iterdir()} <= {"page.html"}
+
+
+def texts(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    explain = SSMLLMAttribution(LatimLogit(model), word_tokenizer())
+    found = explain.attribute("anna owns the lamp . bob", target="owns the")
+    return [found.seq_attr, found.token_attr]
+
+
+#: By name, those that take texts alone apart.
+CALLS: dict[str, Call] = {
+    "matrices": matrices,
+    "norms": norms,
+    "compare": compared,
+    "report": reported,
+}
+OF_TEXTS: dict[str, Call] = {"SSMLLMAttribution": texts}
+NAMES = [*(method.__name__ for method in METHODS), *CALLS, *OF_TEXTS]
+
+
+def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    """What the method of a name finds, detached and on the CPU."""
+    calls = CALLS | OF_TEXTS
+    if name in calls:
+        found = calls[name](model, inputs, target)
+    else:
+        (method,) = (m for m in METHODS if m.__name__ == name)
+        found = explained(method, model, inputs, target)
+    return [tensor.detach() for tensor in found]

@@ -1,0 +1,65 @@
+"""Models, and the package's contribution vectors put together, for the tests of LATIM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import architectures, attention, fla_cpu
+from zoo.mamba import randomise
+
+from captum_ssm import trace
+from captum_ssm.attr.vectors.contributions import Contributions, tiles
+from captum_ssm.mixers.base import LinearMixer
+from captum_ssm.operators import Operator
+from captum_ssm.tracing import Layer
+
+
+def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
+    if name in architectures.ZOO:
+        return architectures.ZOO[name](patch)
+    if name == "rwkv6":
+        package = fla_cpu.install(patch)
+        # heads that come out small are divided by their size, which enlarges rounding
+        sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
+        return architectures.language(package.model("RWKV6", **sizes))
+    if name == "xlstm":
+        from transformers import xLSTMConfig, xLSTMForCausalLM
+
+        config = xLSTMConfig(
+            vocab_size=19, hidden_size=16, num_heads=2, num_hidden_layers=2, norm_eps=0.05
+        )
+        return architectures.language(randomise(xLSTMForCausalLM(config)))
+    model = attention.attention_model(name)
+    if name in attention.IMAGES:
+        return architectures.pictures(model, (12, 12))
+    return architectures.language(model)
+
+
+def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
+    with torch.no_grad(), trace(model) as t:
+        model(*args, **kwargs)
+    return t.layers
+
+
+@torch.no_grad()
+def all_vectors(layer: Layer, activation: str = "linearized", queries: Any = None) -> Tensor:
+    """T (B, Q, L, E) put together from its tiles."""
+    parts = Contributions(layer, activation)
+    batch, tokens = parts.shape[:2]
+    index = torch.as_tensor(range(tokens) if queries is None else queries).expand(batch, -1)
+    out = parts.weight.new_zeros(*index.shape, tokens, parts.weight.shape[1])
+    for tile in tiles([parts], index):
+        assert not out[:, tile.queries, tile.sources].any(), "tiles overlap"
+        out[:, tile.queries, tile.sources] = tile.vectors
+    return out
+
+
+def layer_of(operator: Operator, module: nn.Module | None) -> Any:
+    """A recorded layer as far as contributions look at it, for any operator."""
+    values = torch.randn(operator.shape)
+    linear = LinearMixer(values, operator, lambda y: y.flatten(2))
+    return SimpleNamespace(linear=linear, mixer=SimpleNamespace(module=module))

@@ -1,0 +1,140 @@
+"""The gated delta rule of transformers' models, written again in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers.hybrid_checks import Formula, apply_linear, causal_taps, keep_of, per_value_channel
+from torch import Tensor
+
+from oracles import diagonal_matrices, times
+
+
+def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Formula:
+    hidden = hidden.detach().double()
+    batch, tokens, _ = hidden.shape
+    keep = keep_of(kwargs.get("attention_mask"), hidden)
+    hidden = hidden * keep[..., None]
+    q, k, v, z, beta, log_decay = _PARTS[type(module).__name__](module, hidden)
+    heads, per_head = v.shape[-2:]
+    key_heads, state = k.shape[-2:]
+
+    mixed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+    conv = causal_taps(module.conv1d, tokens)
+    u = torch.einsum("xcij,bjc->bic", conv, mixed)
+    of_version_4 = hasattr(module, "causal_conv1d_fn")  # which knows but one activation
+    act = {"silu": F.silu, "gelu": F.gelu}["silu" if of_version_4 else module.activation]
+    s = act(u)
+    q, k = (
+        x.reshape(batch, tokens, key_heads, state) for x in s[..., : -v[0, 0].numel()].chunk(2, -1)
+    )
+    q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(heads // key_heads, 2) for x in (q / state**0.5, k))
+    core = _delta_matrices(q, k, beta, log_decay)
+
+    core = per_value_channel(core, per_head)
+    width = heads * per_head
+    ratio = torch.where(u == 0, 0.5, s / torch.where(u == 0, 1.0, u))[..., -width:].view(v.shape)
+    inner = diagonal_matrices(ratio, v.shape) @ conv[:, -width:]
+    inner = inner @ diagonal_matrices(keep[..., None, None], v.shape)
+    mixing = core @ inner
+    y = times(mixing, v)
+    norm = getattr(module, "norm", None) or module.o_norm
+    sigmoid = 1 / (1 + torch.exp(-z))
+    gate = sigmoid if getattr(norm, "activation", "silu") == "sigmoid" else z * sigmoid
+    rms = (y.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    alpha = diagonal_matrices(gate * norm.weight.detach().double() / rms, v.shape) @ mixing
+    out_proj = getattr(module, "out_proj", None) or module.o_proj
+    out = times(alpha, v).flatten(2)
+    return Formula(v, alpha, apply_linear(out_proj, out))
+
+
+def _delta_matrices(q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    """(Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), entry by entry."""
+    batch, tokens, heads, _ = q.shape
+    log_decay = log_decay if log_decay.dim() == 4 else log_decay[..., None].expand_as(q)
+    reads, writes = (torch.zeros(batch, heads, tokens, tokens).double() for _ in range(2))
+    for i in range(tokens):
+        for j in range(i + 1):
+            kept = torch.exp(log_decay[:, j + 1 : i + 1].sum(1)) * k[:, j]
+            reads[:, :, i, j] = (q[:, i] * kept).sum(-1)
+            if j < i:
+                writes[:, :, i, j] = beta[:, i] * (k[:, i] * kept).sum(-1)
+    inverse = torch.linalg.inv(torch.eye(tokens).double() + writes)
+    return reads @ inverse * beta.transpose(1, 2)[:, :, None]
+
+
+def _qwen3_next_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """The projections are laid out key head by key head."""
+    batch, tokens, _ = hidden.shape
+    groups, state, per_head = module.num_k_heads, module.head_k_dim, module.head_v_dim
+    each = module.num_v_heads // groups
+    wide = apply_linear(module.in_proj_qkvz, hidden).view(batch, tokens, groups, -1)
+    q, k, v, z = wide.split([state, state, each * per_head, each * per_head], -1)
+    b, a = apply_linear(module.in_proj_ba, hidden).view(batch, tokens, groups, -1).chunk(2, -1)
+    v, z = (x.reshape(batch, tokens, -1, per_head) for x in (v, z))
+    return q, k, v, z, torch.sigmoid(b.flatten(2)), _log_decay(module, a.flatten(2))
+
+
+def _qwen3_5_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    groups, state, per_head = module.num_k_heads, module.head_k_dim, module.head_v_dim
+    wide = apply_linear(module.in_proj_qkv, hidden)
+    q, k, v = wide.split([groups * state, groups * state, module.num_v_heads * per_head], -1)
+    q, k, v, z = (
+        x.unflatten(-1, (-1, width))
+        for x, width in (
+            (q, state),
+            (k, state),
+            (v, per_head),
+            (apply_linear(module.in_proj_z, hidden), per_head),
+        )
+    )
+    beta = torch.sigmoid(apply_linear(module.in_proj_b, hidden))
+    return q, k, v, z, beta, _log_decay(module, apply_linear(module.in_proj_a, hidden))
+
+
+def _olmo_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    q, k = (
+        apply_linear(p, hidden).unflatten(-1, (module.num_k_heads, -1))
+        for p in (module.q_proj, module.k_proj)
+    )
+    v, z = (
+        apply_linear(p, hidden).unflatten(-1, (module.num_v_heads, -1))
+        for p in (module.v_proj, module.g_proj)
+    )
+    beta = torch.sigmoid(apply_linear(module.b_proj, hidden))
+    beta = 2 * beta if module.allow_neg_eigval else beta
+    return q, k, v, z, beta, _log_decay(module, apply_linear(module.a_proj, hidden))
+
+
+def _kimi_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    forget, heads = module.forget_gate, module.num_heads
+    q, k, v, a, z = (
+        x.unflatten(-1, (heads, -1))
+        for x in (
+            apply_linear(module.q_proj, hidden),
+            apply_linear(module.k_proj, hidden),
+            apply_linear(module.v_proj, hidden),
+            apply_linear(forget.f_b_proj, apply_linear(forget.f_a_proj, hidden))
+            + forget.dt_bias.detach().double(),
+            apply_linear(module.g_b_proj, apply_linear(module.g_a_proj, hidden)),
+        )
+    )
+    log_decay = -forget.A_log.detach().double().exp() * F.softplus(a)
+    return q, k, v, z, torch.sigmoid(apply_linear(module.b_proj, hidden)), log_decay
+
+
+def _log_decay(module: Any, a: Tensor) -> Tensor:
+    steps = F.softplus(a + module.dt_bias.detach().double())
+    return -module.A_log.detach().double().exp() * steps
+
+
+_PARTS = {
+    "Qwen3NextGatedDeltaNet": _qwen3_next_parts,
+    "Qwen3_5GatedDeltaNet": _qwen3_5_parts,
+    "Qwen3_5MoeGatedDeltaNet": _qwen3_5_parts,
+    "OlmoHybridGatedDeltaNet": _olmo_parts,
+    "KimiLinearDeltaAttention": _kimi_parts,
+}

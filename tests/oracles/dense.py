@@ -1,0 +1,223 @@
+"""The methods as dense float64 matrices, one example at a time, straight from the papers.
+
+Nothing here comes from the package: mixer inputs are caught by hooks of our own, every matrix is
+formed entry by entry, gradients are those of a plain backward pass through a float64 copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.versions import VERSION_4
+from torch import Tensor, nn
+from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.mamba import modeling_mamba
+from zoo.small import mixers_of
+
+S6 = {"scan"}
+UNIFIED = {"conv", "activation", "scan", "gate", "norm"}
+EXACT = UNIFIED | {"skip"}
+
+
+def double(model: nn.Module) -> Any:
+    return copy.deepcopy(model).double().eval()
+
+
+@contextmanager
+def scans_in_double() -> Iterator[None]:
+    """Transformers' scan rounds some of its float64 terms to float32; this one does not."""
+
+    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Any:
+        dt = F.softplus(dt + options["delta_bias"].to(dt)[:, None])
+        state, out = torch.zeros(len(x), *a.shape).to(x), []
+        for t in range(x.shape[-1]):
+            step = dt[:, :, t, None]
+            state = (step * a).exp() * state + step * b[:, None, :, t] * x[:, :, t, None]
+            out.append((state * c[:, None, :, t]).sum(-1))
+        y = torch.stack(out, dim=-1) + options["D"].to(x)[:, None] * x
+        y = y * F.silu(options["z"])
+        return (y, state) if options["return_last_state"] else y
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (modeling_mamba, modeling_falcon_mamba):
+            patch.setattr(module, "mamba_selective_scan", scan)
+        yield
+
+
+class Run:
+    """One forward run: mixer inputs, mixer outputs, block inputs and the model's output.
+
+    With ``select`` (output to one number per example) also its gradients with respect to
+    mixer outputs and block inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *args: Any,
+        select: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.model = model
+        self.mixers = mixers_of(model)
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.streams: list[Tensor] = []
+        handles = []
+        for block in [m for m in model.modules() if any(c in self.mixers for c in m.children())]:
+            handles.append(block.register_forward_pre_hook(self._keep_stream, with_kwargs=True))
+        for mixer in self.mixers:
+            handles.append(mixer.register_forward_hook(self._keep, with_kwargs=True))
+        # in version 4 the loop is part of the mixer, and rounds under the package too
+        in_double = next(model.parameters()).dtype == torch.float64 and not VERSION_4
+        try:
+            with torch.enable_grad(), scans_in_double() if in_double else nullcontext():
+                output = model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.output = getattr(output, "logits", output)
+        if select is not None:
+            wanted = [*self.outputs, *self.streams]
+            with torch.enable_grad():
+                found = torch.autograd.grad(select(self.output).sum(), wanted)
+            self.output_gradients = [g.double() for g in found[: len(self.outputs)]]
+            self.stream_gradients = [g.double() for g in found[len(self.outputs) :]]
+
+    def _keep_stream(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        stream = args[0] if args else kwargs["hidden_states"]
+        if not stream.requires_grad:
+            stream.requires_grad_()
+        self.streams.append(stream)
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        self.inputs.append((args[0] if args else kwargs["hidden_states"]).detach())
+        self.outputs.append(output)
+
+    def alphas(
+        self,
+        components: Collection[str] = UNIFIED,
+        mask: Tensor | None = None,
+        reduce: Callable[[Tensor], Tensor] = lambda alpha: alpha.mean(1),
+        heads: list[int] | None = None,
+    ) -> list[Tensor]:
+        """One matrix (B, L, L) per layer: the channels (dimension 1) reduced by ``reduce``."""
+        found = []
+        for mixer, hidden in zip(self.mixers, self.inputs, strict=True):
+            alpha = channel_matrices(mixer, hidden, components, mask)
+            found.append(reduce(alpha if heads is None else alpha[:, heads]))
+        return found
+
+
+@torch.no_grad()
+def channel_matrices(
+    mixer: Any, hidden: Tensor, components: Collection[str], mask: Tensor | None = None
+) -> Tensor:
+    """alpha of every channel, (B, C, L, L): gate . (scan + skip) . mask . act . conv . mask."""
+    mixer = copy.deepcopy(mixer).double()
+    hidden = hidden.double()
+    batch, tokens, _ = hidden.shape
+    keep = torch.ones(batch, tokens) if mask is None else mask
+    keep = keep.double()
+    weights = mixer.in_proj.weight, mixer.in_proj.bias
+    if hasattr(mixer, "slow_forward"):  # in version 4 the mask silences x, not what enters
+        x, z = F.linear(hidden, *weights).transpose(1, 2).chunk(2, dim=1)
+        x = x * keep[:, None]
+    else:
+        x, z = F.linear(hidden * keep[..., None], *weights).transpose(1, 2).chunk(2, dim=1)
+    channels, state = mixer.A_log.shape
+    eye = torch.eye(tokens).double()
+
+    conv = torch.zeros(channels, tokens, tokens).double()
+    taps = mixer.conv1d.weight[:, 0]  # (C, K), the last one for the token itself
+    for lag in range(taps.shape[1]):
+        for t in range(lag, tokens):
+            conv[:, t, t - lag] = taps[:, -1 - lag]
+    u = torch.einsum("cts,bcs->bct", conv, x)
+    if mixer.conv1d.bias is not None:
+        u = u + mixer.conv1d.bias[:, None]
+    v = F.silu(u) * keep[:, None]
+
+    rank = mixer.dt_proj.weight.shape[1]
+    dt, b, c = mixer.x_proj(v.transpose(1, 2)).split([rank, state, state], dim=-1)
+    if hasattr(mixer, "rms_eps"):
+        dt, b, c = (
+            s / (s.square().mean(-1, keepdim=True) + mixer.rms_eps).sqrt() for s in (dt, b, c)
+        )
+    dt = F.softplus(dt @ mixer.dt_proj.weight.T + mixer.dt_proj.bias)  # (B, L, C)
+    a = -mixer.A_log.exp()
+    scan = torch.zeros(batch, channels, tokens, tokens).double()
+    for i in range(tokens):
+        for j in range(i + 1):
+            decay = (a * dt[:, j + 1 : i + 1].sum(1)[..., None]).exp()  # (B, C, N)
+            entry = (c[:, i, None] * decay * b[:, j, None]).sum(-1)
+            scan[:, :, i, j] = dt[:, j] * entry
+
+    middle = torch.zeros_like(scan)
+    if "scan" in components:
+        middle = middle + scan
+    if "skip" in components:
+        middle = middle + mixer.D[:, None, None] * eye
+    if not {"scan", "skip"} & set(components):
+        middle = middle + eye
+    silence = torch.diag_embed(keep)[:, None]
+    alpha = middle @ silence
+    if "activation" in components:
+        alpha = alpha @ torch.diag_embed(torch.sigmoid(u))
+    if "conv" in components:
+        alpha = alpha @ conv
+    alpha = alpha @ silence
+    if "gate" in components:
+        alpha = torch.diag_embed(F.silu(z)) @ alpha
+    return alpha
+
+
+def rollout(matrices: list[Tensor]) -> Tensor:
+    """The product of (B, L, L) matrices, later layers on the left."""
+    product = torch.eye(matrices[0].shape[-1]).double().expand_as(matrices[0])
+    for matrix in matrices:
+        product = matrix @ product
+    return product
+
+
+def add_identity(alpha: Tensor, normalize_rows: bool = False) -> Tensor:
+    total = torch.eye(alpha.shape[-1]).double() + alpha
+    return total / total.sum(-1, keepdim=True) if normalize_rows else total
+
+
+def query_row(matrix: Tensor, query: Tensor | int) -> Tensor:
+    """Row ``query`` (an int, or one per example) of (B, L, L)."""
+    query = torch.as_tensor(query).expand(len(matrix))
+    return torch.stack([matrix[b, q] for b, q in enumerate(query)])
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda alpha: alpha.sum(1) / alpha.shape[1],
+    "max": lambda alpha: alpha.max(1).values,
+    "min": lambda alpha: alpha.min(1).values,
+    "product": lambda alpha: alpha.cumprod(1)[:, -1],
+}
+
+
+def mean_of_largest(alpha: Tensor, dropped: int) -> Tensor:
+    """The mean over channels after dropping so many of the smallest, entry by entry."""
+    return alpha.sort(1).values[:, dropped:].mean(1)
+
+
+def min_max(x: Tensor) -> Tensor:
+    """(x - min) / (max - min) over all entries; zero where all are equal."""
+    span = x.max() - x.min()
+    return (x - x.min()) / span if span > 0 else torch.zeros_like(x)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """max|a - b| / max|b|."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,187 @@
+"""LATIM written again in float64 as plainly as possible: every vector by itself, in loops.
+
+Nothing here calls the package. Shapes: T is (B, L queries, L sources, E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oracles import mamba1_parts, scan_matrices
+from oracles import vim as vim_oracle
+from oracles.mamba2_formula import Form, mamba2_parts
+
+Function = Callable[[Tensor], Tensor]
+
+#: f of eq. 19; None stands for the frozen ratio.
+FUNCTIONS: dict[str, Function | None] = {
+    "linearized": None,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "taylor1": lambda x: 0.5 * x,
+    "taylor2": lambda x: 0.5 * x + 0.25 * x * x,
+    "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "identity": lambda x: x,
+}
+
+
+def shares(
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor,
+    ratio: Tensor,
+    keep: Tensor,
+    function: Function | None,
+) -> Tensor:
+    """phi[t, k] of eq. 19, what token t - k contributes to the activation at t: (L, K, D).
+
+    Args:
+        x: values of one example (L, D).
+        taps: (D, K), the last one for the token itself.
+        bias: (D,).
+        ratio: act(u) / u (L, D).
+        keep: 1 for tokens, 0 for padding (L,). What padding leaks through the taps counts as
+            bias.
+        function: f, or None for the frozen ratio, with which the bias stays out.
+    """
+    tokens, width = len(x), taps.shape[1]
+    phi = torch.zeros(tokens, width, x.shape[1]).double()
+    for t in range(tokens):
+        constant = bias.clone()
+        for k in range(width):
+            if t >= k:
+                constant += (1 - keep[t - k]) * taps[:, -1 - k] * x[t - k]
+        for k in range(width):
+            tap = torch.zeros_like(bias)
+            if t >= k:
+                tap = keep[t - k] * taps[:, -1 - k] * x[t - k]
+            if function is None:
+                phi[t, k] = keep[t] * ratio[t] * tap
+            else:
+                phi[t, k] = keep[t] * function(tap + constant if k == 0 else tap)
+    return phi
+
+
+def vectors(matrix: Tensor, phi: Tensor, post: Tensor, weight: Tensor) -> Tensor:
+    """T of one example (eqs. 21, 22 and 25), (L, L, E).
+
+    Args:
+        matrix: M + delta D for every channel (D, L, L).
+        phi: (L, K, D).
+        post: gate and norm (L, D).
+        weight: of the output projection (E, D).
+    """
+    tokens, width, _ = phi.shape
+    out = torch.zeros(tokens, tokens, len(weight)).double()
+    for i in range(tokens):
+        for j in range(tokens):
+            v = torch.zeros(phi.shape[-1]).double()
+            for k in range(width):
+                if j + k < tokens:
+                    v += matrix[:, i, j + k] * phi[j + k, k]
+            out[i, j] = weight @ (post[i] * v)
+    return out
+
+
+@torch.no_grad()
+def mamba1(mixer: Any, hidden: Tensor, activation: str, mask: Tensor | None = None) -> Tensor:
+    parts = mamba1_parts(mixer, hidden, mask)
+    scan = scan_matrices(parts.dt, parts.a, parts.b, parts.c)
+    return torch.stack(
+        [
+            vectors(
+                scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, scan.shape[-1])),
+                shares(
+                    parts.values[b],
+                    mixer.conv1d.weight.double()[:, 0],
+                    parts.conv_bias,
+                    parts.ratio[b],
+                    parts.mask[b],
+                    FUNCTIONS[activation],
+                ),
+                parts.gate[b],
+                mixer.out_proj.weight.double(),
+            )
+            for b in range(len(hidden))
+        ]
+    )
+
+
+@torch.no_grad()
+def mamba2(
+    mixer: Any, hidden: Tensor, form: Form, activation: str, mask: Tensor | None = None
+) -> Tensor:
+    parts = mamba2_parts(mixer, hidden, form, mask)
+    width = parts.values.shape[-1]
+    bias = torch.zeros(width).double()
+    if mixer.conv1d.bias is not None:
+        bias = mixer.conv1d.bias.double()[:width]
+    return torch.stack(
+        [
+            vectors(
+                parts.scan[b] + torch.diag_embed(parts.skip[:, None].expand(-1, hidden.shape[1])),
+                shares(
+                    parts.values[b],
+                    mixer.conv1d.weight.double()[:width, 0],
+                    bias,
+                    parts.ratio[b],
+                    parts.mask[b],
+                    FUNCTIONS[activation],
+                ),
+                parts.gate[b] * parts.norm[b],
+                mixer.out_proj.weight.double(),
+            )
+            for b in range(len(hidden))
+        ]
+    )
+
+
+@torch.no_grad()
+def vim(mixer: Any, hidden: Tensor, activation: str) -> Tensor:
+    """Both directions of Vision Mamba's v2 mixer, halved."""
+    w = vim_oracle.double_weights(mixer)
+    found = []
+    for example in hidden.double():
+        x, z = F.linear(example, w["in_proj.weight"], w.get("in_proj.bias")).chunk(2, -1)
+        gate = z / (1 + torch.exp(-z))
+
+        def one_way(end: str, a_log: str, x: Tensor, gate: Tensor) -> Tensor:
+            u, dt, b, c = vim_oracle.select(w, end, x)
+            matrix = scan_matrices(dt[None], -w[a_log].exp(), b[None], c[None])[0]
+            matrix = matrix + torch.diag_embed(w[f"D{end}"][:, None].expand(-1, len(x)))
+            taps = w[f"conv1d{end}.weight"][:, 0]
+            bias = w.get(f"conv1d{end}.bias", torch.zeros(len(taps)).double())
+            keep = torch.ones(len(x)).double()
+            phi = shares(x, taps, bias, torch.sigmoid(u), keep, FUNCTIONS[activation])
+            return vectors(matrix, phi, 0.5 * gate, w["out_proj.weight"])
+
+        back = one_way("_b", "A_b_log", x.flip(0), gate.flip(0)).flip(0, 1)
+        found.append(one_way("", "A_log", x, gate) + back)
+    return torch.stack(found)
+
+
+def alti(contributions: Tensor, stream: Tensor | None = None) -> Tensor:
+    """Eq. 6 entry by entry, (B, L, L); with a stream (B, L, E) as in eq. 4.
+
+    A row of zeros becomes the token's own.
+    """
+    batch, tokens = contributions.shape[:2]
+    out = torch.zeros(batch, tokens, tokens).double()
+    for b in range(batch):
+        for i in range(tokens):
+            parts = contributions[b, i].double().clone()  # (L, E)
+            if stream is not None:
+                parts[i] += stream[b, i].double()
+            y = parts.sum(0)
+            for j in range(tokens):
+                closeness = y.abs().sum() - (y - parts[j]).abs().sum()
+                out[b, i, j] = closeness if closeness > 0 else 0.0
+            if out[b, i].sum() > 0:
+                out[b, i] /= out[b, i].sum()
+            else:
+                out[b, i, i] = 1.0
+    return out

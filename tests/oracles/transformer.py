@@ -1,0 +1,240 @@
+"""Transformer-Attribution written again in float64: every matrix formed, networks of LRP by hand.
+
+``chefer`` is the authors' formula for transformers, ``mamba_betas`` a Mamba written out, and
+``channel_betas`` the sums over channels for any mixer, from the matrices of its operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import oracles
+from captum_ssm import trace
+from captum_ssm.linear import linearised
+from oracles import PRESETS, mamba1_parts, relative_error
+
+
+def betas_to_row(betas, query, normalize=False):
+    """Row ``query`` (a position for each example) of the product of the betas (B, L, L)."""
+    rows = []
+    for b, q in enumerate(query):
+        row = torch.zeros(betas[0].shape[-1]).double()
+        row[q] = 1
+        for beta in reversed(betas):
+            matrix = beta[b].double()
+            if normalize:
+                matrix = matrix / matrix.sum(-1, keepdim=True)
+            row = row @ matrix
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def with_identity(matrix):
+    return torch.eye(matrix.shape[-1]).double() + matrix
+
+
+# --- transformers: Chefer's formula from attention written out -----------------------------------
+
+
+class Straight(nn.Module):
+    """An activation as its ratio, which is no function of the input."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return x * (self.activation(x) / x).detach()
+
+
+class ScaledOnly(nn.Module):
+    """A LayerNorm whose denominator is no function of the input."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        size = (centred.square().mean(-1, keepdim=True) + self.norm.eps).sqrt().detach()
+        return centred / size * self.norm.weight + self.norm.bias
+
+
+def conservative(model):
+    """A float64 copy of a transformer under LRP's rules, attention aside."""
+    model = copy.deepcopy(model)
+    for outer in list(model.modules()):
+        for name, inner in list(outer.named_children()):
+            if isinstance(inner, nn.LayerNorm):
+                setattr(outer, name, ScaledOnly(inner))
+            elif isinstance(inner, nn.Tanh) or "activations" in type(inner).__module__:
+                setattr(outer, name, Straight(inner))
+    return model
+
+
+@contextmanager
+def written_out(model, cut):
+    """Attention in plain matrices, which are yielded; ``cut`` off what they were made from."""
+    probabilities = []
+
+    def attend(module, query, key, value, mask, scaling=None, **_):
+        scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+        if mask is not None:
+            scores = scores + mask
+        matrix = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        matrix = matrix.detach().requires_grad_() if cut else matrix
+        probabilities.append(matrix)
+        return (matrix @ value).transpose(1, 2), matrix
+
+    def attend_for_torch(query, key, value, attn_mask=None, **_):
+        return attend(None, query, key, value, attn_mask)[0].transpose(1, 2)
+
+    code = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(code, "eager_attention_forward"):
+            patch.setattr(code, "eager_attention_forward", attend)
+        else:  # in version 4 BERT knows no interface to attention functions
+            patch.setattr(nn.functional, "scaled_dot_product_attention", attend_for_torch)
+        yield probabilities
+
+
+def number_of(model, inputs, target):
+    logits = model(**inputs).logits
+    return (
+        logits[:, target].sum()
+        if isinstance(target, int)
+        else logits[:, target[0], target[1]].sum()
+    )
+
+
+def chefer(model, inputs, target, form):
+    """One matrix per layer, (B, L, L)."""
+    reference = copy.deepcopy(model).double()
+    reference.set_attn_implementation("eager")
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    with written_out(reference, cut=False) as attention:
+        gradients = torch.autograd.grad(number_of(reference, inputs, target), attention)
+    relevance = attention
+    if form == "lrp":
+        linear = conservative(reference)
+        with written_out(linear, cut=True) as attention:
+            number = number_of(linear, inputs, target)
+        pulled = torch.autograd.grad(number, attention)
+        relevance = [a * g for a, g in zip(attention, pulled, strict=True)]
+    return [
+        with_identity((g * r).clamp(min=0).mean(1).detach())
+        for g, r in zip(gradients, relevance, strict=True)
+    ]
+
+
+# --- Mamba-1: a network written again ------------------------------------------------------------
+
+
+def shared(product):
+    """The product, of whose relevance each factor gets half."""
+    return product.detach() + 0.5 * (product - product.detach())
+
+
+def rms(x, norm, freeze):
+    size = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    return x / (size.detach() if freeze else size) * norm.weight.double()
+
+
+def mamba_coefficients(model, ids, mask, select):
+    """LRP's gradients with respect to each mixer's output, and the parts of each mixer."""
+    weight = {k: w.detach().double() for k, w in model.state_dict().items()}
+    stream = weight["backbone.embeddings.weight"][ids].requires_grad_()
+    outputs, found = [], []
+    for block in model.backbone.layers:
+        hidden = rms(stream, block.norm, freeze=True)
+        parts = mamba1_parts(block.mixer, hidden.detach(), mask)
+        keep = 1 if mask is None else mask.double()[..., None]
+        x, z = nn.functional.linear(hidden * keep, block.mixer.in_proj.weight.double()).chunk(2, -1)
+        matrices = oracles.alpha(parts, "exact-gate")
+        y = torch.einsum("bcij,bjc->bic", matrices, x)
+        y = y + (parts.before_projection / parts.gate - y).detach()  # what biases add
+        gate = z * torch.sigmoid(z).detach()
+        outputs.append(shared(y * gate) @ block.mixer.out_proj.weight.double().T)
+        found.append(parts)
+        stream = stream + outputs[-1]
+    logits = rms(stream, model.backbone.norm_f, freeze=True) @ weight["lm_head.weight"].T
+    with torch.no_grad():
+        assert relative_error(logits, copy.deepcopy(model).double()(ids, mask).logits) <= 1e-6
+    return torch.autograd.grad(select(logits).sum(), outputs), found
+
+
+def mamba_gradients(model, ids, mask, select):
+    """Ordinary gradients with respect to each mixer's output."""
+    model, outputs = copy.deepcopy(model).double(), []
+    hooks = [
+        block.mixer.register_forward_hook(lambda m, a, out: outputs.append(out))
+        for block in model.backbone.layers
+    ]
+    logits = model(ids, mask).logits
+    for hook in hooks:
+        hook.remove()
+    return torch.autograd.grad(select(logits).sum(), outputs)
+
+
+def mamba_betas(model, ids, select, form, mask=None, components="unified", heads=None):
+    lrp, parts = mamba_coefficients(model, ids, mask, select)
+    real = mamba_gradients(model, ids, mask, select)
+    betas = []
+    for block, g, lower, part in zip(model.backbone.layers, real, lrp, parts, strict=True):
+        weight = block.mixer.out_proj.weight.double()
+        alpha = oracles.alpha(part, components)  # (B, C, L, L)
+        gradient = torch.einsum("bie,ec,bjc->bcij", g, weight, part.values)
+        relevance = alpha
+        if form == "lrp":
+            relevance = alpha * torch.einsum("bie,ec,bjc->bcij", lower, weight, part.values)
+        weighted = (gradient * relevance).clamp(min=0)
+        weighted = weighted if heads is None else weighted[:, heads]
+        betas.append(with_identity(weighted.mean(1).detach()))
+    return betas
+
+
+# --- every kind of mixer: a dense formula per channel --------------------------------------------
+
+
+def pulled_back(linear, gradient):
+    """(B, L, E) through the output projection by its columns, found from unit vectors."""
+    at_rest = linear.project(torch.zeros_like(linear.values))
+    out = torch.zeros_like(linear.values)
+    for head in range(linear.values.shape[2]):
+        for p in range(linear.values.shape[3]):
+            unit = torch.zeros_like(linear.values)
+            unit[:, :, head, p] = 1
+            out[:, :, head, p] = ((linear.project(unit) - at_rest) * gradient).sum(-1)
+    return out
+
+
+def channel_betas(model, inputs, select, form):
+    """Sums over the channels of a head, written out, from matrices of every channel."""
+    with trace(model, graph="all") as record:
+        number = select(model(inputs))
+    real = torch.autograd.grad(number.sum(), [layer.output for layer in record.layers])
+    with linearised(model, inputs, gate="half") as network:
+        start = network.mode.begun(inputs)
+        number = select(model(start))
+        lower = torch.autograd.grad(number.sum(), [s.output for s in network.steps])
+    betas = []
+    for layer, g, g_lower in zip(record.layers, real, lower, strict=True):
+        with torch.no_grad():
+            linear = layer.linear.restrict(PRESETS["unified"])
+            v, upper = linear.values.double(), pulled_back(layer.linear, g).double()
+            coefficient = pulled_back(layer.linear, g_lower).double()
+            alpha = linear.operator.per_channel().dense(None).double()
+            alpha = alpha.unflatten(1, v.shape[2:])  # (B, H, P, L, L)
+            if form == "gradient":
+                weighted = torch.einsum("bihp,bhpij,bjhp->bhij", upper, alpha, v)
+            else:
+                relevance = torch.einsum("bihp,bhpij,bjhp->bhij", coefficient, alpha, v)
+                weighted = torch.einsum("bihp,bjhp->bhij", upper, v) * relevance
+            betas.append(with_identity(weighted.clamp(min=0).mean(1)))
+    return betas

@@ -1,0 +1,141 @@
+"""The pages: their code runs as written, their links lead somewhere, what they teach is true."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import papers_data
+from helpers.documents import NOTEBOOKS, PAGES, ROOT, blocks, links, run
+from oracles import relative_error
+
+from captum_ssm import trace
+
+ARCHITECTURE = "docs/howto/adding_an_architecture.md"
+METHOD = "docs/howto/adding_a_method.md"
+#: Pages that read data, and what makes a stand-in of it in a folder.
+PREPARED: dict[str, Callable[[Path], None]] = {"docs/howto/papers.md": papers_data.make}
+#: Those that take longer than a few seconds.
+SLOW = ("docs/howto/papers.md",)
+
+
+@pytest.fixture(autouse=True)
+def pictures_closed() -> Iterator[None]:
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
+
+
+# --- all pages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.heavy] if page in SLOW else [])
+        for page in PAGES
+        if blocks(page)
+    ],
+)
+def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page in PREPARED:
+        PREPARED[page](tmp_path)
+        run_alone(page, tmp_path)
+        return
+    monkeypatch.chdir(tmp_path)
+    names = run(page)
+    if "relevance" in names:
+        assert names["relevance"].isfinite().all()
+
+
+def run_alone(page: str, folder: Path) -> None:
+    """Run a page in a process of its own: other tests exchange what transformers loads."""
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    command = [sys.executable, "-c", f"from helpers.documents import run; run({page!r})"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
+def test_links_lead_to_files(page: str) -> None:
+    place = (ROOT / page).parent
+    assert [link for link in links(page) if not (place / link).exists()] == []
+
+
+# --- adding an architecture ----------------------------------------------------------------------
+
+
+def test_how_to_adapters_are_the_modules() -> None:
+    """Followed to the letter, the page gives adapters that reproduce its modules in float64."""
+    page = run(ARCHITECTURE)
+    for name in ("S4D", "SmoothingMixer"):
+        module = page[name](6).double()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        hidden = torch.randn(2, 33, 6, dtype=torch.float64)
+        with torch.no_grad(), trace(module) as t:
+            output = module(hidden)
+        (layer,) = t.layers
+        assert relative_error(layer.linear.output(), output) <= 1e-12
+
+
+def test_how_to_s4d_is_the_recurrence() -> None:
+    """The page's kernel is that of h[t] = exp(dt A) h[t-1] + B u[t], discretised by a hold."""
+    module = run(ARCHITECTURE)["S4D"](3).double()
+    hidden = torch.randn(2, 21, 3, dtype=torch.float64)
+    with torch.no_grad(), trace(module) as t:
+        module(hidden)
+        a = torch.complex(-module.log_rate.exp(), module.frequency)
+        decay = torch.exp(module.log_dt.exp() * a)
+        state = torch.zeros(2, *a.shape, dtype=a.dtype)
+        wanted = []
+        for u in hidden.unbind(1):
+            state = decay * state + (decay - 1) / a * u[..., None]
+            read = 2 * (torch.view_as_complex(module.c) * state).sum(-1).real
+            wanted.append(read + module.skip * u)
+    found = t.layers[0].operator.apply(hidden[..., None]).squeeze(-1)
+    assert relative_error(found, torch.stack(wanted, 1)) <= 1e-12
+
+
+def test_how_to_adapters_are_short() -> None:
+    adapters = [block for block in blocks(ARCHITECTURE) if "def linearize_" in block]
+    assert len(adapters) == 2
+    assert all(len(block.splitlines()) < 40 for block in adapters)
+
+
+# --- adding a method -----------------------------------------------------------------------------
+
+
+def test_how_to_method_is_short() -> None:
+    (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
+    assert len(block[block.index("class ") :].splitlines()) < 50
+
+
+@pytest.mark.heavy
+def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
+    """The page's class under the tests that it names, started as it says."""
+    (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
+    (tmp_path / "my_method.py").write_text(block)
+    environment = {
+        **os.environ,
+        "CAPTUM_SSM_METHOD": "my_method:GradientRollout",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "conformance", "tests/conformance"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and "GradientRollout" not in done.stderr

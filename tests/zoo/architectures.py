@@ -1,0 +1,237 @@
+"""A small real model of every kind of architecture, with random parameters, and an input to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import oracles
+import pytest
+import torch
+import transformers
+from helpers.versions import renamed
+from oracles import vim as vim_oracle
+from torch import Tensor, nn
+
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm.models import VisionMamba
+from zoo import attention, delta, fla_cpu, mamba_ssm_cpu
+from zoo import mamba2 as mamba2_models
+from zoo.mamba import randomise, transformers_model
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 12,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 3,
+}
+
+
+@dataclass
+class Case:
+    """A model and an input to it.
+
+    All that reads the residual stream of a silent model is LayerNorm, so that no mean gradient
+    reaches a mixer and the attribution is the query's own entry alone.
+    """
+
+    model: Any
+    inputs: Tensor
+    silent: bool = False
+
+    @property
+    def target(self) -> dict[str, Any]:
+        return {"target": 1 if self.inputs.dim() == 4 else (-1, 3)}
+
+
+def language(model: Any, silent: bool = False) -> Case:
+    return Case(model, torch.randint(15, (2, 9)), silent)
+
+
+def pictures(model: Any, size: tuple[int, int], silent: bool = False) -> Case:
+    return Case(model, torch.randn(2, 3, *size), silent)
+
+
+# --- one function per architecture -------------------------------------------------------------
+
+
+def mamba(_: pytest.MonkeyPatch) -> Case:
+    return language(transformers_model("mamba"))
+
+
+def falcon_mamba(_: pytest.MonkeyPatch) -> Case:
+    return language(transformers_model("falcon_mamba"))
+
+
+def mamba2(_: pytest.MonkeyPatch) -> Case:
+    return language(mamba2_models.make_model("mamba2"))
+
+
+def bamba(_: pytest.MonkeyPatch) -> Case:
+    return language(mamba2_models.make_model("bamba"))
+
+
+def jamba(_: pytest.MonkeyPatch) -> Case:
+    # it enlarges the rounding of float32, where other kernels run if no graph is recorded
+    return language(attention.attention_model("jamba").double())
+
+
+def recurrent_gemma(_: pytest.MonkeyPatch) -> Case:
+    options = _SMALL | {
+        "num_attention_heads": 3,
+        "head_dim": 4,
+        "lru_width": 9,
+        "attention_window_size": 5,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }
+    config = transformers.RecurrentGemmaConfig(**renamed("recurrent_gemma", options))
+    return language(randomise(transformers.RecurrentGemmaForCausalLM(config)))
+
+
+def rwkv(_: pytest.MonkeyPatch) -> Case:
+    config = transformers.RwkvConfig(vocab_size=19, hidden_size=7, num_hidden_layers=2)
+    return language(randomise(transformers.RwkvForCausalLM(config)), silent=True)
+
+
+def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Case:
+    return language(delta.Family("qwen3_next", monkeypatch).model())
+
+
+def minimax(_: pytest.MonkeyPatch) -> Case:
+    config = transformers.MiniMaxConfig(
+        **_SMALL,
+        head_dim=4,
+        block_size=16,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )
+    model = randomise(transformers.MiniMaxForCausalLM(config))
+    for layer in model.model.layers[::2]:  # a small output would be enlarged, with its rounding
+        layer.self_attn.norm.variance_epsilon = 1e-2
+    return language(model)
+
+
+def lfm2(_: pytest.MonkeyPatch) -> Case:
+    config = transformers.Lfm2Config(**_SMALL, layer_types=["conv", "full_attention", "conv"])
+    return language(randomise(transformers.Lfm2ForCausalLM(config)))
+
+
+def gpt_neox(_: pytest.MonkeyPatch) -> Case:
+    return language(attention.attention_model("gpt_neox"), silent=True)
+
+
+def vit(_: pytest.MonkeyPatch) -> Case:
+    return pictures(attention.attention_model("vit"), (12, 12), silent=True)
+
+
+def vim(_: pytest.MonkeyPatch) -> Case:
+    model = VisionMamba(
+        img_size=(12, 20), patch_size=4, depth=2, embed_dim=6, num_classes=5, d_state=3
+    )
+    return pictures(vim_oracle.randomise(model), (12, 20))
+
+
+def mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> Case:
+    package = mamba_ssm_cpu.install(monkeypatch, causal_conv1d=False)
+    return language(randomise(package.make_lm(6)))
+
+
+def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> Case:
+    package = mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
+    return language(randomise(package.make_lm(6)))
+
+
+def mamba2_ssm(monkeypatch: pytest.MonkeyPatch) -> Case:
+    package = mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
+    return language(randomise(package.make_lm(8, ssm_cfg={"layer": "Mamba2"})))
+
+
+def gla(monkeypatch: pytest.MonkeyPatch) -> Case:
+    package = fla_cpu.install(monkeypatch)
+    return language(package.model("GLA", num_heads=2, norm_eps=0.05))
+
+
+Make = Callable[[pytest.MonkeyPatch], Case]
+
+TRANSFORMERS: dict[str, Make] = {
+    make.__name__: make
+    for make in (
+        mamba,
+        falcon_mamba,
+        mamba2,
+        jamba,
+        bamba,
+        recurrent_gemma,
+        rwkv,
+        qwen3_next,
+        minimax,
+        lfm2,
+        gpt_neox,
+        vit,
+    )
+}
+ZOO: dict[str, Make] = TRANSFORMERS | {
+    make.__name__: make for make in (vim, mamba_ssm, mamba_ssm_fused, mamba2_ssm, gla)
+}
+
+
+#: What quick tests run on: one of transformers, one that keeps a state, one of images.
+QUICK = ("mamba2", "recurrent_gemma", "vim")
+
+
+def every(names: Iterable[str] = ZOO, quick: Collection[str] = QUICK) -> Any:
+    """Parametrises a test over architectures, of which all but the quick ones are heavy."""
+    cases = [pytest.param(n, marks=() if n in quick else pytest.mark.heavy) for n in names]
+    return pytest.mark.parametrize("case", cases, indirect=True)
+
+
+def hook_count(model: nn.Module) -> int:
+    """Hooks of all kinds on all modules."""
+    kinds = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    assert len(kinds) > 5
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+@dataclass
+class Explained:
+    """What the three methods say of a model."""
+
+    matrices: list[Tensor]
+    rollout: Tensor
+    attribution: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All results."""
+        found = [*self.matrices, self.rollout]
+        return found if self.attribution is None else [*found, self.attribution]
+
+    def difference(self, other: Explained) -> float:
+        """The largest max|a - b| / max|b| of all results."""
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return max(oracles.relative_error(*pair) for pair in pairs)
+
+
+def explain(
+    model: nn.Module, case: Case, *, gradients: bool = True, query: Any = "last"
+) -> Explained:
+    """The three methods on ``model``, with the input and the target of the case.
+
+    The attribution is that to the last token, whose own entry hides the others and is left out
+    where there are others.
+    """
+    options: dict[str, Any] = {"query": query, "per_token": True}
+    found = Explained(
+        ImplicitAttention(model).matrices(case.inputs, components="exact"),
+        ImplicitAttentionRollout(model).attribute(case.inputs, **options),
+    )
+    if gradients:
+        whole = MambaAttribution(model).attribute(
+            case.inputs, clamp="none", **case.target, **options
+        )
+        found.attribution = whole.flatten(1)[:, : None if case.silent else -1]
+    return found

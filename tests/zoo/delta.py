@@ -1,0 +1,126 @@
+"""Small models of transformers with gated delta rules, on the models' own torch functions."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.versions import named
+
+from zoo.mamba import randomise
+
+_KERNELS = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+)
+_COMMON: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "rms_norm_eps": 1e-3,  # norms of few channels that do not blow rounding errors up
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+_WIDE = {"intermediate_size": 16}
+_EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 7,
+    "shared_expert_intermediate_size": 9,
+    "experts_implementation": "eager",  # the others know no float64
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 5,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "kv_lora_rank": 6,
+}
+
+#: By model: common name, mixer class, model class, config class and options.
+_CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3-Next",
+        "Qwen3NextGatedDeltaNet",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**_GROUPED, **_WIDE, "head_dim": 8, "num_experts": 0},
+    ),
+    "qwen3_5": (
+        "Qwen3.5",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {**_GROUPED, **_WIDE, "head_dim": 8},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3.5",
+        "Qwen3_5MoeGatedDeltaNet",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**_GROUPED, **_EXPERTS, "head_dim": 8},
+    ),
+    "olmo_hybrid": (
+        "OLMo Hybrid",
+        "OlmoHybridGatedDeltaNet",
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {**_GROUPED, **_WIDE, "linear_allow_neg_eigval": True},
+    ),
+    "kimi_linear": (
+        "Kimi Linear",
+        "KimiLinearDeltaAttention",
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
+    ),
+}
+FAMILIES = tuple(_CLASSES)
+
+
+class Family:
+    """The classes of one model, with the functions that fla's kernels replace in their place."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name, mixer, model, config, self._options = _CLASSES[name]
+        self._model, self._config = named(model), named(config)
+        modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        without_kernels(modeling, monkeypatch)
+        self.mixer_class = getattr(modeling, mixer)
+
+    def config(self, **options: Any) -> Any:
+        return self._config(**_COMMON | self._options | options)
+
+    def mixer(self, **options: Any) -> Any:
+        return randomise(self.mixer_class(self.config(**options), 0))
+
+    def model(self, **options: Any) -> Any:
+        return randomise(self._model(self.config(**options)))
+
+
+def without_kernels(modeling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model run its own torch functions, not the kernels of fla, also where that is found."""
+    for kernel in _KERNELS:
+        reference = getattr(modeling, kernel, None)
+        while hasattr(reference, "__wrapped__"):
+            reference = reference.__wrapped__
+        if reference is not None:
+            monkeypatch.setattr(modeling, kernel, reference)

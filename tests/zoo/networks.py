@@ -1,0 +1,210 @@
+"""Small real models of every architecture, by name, for tests of whole networks."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.versions import named
+from oracles import vim as vim_oracle
+from torch import Tensor
+
+from captum_ssm.models import VisionMamba
+from zoo import architectures, attention, fla_cpu, mamba2
+from zoo.mamba import randomise
+
+_DELTA = {
+    "vocab_size": 19,
+    "hidden_size": 12,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "pad_token_id": 0,
+}
+#: Families of flash-linear-attention.
+_FLA: dict[str, dict[str, Any]] = {
+    "GLA": {"num_heads": 2},
+    "RetNet": {"num_heads": 4},
+    "HGRN": {},
+    "HGRN2": {"expand_ratio": 4},
+    "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
+    "DeltaNet": {"num_heads": 2},
+    "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
+}
+_VIM: dict[str, dict[str, Any]] = {
+    "two cls": {"cls_token": "double"},
+    "no cls": {"cls_token": "none", "final_pool_type": "mean"},
+    "one direction": {"bimamba_type": "none"},
+    "shared directions": {"bimamba_type": "v1", "rms_norm": False},
+}
+
+
+def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
+    small = {
+        "img_size": (12, 20),
+        "patch_size": 4,
+        "depth": 2,
+        "embed_dim": 6,
+        "num_classes": 5,
+        "d_state": 3,
+    }
+    return architectures.pictures(vim_oracle.randomise(VisionMamba(**small | options)), (12, 20))
+
+
+def fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    package = fla_cpu.install(patch)
+    return architectures.language(package.model(family, norm_eps=0.05, **_FLA[family]))
+
+
+def mamba2_family(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    return architectures.language(mamba2.make_model(family))
+
+
+def transformer(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    model = attention.attention_model(family)
+    if family in attention.IMAGES:
+        return architectures.pictures(model, (12, 12))
+    return architectures.language(model)
+
+
+def xlstm(patch: pytest.MonkeyPatch) -> architectures.Case:
+    from transformers import xLSTMConfig, xLSTMForCausalLM
+
+    config = xLSTMConfig(
+        vocab_size=19, hidden_size=16, num_heads=2, num_hidden_layers=2, norm_eps=0.05
+    )
+    return architectures.language(randomise(xLSTMForCausalLM(config)))
+
+
+def olmo_hybrid(patch: pytest.MonkeyPatch) -> architectures.Case:
+    model_class = named("OlmoHybridForCausalLM")
+    _use_references(patch, model_class)
+    config = named("OlmoHybridConfig")(
+        **_DELTA,
+        num_key_value_heads=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    return architectures.language(randomise(model_class(config)))
+
+
+def kimi_linear(patch: pytest.MonkeyPatch) -> architectures.Case:
+    model_class = named("KimiLinearForCausalLM")
+    _use_references(patch, model_class)
+    config = named("KimiLinearConfig")(
+        **_DELTA,
+        num_key_value_heads=2,
+        linear_num_heads=2,
+        linear_head_dim=5,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=3,
+        kv_lora_rank=6,
+        mlp_layer_types=["dense", "dense"],
+    )
+    return architectures.language(randomise(model_class(config)))
+
+
+def _use_references(patch: pytest.MonkeyPatch, model_class: Any) -> None:
+    """The models' own torch functions in place of kernels."""
+    module = sys.modules[model_class.__module__]
+    for name in (
+        "torch_chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
+        "chunk_kimi_delta_attention",
+        "recurrent_kimi_delta_attention",
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+    ):
+        reference = getattr(module, name, None)
+        while hasattr(reference, "__wrapped__"):
+            reference = reference.__wrapped__
+        if reference is not None:
+            patch.setattr(module, name, reference)
+
+
+Make = Callable[[pytest.MonkeyPatch], architectures.Case]
+NETWORKS: dict[str, Make] = (
+    dict(architectures.ZOO)
+    | {family: partial(mamba2_family, family=family) for family in mamba2.FAMILIES}
+    | {f"{f} with attention": partial(transformer, family=f) for f in attention.FAMILIES}
+    | {f"fla {family}": partial(fla, family=family) for family in _FLA}
+    | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
+    | {"xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
+)
+del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
+
+#: Nothing in these is computed in float32 if the model is in float64.
+DOUBLE = (
+    *(name for name in NETWORKS if name.startswith("vim")),
+    *(
+        "rwkv",
+        "gpt_neox",
+        "gpt2 with attention",
+        "bert with attention",
+        "vit",
+        "deit with attention",
+    ),
+)
+#: Models whose embeddings enter the first block as they are, or scaled.
+STRAIGHT_IN = (
+    *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "recurrent_gemma", "qwen3_next"),
+    *("minimax", "lfm2", "gpt_neox", "mamba_ssm", "mamba2_ssm", "gla", "llama with attention"),
+    *("falcon_h1", "granitemoehybrid", "nemotron_h", "xlstm", "olmo_hybrid", "kimi_linear"),
+    *("fla RetNet", "fla HGRN", "fla HGRN2", "fla DeltaNet", "fla GatedDeltaNet"),
+)
+#: Models in which padding has no influence on other tokens.
+MASKED = (
+    *("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "gpt_neox"),
+    *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
+    *("llama with attention", "mistral with attention", "kimi_linear"),
+    *("olmo_hybrid", "fla RetNet", "fla HGRN2", "fla GLA", "fla DeltaNet", "fla GatedDeltaNet"),
+)
+
+
+def make(
+    name: str, patch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
+) -> architectures.Case:
+    """A model and three examples for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = NETWORKS[name](patch)
+    inputs = case.inputs[[0, 1, 0]].clone()
+    inputs[2] = inputs[2].flip(0)  # another example
+    case.model.to(dtype)
+    case.inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    return case
+
+
+@torch.no_grad()
+def own_output(case: architectures.Case) -> Tensor:
+    """What the model returns by itself."""
+    takes_cache = "use_cache" in inspect.signature(case.model.forward).parameters
+    options = {"use_cache": False} if takes_cache else {}
+    output = case.model(case.inputs, **options)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def targets(output: Tensor) -> list[Any]:
+    """Three targets for the whole batch, the last of them with one for each example."""
+    if output.dim() == 2:
+        return [1, 0, [2, 0, 1]]
+    last = output.shape[1] - 1
+    return [(-1, 3), (last // 2, 2), [(last, 1), (0, 2), (1, 3)]]
+
+
+def embedding(model: Any) -> Any:
+    """The layer that looks up token ids."""
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    return model.backbone.embedding
