@@ -9,10 +9,11 @@ import torch
 from captum.log import log_usage
 from torch import Tensor
 
-from ..errors import InputError, OptionError
+from ..errors import InputError
 from ..linear import direct_paths
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Graph, find_model, require_layers, require_real_tokens, trace
+from .call import checks
 from .call.inputs import call_model, single_input
 from .call.query import Query
 from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
@@ -20,7 +21,7 @@ from .engine.decompose import not_reached
 from .engine.fold import verify_layer
 from .engine.residual import residual_streams
 from .engine.run import Run
-from .vectors.latim import LatimMethod
+from .vectors.latim import LatimMethod, read_options
 from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
 
 
@@ -124,6 +125,7 @@ class LatimLogit(LatimMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
+        checks.flags(return_convergence_delta=return_convergence_delta)
         found: list[LogitContributions] = []
         relevance = self._traced_back(
             inputs,
@@ -232,8 +234,8 @@ class LatimLogit(LatimMethod):
         by_layer: bool = False,
     ) -> Any:
         """The relevance laid out; the contributions of each part of the batch go to ``found``."""
-        if mixing not in MIXINGS:
-            raise OptionError(f"mixing={mixing!r} is not known. Use one of {tuple(MIXINGS)}.")
+        make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
+        chosen = read_options(0, show_progress, verify)
 
         ready: list[LogitContributions] = []  # to the questions of a run yet to be asked
 
@@ -243,9 +245,8 @@ class LatimLogit(LatimMethod):
             with unseen():
                 if not ready:
                     for layer in run.layers:
-                        verify_layer(layer, verify)
-                    bar = self.name if show_progress else None
-                    make = MIXINGS[mixing]
+                        verify_layer(layer, chosen.verify)
+                    bar = self.name if chosen.show_progress else None
                     ready.extend(
                         contributions_to(run, self.activation, make, bar, by_layer=by_layer)
                     )

@@ -1,6 +1,6 @@
 """One forward run of a model: which mixers were called, with what, in which order."""
 
-from .find import Mixer, find_mixers, find_model, unwrap
+from .find import Mixer, find_mixers, find_model, runnable, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
 from .padding import require_real_tokens
@@ -18,6 +18,7 @@ __all__ = [
     "repaired_scans",
     "require_layers",
     "require_real_tokens",
+    "runnable",
     "trace",
     "unwrap",
 ]

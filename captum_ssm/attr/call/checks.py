@@ -149,8 +149,10 @@ def _no_reduction(reduce: Any, what: str) -> OptionError:
 
 def as_integer(value: Any) -> int | None:
     """A value as an int; None for what is no integer, such as a bool."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return None
     try:
-        plain = value.item() if isinstance(value, Tensor | np.generic) else value
+        plain: Any = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
         return None if isinstance(plain, bool) else operator.index(plain)
     except (TypeError, ValueError, RuntimeError):
         return None
@@ -158,7 +160,7 @@ def as_integer(value: Any) -> int | None:
 
 def as_number(value: Any) -> float | None:
     """A value as a finite float; None for what is no number, such as a bool or NaN."""
-    one = isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1
+    one = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
     plain = value.item() if one else value
     if isinstance(plain, bool) or not isinstance(plain, Real):
         return None

@@ -10,10 +10,9 @@ import torch
 from captum.attr import Attribution
 from torch import Tensor, nn
 
-from ...errors import GradientModeError, InputError, OptionError, TargetError
+from ...errors import GradientModeError, InputError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
-from ...operators.reduction import check_reduce
 from ...tracing import (
     Graph,
     find_mixers,
@@ -22,11 +21,12 @@ from ...tracing import (
     repaired_scans,
     require_real_tokens,
 )
+from ..call import checks
 from ..call.components import parse_components
 from ..call.inputs import as_tuple, check_batch, cuts, single_input
 from ..call.layout import ImageProbe, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import Each, as_asked, several, target_index
+from ..call.targets import Each, as_asked, each_of, several, target_index
 from .fold import Options
 from .run import Question, Run
 from .sharing import Kept, Request, forward_of, probe_of
@@ -101,10 +101,8 @@ class ImplicitMethod(Attribution):
         Raises:
             TargetError: when ``targets`` is empty, or one of them does not fit.
         """
-        if not len(targets):
-            raise TargetError("targets is empty; pass a list of targets in Captum's forms.")
+        each = each_of(targets)
         tensor, _ = single_input(inputs)
-        each = Each(list(targets))
         found: Tensor = self.attribute(
             tensor, each, additional_forward_args, per_token=True, **options
         )
@@ -135,6 +133,7 @@ class ImplicitMethod(Attribution):
         A target that is an :class:`Each` gives a result per target, stacked in front.  ``graph`` is
         what is kept of the run's where gradients are needed.
         """
+        checks.flags(per_token=per_token)
         tensor, in_tuple = single_input(inputs)
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
@@ -253,19 +252,22 @@ def options(
     keep_channels: bool = False,
 ) -> Options:
     """The user's choices, checked before anything runs."""
-    check_reduce(reduce)
+    reduce = checks.reduction(reduce)
     if not keep_channels and (reduce is None or reduce == "heads"):
         raise OptionError(
             f"reduce={reduce!r} keeps several matrices per layer; relevance needs one. Use 'mean', "
             "'max', 'min', 'product', or a function over channels."
         )
-    if recipe not in RECIPES:
-        raise OptionError(f"recipe={recipe!r} is not known. Use one of {RECIPES}.")
+    checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
         raise OptionError("recipe='published_code' fixes the reduction; leave reduce='mean'.")
-    if isinstance(heads, int):
-        raise OptionError(f"heads={heads} must be a list of heads, for example heads=[{heads}].")
-    chosen = None if heads is None else tuple(heads)
+    checks.flags(show_progress=show_progress)
+    chosen = None
+    if heads is not None:
+        chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")
+        checks.no_repeats("heads", chosen)
+    start_layer = checks.integer("start_layer", start_layer)
+    verify = checks.tolerance("verify", verify)
     return Options(
         parse_components(components), reduce, chosen, start_layer, recipe, show_progress, verify
     )
