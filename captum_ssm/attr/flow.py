@@ -12,7 +12,7 @@ from captum.log import log_usage
 from torch import Tensor
 
 from ..linear import Gate
-from ..tracing import find_model
+from ..tracing import find_model, weights_blamed
 from .call import checks
 from .call.inputs import as_tuple, check_batch, single_input
 from .call.layout import PatchGrid
@@ -275,7 +275,8 @@ class LatimFlow(ImplicitMethod):
         self._check_mode()
         model = find_model(self.forward_func, self.model)
         runs = LinearRuns(self.forward_func, model, self.layers, rules, grid)
-        return runs.decompositions(tensor, questions, additional, internal_batch_size)
+        with weights_blamed(model):
+            return runs.decompositions(tensor, questions, additional, internal_batch_size)
 
 
 class MambaLRP(LatimFlow):

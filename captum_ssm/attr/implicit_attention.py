@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..operators import Reduce
-from ..tracing import Layer
+from ..tracing import Layer, find_model, weights_blamed
 from .call import checks
 from .call.inputs import as_tuple, check_batch, single_input
 from .call.query import Query
@@ -257,6 +257,7 @@ class ImplicitAttention(ImplicitMethod):
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
             found = self._run(tensor, None, additional, "mean", stack).layers
             wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
             made = {

@@ -20,6 +20,7 @@ from ...tracing import (
     graphs_dropped,
     repaired_scans,
     require_real_tokens,
+    weights_blamed,
 )
 from ..call import checks
 from ..call.components import parse_components
@@ -139,9 +140,9 @@ class ImplicitMethod(Attribution):
         check_batch(tensor, additional)
         check_query(query, len(tensor))
         self._check_mode()
-        parts = []
+        model, parts = find_model(self.forward_func, self.model), []
         for cut in cuts(len(tensor), internal_batch_size):
-            with torch.inference_mode(False), cut.counting():
+            with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 results = self._one_batch(
                     cut(tensor),
                     Each([cut.target(t) for t in several(target)]),

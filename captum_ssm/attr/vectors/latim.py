@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...errors import OptionError, QueryError
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.rows import Positions
-from ...tracing import Layer
+from ...tracing import Layer, find_model, weights_blamed
 from ..call import checks
 from ..call.inputs import as_tuple, check_batch, single_input
 from ..engine.fold import Options, shown
@@ -94,6 +94,7 @@ class LatimMethod(ImplicitMethod):
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), ExitStack() as stack:
+            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
             run = self._run(tensor, None, additional, "mean", stack)
