@@ -51,8 +51,8 @@ def compare(
             it.
         methods: classes of this package or their names, made as
             ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
-            forward_func, made on one that returns the logits; or instances, for methods with arguments of their own.  A mapping gives
-            them names of your choice.
+            forward_func, made on one that returns the logits; or instances, for methods with
+            arguments of their own.  A mapping gives them names of your choice.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
             one such tensor.
         target: what is explained, in Captum's forms; see :meth:`MambaAttribution.attribute`.
@@ -235,7 +235,12 @@ def _chosen(
     options: Mapping[str, Mapping[str, Any]] | None, names: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """The options of each method."""
-    given = {} if options is None else dict(options)
+    given: Any = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(x, Mapping) for x in given.values()):
+        raise OptionError(
+            f"options={options!r} must be a dict of dicts: the arguments of each method by its "
+            "name, for example options={'LATIM Flow': {'zero_bias': True}}."
+        )
     for name in given:
         if name not in names:
             raise OptionError(f"options names {name!r}, but the methods are {list(names)}.")

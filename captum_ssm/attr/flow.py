@@ -239,7 +239,7 @@ class LatimFlow(ImplicitMethod):
         Returns:
             (B,), which rounding alone keeps from 0.
         """
-        given, _ = single_input(attributions)
+        given, _ = single_input(attributions, "attributions")
         found = self.decompose(
             inputs,
             target,

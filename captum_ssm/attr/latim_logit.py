@@ -208,7 +208,7 @@ class LatimLogit(LatimMethod):
         Raises:
             InputError: for images, whose relevance is spread over pixels, and has no sum to check.
         """
-        given, _ = single_input(attributions)
+        given, _ = single_input(attributions, "attributions")
         if single_input(inputs)[0].dim() == 4:
             raise InputError(
                 "inputs are images, whose relevance is bilinear in the patch grid and does not sum "

@@ -35,27 +35,32 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def single_input(inputs: Any) -> tuple[Tensor, bool]:
-    """The one input tensor, and whether it came in a tuple."""
+def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
+    """The one input tensor, and whether it came in a tuple.
+
+    Args:
+        inputs: what the user passed.
+        name: what the argument is called. Default: ``"inputs"``.
+    """
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"inputs holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
+            f"{name} holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
             "the others as additional_forward_args."
         )
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
         raise InputError(
-            f"inputs must be a tensor, got {type(tensor).__name__}. {_in_place_of(tensor)}"
+            f"{name} must be a tensor, got {type(tensor).__name__}. {_in_place_of(tensor)}"
         )
     if tensor.dim() < 2:
         raise InputError(
-            f"inputs has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}."
+            f"{name} has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}."
         )
     if tensor.numel() == 0:
-        raise InputError(f"inputs is empty: shape {tuple(tensor.shape)}.")
+        raise InputError(f"{name} is empty: shape {tuple(tensor.shape)}.")
     if not tensor.is_floating_point():
-        _check_ids(tensor)
+        _check_ids(tensor, name)
     return tensor, in_tuple
 
 
@@ -93,18 +98,18 @@ def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
     return f"Pass inputs=encoding[{key!r}]{mask if 'attention_mask' in encoding else ''}."
 
 
-def _check_ids(ids: Tensor) -> None:
+def _check_ids(ids: Tensor, name: str) -> None:
     """Raise for what is not floating and cannot be token ids."""
     if ids.is_complex() or ids.is_quantized or ids.dtype == torch.bool:
-        raise InputError(f"inputs is of dtype {ids.dtype}. Accepted are {_FORMS}.")
+        raise InputError(f"{name} is of dtype {ids.dtype}. Accepted are {_FORMS}.")
     if ids.dim() == 4:
         raise InputError(
-            f"inputs of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images are "
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images are "
             "floating: pass what the model's image processor makes of them."
         )
     if ids.dim() != 2:
         raise InputError(
-            f"inputs of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but token ids are "
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but token ids are "
             "(B, L)."
         )
 

@@ -97,7 +97,8 @@ class LatimMethod(ImplicitMethod):
             stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
-            run = self._run(tensor, None, additional, "mean", stack)
+            # not that of a method with questions of its own, of which there is none here
+            run = ImplicitMethod._run(self, tensor, None, additional, "mean", stack)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
