@@ -1,48 +1,104 @@
-"""The steps of .ci/run, one session each."""
+"""Every check of a change, one session each; .ci/run runs them all."""
 
 from __future__ import annotations
 
+import json
+import re
+from configparser import ConfigParser
 from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["tests", "lint", "types", "strata"]
+nox.options.sessions = ["tests", "lint", "types"]
 
+ROOT = Path(__file__).parent
+CONSTRAINTS = str(ROOT / "constraints.txt")
 
+#: What `-m` chooses where mamba-ssm and flash-linear-attention are: all tests, the longer ones too.
+EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
 #: Two processes with one thread each, by pytest-xdist.
-PARALLEL = ("-n", "2", "--dist", "worksteal")
+PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
 FLA = ("flash-linear-attention", "fla-core")
+BUILD = ("ninja", "packaging", "setuptools", "wheel")
+#: Extras for whoever works on the package itself.
+DEVELOPMENT = {"dev", "docs", "lint", "test"}
+#: The last version 4 of transformers, and what it pins.
+TRANSFORMERS_4 = ("transformers", "huggingface_hub", "tokenizers")
+#: Without these, what imports mamba-ssm and causal-conv1d builds their kernels.
+NO_KERNELS = {
+    "MAMBA_FORCE_BUILD": "TRUE",
+    "MAMBA_SKIP_CUDA_BUILD": "TRUE",
+    "CAUSAL_CONV1D_SKIP_CUDA_BUILD": "TRUE",
+}
 
 
-def install(session: nox.Session, *packages: str, constraints: str = "constraints.txt") -> None:
-    session.install("-c", constraints, *packages)
+# --- environments ----------------------------------------------------------------------------
+
+
+def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
+    """Install by pip itself: session.install refuses --no-venv, by which .ci/run shares one."""
+    session.run_install("python", "-m", "pip", "install", "-c", constraints, *packages)
 
 
 def install_mamba_ssm(session: nox.Session) -> None:
-    """The Python code of mamba-ssm, without its kernels."""
-    install(session, "einops", "triton", "ninja", "packaging", "setuptools", "wheel")
-    session.install(
-        "--no-build-isolation",
-        "--no-deps",
-        "mamba-ssm==2.3.2.post1",
-        env={"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"},
-    )
+    """The Python code of mamba-ssm, without its kernels and what these need."""
+    install(session, "einops", "triton", *BUILD)
+    options = ("--no-build-isolation", "--no-deps")
+    command = ("python", "-m", "pip", "install", "-c", CONSTRAINTS, *options, "mamba-ssm")
+    session.run_install(*command, env=NO_KERNELS)
 
 
-def texts_of_others(session: nox.Session) -> dict[str, str]:
-    """The rated texts, as the environment names them."""
-    folder = session.create_tmp()
+def folder_of(session: nox.Session) -> Path:
+    """A folder for this session's files, away from the checkout; temporary files go elsewhere."""
+    folder = Path(session.cache_dir, session.name).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def pins() -> list[str]:
+    lines = Path(CONSTRAINTS).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "==" in line]
+
+
+def pins_without(session: nox.Session, *names: str) -> str:
+    """A file of the constraints but for those of some packages."""
+    kept = folder_of(session) / "constraints.txt"
+    kept.write_text("\n".join(pin for pin in pins() if pin.partition("==")[0] not in names))
+    return str(kept)
+
+
+def extras() -> dict[str, list[str]]:
+    """What each extra asks for; under "", what everyone gets."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    found = {"": config["options"]["install_requires"], **config["options.extras_require"]}
+    return {name: text.split("\n")[1:] for name, text in found.items()}
+
+
+# --- tests -----------------------------------------------------------------------------------
+
+
+def pytest(session: nox.Session, *options: str, files: tuple[str, ...] = (), **env: str) -> None:
+    """Run pytest; what follows -- replaces the files."""
+    arguments = (*PARALLEL, *options, *(session.posargs or files))
+    session.run("pytest", *arguments, env={**ONE_THREAD, **env})
+
+
+def texts_of_others(session: nox.Session) -> str:
+    """The rated texts that the experiments on valence read."""
+    folder = folder_of(session)
     source = ("vaderSentiment", "--no-deps", "--no-binary", ":all:")
-    session.run("pip", "download", "-c", "constraints.txt", *source, "-d", folder)
-    return {"CAPTUM_SSM_VALENCE": str(Path(folder, "vaderSentiment-0.5.zip").resolve())}
+    session.run("pip", "download", "-q", "-c", CONSTRAINTS, *source, "-d", str(folder))
+    return str(folder / "vaderSentiment-0.5.zip")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The quick tests; what follows -- goes to pytest."""
+    """The quick tests."""
     install(session, "-e", ".[test]", "pytest-xdist")
-    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+    pytest(session)
 
 
 @nox.session
@@ -50,9 +106,8 @@ def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
     install(session, "-e", ".[test]", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
-    selection = "not gpu and not timm and not mambavision and not captum08"
-    env = {**ONE_THREAD, **texts_of_others(session), "CAPTUM_SSM_NO_SKIPS": "1"}
-    session.run("pytest", *PARALLEL, "-m", selection, *session.posargs, env=env)
+    texts = texts_of_others(session)
+    pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
 
 
 @nox.session
@@ -60,8 +115,8 @@ def coverage(session: nox.Session) -> None:
     """How much the quick tests run, with the special packages; setup.cfg sets the least."""
     install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
-    folder = Path(session.create_tmp(), "coverage").resolve()
-    env = {**ONE_THREAD, **texts_of_others(session), "COVERAGE_FILE": str(folder)}
+    env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
+    env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
     session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs, env=env)
     session.run("coverage", "combine", "-q", env=env)
@@ -69,36 +124,84 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session
+def timm(session: nox.Session) -> None:
+    """The tests with timm and mambavision, which need torchvision's operators named first."""
+    install(session, "-e", ".[test]", "pytest-xdist")
+    install_mamba_ssm(session)
+    install(session, "--no-deps", "timm", "torchvision", "mambavision")
+    mixers = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
+    files = (*mixers, "tests/fuzz/test_vision_mixers.py")
+    pytest(session, "-m", "timm or mambavision", files=files, CAPTUM_SSM_NO_SKIPS="1")
+
+
+@nox.session
+def captum08(session: nox.Session) -> None:
+    """The quick tests of methods and pages with Captum 0.8, its Insights, and NumPy 1."""
+    constraints = pins_without(session, "captum", "numpy")
+    old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
+    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
+    folders = ("tests/attr", "tests/conformance", "tests/insights")
+    pytest(session, files=(*folders, "tests/cli/test_cli.py", "tests/project/test_documents.py"))
+
+
+@nox.session
+def transformers4(session: nox.Session) -> None:
+    """The mixers, the whole network, and conformance, with the last version 4 of transformers."""
+    constraints = pins_without(session, *TRANSFORMERS_4)
+    old = ("transformers==4.57.6",)
+    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
+    session.run("pip", "check")
+    folders = ("mixers", "linear", "tracing", "conformance")
+    methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
+    files = (f"tests/attr/test_{method}.py" for method in methods)
+    pytest(session, files=(*(f"tests/{folder}" for folder in folders), *files))
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The quick tests with the oldest versions accepted: --force-python 3.10 adds that of Python.
+
+    torch 2.4 is there for CUDA alone, so this takes 5 GB.
+    """
+    constraints = pins_without(session, "torch", "triton", "captum", "numpy", *TRANSFORMERS_4)
+    old = ("torch==2.4.0", "captum==0.8.*", "numpy==1.26.*", "transformers==4.57.*")
+    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
+    pytest(session)
+
+
+@nox.session
+def speed(session: nox.Session) -> None:
+    """No cost has doubled.  Without fla: its kernels for the delta rule need a GPU."""
+    install(session, "-e", ".[test]")
+    check = ("python", "-m", "benchmarks", "--check", "benchmarks/baseline.json")
+    session.run(*check, env=ONE_THREAD)
+
+
+# --- pages and code --------------------------------------------------------------------------
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
-    """Pages, notebooks and the examples in docstrings."""
+    """Pages and notebooks as a reader would run them, the examples in docstrings, and defaults."""
     install(session, "-e", ".[test,docs]", "pytest-xdist")
-    strict = ("-W", "--keep-going", "-q")
-    session.run("sphinx-build", *strict, "-c", "docs", ".", "docs/_build", *session.posargs)
-    session.run("pytest", *PARALLEL, "--nbmake", "tutorials", env=ONE_THREAD)
-    session.run("pytest", *PARALLEL, "--doctest-modules", "captum_ssm", env=ONE_THREAD)
+    folder = folder_of(session)
+    command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
+    session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)
+    pytest(session, "--nbmake", "--nbmake-timeout=180", "tutorials")
+    pytest(session, "--doctest-modules", "captum_ssm")
     session.run("python", "tools/check_docstrings.py")
 
 
 @nox.session
-def timm(session: nox.Session) -> None:
-    """The tests with timm and mambavision, which need torchvision's operators named first."""
-    install(session, "-e", ".[test]")
-    install_mamba_ssm(session)
-    vision = ("timm", "torchvision", "mambavision")
-    session.install("-c", "constraints.txt", "--no-deps", *vision)
-    files = (
-        "tests/mixers/test_timm_attention.py",
-        "tests/mixers/test_mambavision.py",
-        "tests/fuzz/test_vision_mixers.py",
-    )
-    session.run("pytest", "-m", "timm or mambavision", *files, *session.posargs)
-
-
-@nox.session
 def lint(session: nox.Session) -> None:
-    install(session, "ruff")
+    """Layout, and which module may import which; inside the package, by relative imports."""
+    install(session, "ruff", "import-linter")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache")
+    # No linter tells an absolute import from a relative one of the same module.
+    absolute = ("grep", "-rnE", "--include=*.py", r"^\s*(from|import) captum_ssm\b", "captum_ssm")
+    session.run(*absolute, external=True, success_codes=[1])
 
 
 @nox.session
@@ -107,61 +210,90 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
-@nox.session(venv_backend="none")
-def strata(session: nox.Session) -> None:
-    session.run("python", "tools/check_strata.py")
-
-
-def pins_without(session: nox.Session, *names: str) -> str:
-    """A file of the constraints but for those of some packages."""
-    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = Path(session.create_tmp(), "constraints.txt").resolve()
-    kept.write_text("".join(pin for pin in pins if pin.partition("==")[0] not in names))
-    return str(kept)
+# --- dependencies ----------------------------------------------------------------------------
 
 
 @nox.session
-def transformers4(session: nox.Session) -> None:
-    """The mixers, the whole network, and conformance, with the last version 4 of transformers."""
-    pins = pins_without(session, "transformers", "huggingface_hub", "tokenizers")
-    packages = ("-e", ".[test]", "pytest-xdist", "transformers==4.57.6")
-    install(session, *packages, constraints=pins)
-    folders = ("mixers", "linear", "tracing", "conformance")
-    methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
-    chosen = session.posargs or (
-        *(f"tests/{folder}" for folder in folders),
-        *(f"tests/attr/test_{method}.py" for method in methods),
-    )
-    session.run("pytest", *PARALLEL, *chosen, env=ONE_THREAD)
+def licences(session: nox.Session) -> None:
+    """The licences of what users get are among those that pyproject.toml permits.
+
+    In an environment of its own, beside torch's build for CPUs: CUDA comes under NVIDIA's terms.
+    """
+    install(session, "-e", ".[all]", "pip-licenses")
+    session.run("pip-licenses", "--order", "license")
 
 
 @nox.session
 def dependencies(session: nox.Session) -> None:
-    """What the package imports, what is pinned, under which licences."""
-    install(session, "-e", ".[dev,docs]")
+    """What is installed is pinned and fits; what is imported is declared in an extra for users."""
+    install(session, "-e", ".[all,dev,docs]", "deptry")
     session.run("pip", "check")
-    session.run("python", "tools/check_dependencies.py")
+    frozen = session.run("pip", "freeze", "--exclude-editable", silent=True) or ""
+    pinned = {normal(pin) for pin in pins()}
+    if unpinned := [line for line in frozen.split() if normal(line) not in pinned]:
+        session.error(f"installed, and not what constraints.txt pins: {', '.join(unpinned)}")
+    asked = [line for name, lines in extras().items() if name not in DEVELOPMENT for line in lines]
+    declared = folder_of(session) / "requirements.txt"
+    declared.write_text("\n".join(line for line in asked if not line.startswith("captum_ssm[")))
+    session.run("deptry", "captum_ssm", "--requirements-files", str(declared))
+
+
+def normal(pin: str) -> str:
+    """A name as pip compares it, and a version without the build, such as +cpu."""
+    name, _, version = pin.partition(";")[0].strip().partition("==")
+    return f"{re.sub('[-_.]+', '-', name).lower()}=={version.partition('+')[0]}"
+
+
+@nox.session
+def resolve(session: nox.Session) -> None:
+    """The constraints admit every extra, each by itself.
+
+    The sources of cuda's packages import torch to say what they need, so it is there before.
+    """
+    install(session, "-e", ".[all]", *BUILD)
+    options = ("-q", "--dry-run", "--no-build-isolation", "-c", CONSTRAINTS)
+    for extra in filter(None, extras()):
+        session.run("pip", "install", *options, "-e", f".[{extra}]", env=NO_KERNELS)
 
 
 @nox.session
 def audit(session: nox.Session) -> None:
-    """Known vulnerabilities of what is pinned."""
+    """No vulnerability of what is pinned is known.  Where nobody answers, that is no failure."""
     install(session, "pip-audit")
-    session.run("python", "tools/audit_dependencies.py", "constraints.txt")
+    folder = folder_of(session)
+    asked, answer = folder / "requirements.txt", folder / "answer.json"
+    asked.write_text("\n".join(pins()))
+    answer.write_text('{"dependencies": []}')
+    options = ("--no-deps", "--disable-pip", "--progress-spinner=off", "--timeout=15")
+    command = ("pip-audit", *options, "-r", str(asked), "-f", "json", "-o", str(answer))
+    session.run(*command, success_codes=[0, 1])
+    found = json.loads(answer.read_text())["dependencies"]
+    answered = [each for each in found if "vulns" in each]
+    if len(answered) < len(found) or not found:
+        silent = len(found) - len(answered) or "all"
+        session.warn(f"NOT AUDITED: {silent} packages, of which the service says nothing")
+    if vulnerable := [each for each in answered if each["vulns"]]:
+        session.error(json.dumps(vulnerable, indent=2))
+
+
+# --- release ---------------------------------------------------------------------------------
 
 
 @nox.session
-def captum08(session: nox.Session) -> None:
-    """The quick tests with the oldest Captum supported."""
-    insights = ("flask", "flask-compress")
-    packages = ("-e", ".[test]", "pytest-xdist", "captum==0.8.*", "numpy<2", *insights)
-    install(session, *packages, constraints=pins_without(session, "captum", "numpy"))
-    folders = ("tests/attr", "tests/conformance", "tests/insights")
-    core = (*folders, "tests/cli/test_cli.py", "tests/project/test_documents.py")
-    session.run("pytest", *PARALLEL, *(session.posargs or core), env=ONE_THREAD)
-
-
-@nox.session
-def demo(session: nox.Session) -> None:
-    install(session, "-e", ".[demo]")
-    session.run("captum-ssm", "demo", "--out", session.create_tmp(), *session.posargs)
+def release(session: nox.Session) -> None:
+    """Build what is published, check it, and run the demo of the wheel where nothing else is."""
+    install(session, "build", "check-wheel-contents", "twine")
+    folder = folder_of(session)
+    session.run("rm", "-rf", str(folder / "dist"), external=True)
+    build = ("python", "-m", "build", "--outdir", str(folder / "dist"))
+    session.run(*build, env={"PIP_CONSTRAINT": CONSTRAINTS}, silent=True)
+    (wheel,) = map(str, folder.glob("dist/*.whl"))
+    session.run("twine", "check", "--strict", *map(str, folder.glob("dist/*")))
+    # Every file of the package is in it, and no other; models may share a vocabulary (W002).
+    contents = ("--package", "captum_ssm", "--toplevel", "captum_ssm", "--ignore", "W002")
+    session.run("check-wheel-contents", *contents, wheel)
+    session.run("python", "-m", "venv", "--clear", str(folder / "fresh"))
+    fresh, options = f"{folder}/fresh/bin", ("-q", "-c", CONSTRAINTS)
+    session.chdir(folder)
+    session.run(f"{fresh}/pip", "install", *options, f"{wheel}[demo]", external=True)
+    session.run(f"{fresh}/captum-ssm", "demo", external=True)

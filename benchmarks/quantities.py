@@ -19,7 +19,7 @@ from captum_ssm import (
     trace,
 )
 from captum_ssm.attr.call.components import PRESETS
-from captum_ssm.attr.engine.strips import Budget, streamed
+from captum_ssm.attr.engine.strips import Budget, in_strips
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.operators import Chain, Operator, SelectiveScan
 from captum_ssm.tracing import repaired_scans
@@ -93,7 +93,7 @@ def of_operators(name: str, operators: list[Operator]) -> Iterator[Quantity]:
     )
     if name == "unified":
         row, budget = torch.rand(first.shape[:2]), Budget.parse(None)
-        clamped = streamed(first, "mean", budget, lambda strip: strip.entries.clamp_min(0))
+        clamped = in_strips(first, "mean", budget, lambda strip: strip.entries.clamp_min(0))
         yield Quantity("clamped row, unified", lambda: clamped.rmatvec(row), bounds.matrix(first))
 
 

@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, and errors that say which one could not be.
-
-Reading data sets that others have laid out: what is missing or broken is named by its line.
-"""
+"""Files: written whole or not at all, and read so that what is missing or broken is named."""
 
 from __future__ import annotations
 
@@ -10,11 +7,19 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from .errors import DataError, DataNotFoundError, WriteError
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+#: A file and one of its lines.
+Where = tuple[Path, int]
+
+
+# --- writing ---------------------------------------------------------------------------------
 
 
 def make_folder(folder: Path) -> None:
@@ -123,8 +128,7 @@ def _moved_to(folder: Path) -> Iterator[Path]:
             file.replace(folder / file.name)
 
 
-Key = TypeVar("Key")
-Item = TypeVar("Item")
+# --- reading ---------------------------------------------------------------------------------
 
 
 class Lazy(Sequence[Item], Generic[Key, Item]):
@@ -159,7 +163,7 @@ class Lazy(Sequence[Item], Generic[Key, Item]):
         return self._read(self.keys[index])
 
 
-def folder(path: str | Path, holds: str) -> Path:
+def existing_folder(path: str | Path, holds: str) -> Path:
     """The folder, which must exist.
 
     Args:
@@ -173,7 +177,7 @@ def folder(path: str | Path, holds: str) -> Path:
     return found
 
 
-def file(path: str | Path, what: str) -> Path:
+def existing_file(path: str | Path, what: str) -> Path:
     """The file, which must exist.
 
     Args:
@@ -187,7 +191,7 @@ def file(path: str | Path, what: str) -> Path:
     return found
 
 
-def text(path: Path, encoding: str = "utf-8") -> str:
+def read_text(path: Path, encoding: str = "utf-8") -> str:
     """All of a text file, in the encoding named, which must be its own."""
     try:
         return path.read_text(encoding=encoding)
@@ -198,53 +202,35 @@ def text(path: Path, encoding: str = "utf-8") -> str:
         ) from None
 
 
-def lines(path: Path, encoding: str = "utf-8") -> list[str]:
+def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
     """The lines of a text file, in order, empty ones included, without their ends."""
-    return text(path, encoding).removesuffix("\n").split("\n") if path.stat().st_size else []
+    return read_text(path, encoding).removesuffix("\n").split("\n") if path.stat().st_size else []
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file that holds one a line, with the number of the line, from 1."""
-    for number, line in enumerate(lines(path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         try:
             found = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise broken(path, number, f"is not JSON ({error})") from None
+            raise broken_line(path, number, f"is not JSON ({error})") from None
         if not isinstance(found, dict):
-            raise broken(path, number, f"holds a {type(found).__name__}, not an object")
+            raise broken_line(path, number, f"holds a {type(found).__name__}, not an object")
         yield number, found
 
 
 def field(record: dict[str, Any], name: str, kind: type | tuple[type, ...], where: Where) -> Any:
     """A field of a record, which must be there and of its kind."""
     if name not in record:
-        raise broken(*where, f"has no {name!r}; it has {sorted(record)}")
+        raise broken_line(*where, f"has no {name!r}; it has {sorted(record)}")
     value = record[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise broken(*where, f"has a {type(value).__name__} as {name!r}")
+        raise broken_line(*where, f"has a {type(value).__name__} as {name!r}")
     return value
 
 
-#: A file and one of its lines.
-Where = tuple[Path, int]
-
-
-def broken(path: Path, number: int, what: str) -> DataError:
+def broken_line(path: Path, number: int, what: str) -> DataError:
     """The error for a line that cannot be read."""
     return DataError(f"{path}, line {number} {what}.")
-
-
-def optional(name: str, package: str, need: str) -> Any:
-    """An optional package's module, imported at last.
-
-    Args:
-        name: of the module.
-        package: what pip calls it.
-        need: what it is needed for.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{need} needs {package}: pip install {package}") from error

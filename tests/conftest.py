@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+from helpers.sessions import share_out
 from hypothesis import is_hypothesis_test, settings
 from zoo import fla_cpu, mamba_ssm_cpu
 
@@ -62,11 +64,22 @@ def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
     return mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    share_out(items, Path(__file__).parent)
     if FIXED_SEED:
         for test in {getattr(item, "function", None) for item in items}:
             if is_hypothesis_test(test):
                 hypothesis.seed(int(FIXED_SEED))(test)
+
+
+@pytest.fixture
+def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    from captum_ssm.mixers import registry
+
+    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
+    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

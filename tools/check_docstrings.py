@@ -36,8 +36,8 @@ from typing import Any, NamedTuple, get_origin
 
 PACKAGE = "captum_ssm"
 SUBPACKAGES = (
-    "operators", "mixers", "tracing", "linear", "attr", "metrics", "tasks", "viz", "models",
-    "evaluation", "insights", "errors", "",
+    "operators", "mixers", "tracing", "linear", "attr", "metrics", "viz", "models", "insights",
+    "bench", "bench.tasks", "bench.data", "errors", "",
 )  # fmt: skip
 
 NO_DEFAULT = inspect.Parameter.empty

@@ -17,7 +17,7 @@ from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
 from captum_ssm.bench.experiments.counterparts import counterparts
 from captum_ssm.bench.harness.excerpt import ROWS, excerpt
 from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, counted, labels_of, legend
+from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, sample_size
 from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
 from captum_ssm.bench.published.beyond import BEYOND
 from captum_ssm.bench.published.on_images import IMAGES
@@ -260,7 +260,7 @@ def section(experiment: Experiment, table: Sequence[Line], linked: bool = True) 
             [*(getattr(line, label) for label in labels), *(str(line.entries[n]) for n in names)]
             for line in own
         ]
-        parts.append(f"{model}, {counted(own)}\n\n{markdown([*labels, *names], rows)}")
+        parts.append(f"{model}, {sample_size(own)}\n\n{markdown([*labels, *names], rows)}")
     link = f" [All rows]({TABLES}/{experiment.name}.csv)." if linked else ""
     parts.append(f"{legend(experiment)}{link}")
     return "\n\n".join(parts)

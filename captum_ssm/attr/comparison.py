@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from ..errors import InputError, OptionError
 from ..tracing import find_model
 from .call import checks
-from .call.inputs import Cut, as_tuple, call_model, check_batch, cuts, single_input
+from .call.inputs import (
+    BatchPart,
+    as_tuple,
+    batch_parts,
+    call_model,
+    check_batch,
+    single_input,
+)
 from .call.layout import PatchGrid
 from .call.targets import logits_of
+from .catalogue import METHODS
 from .engine.method import ImplicitMethod
 from .engine.sharing import Kept, shared_forward
 from .flow import LatimFlow
@@ -103,7 +111,7 @@ def compare(
     if foreign and tensor.dim() == 4:
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
-    for cut in cuts(len(tensor), internal_batch_size):
+    for cut in batch_parts(len(tensor), internal_batch_size):
         with shared_forward(_kept(implicit)), cut.counting():
             given = cut(tensor), cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
@@ -143,7 +151,7 @@ def _named(
 def _checked(method: Any) -> Attribution | type[Attribution]:
     """A method or a class that can be made, a class of ours also by its name."""
     if isinstance(method, str):
-        ours = _our_classes()
+        ours = {entry.name: entry.method for entry in METHODS}
         if method not in ours:
             raise OptionError(
                 f"methods names {method!r}. Use one of {', '.join(map(repr, ours))}, or a class or "
@@ -163,18 +171,6 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
             "arguments are, only you know."
         )
     return method
-
-
-def _our_classes() -> dict[str, type[ImplicitMethod]]:
-    """The methods of this package by the names of their classes."""
-    from .. import attr  # which imports this module
-
-    public = ((name, getattr(attr, name)) for name in attr.__all__)
-    return {
-        name: found
-        for name, found in public
-        if isinstance(found, type) and issubclass(found, ImplicitMethod)
-    }
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
@@ -247,7 +243,7 @@ def _chosen(
     return {name: given.get(name, {}) for name in names}
 
 
-def _cut(cut: Cut, name: str, value: Any) -> Any:
+def _cut(cut: BatchPart, name: str, value: Any) -> Any:
     """An option, for the examples of the cut alone."""
     return cut.target(value) if name == "contrast" else cut(value)
 

@@ -74,7 +74,7 @@ class ImplicitAttention(ImplicitMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Raw attention: the query's row of the mean over layers.
 
@@ -102,8 +102,8 @@ class ImplicitAttention(ImplicitMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
 
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
@@ -146,6 +146,7 @@ class ImplicitAttention(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
     def matrices(
@@ -158,7 +159,7 @@ class ImplicitAttention(ImplicitMethod):
         additional_forward_args: Any = None,
         *,
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> list[Tensor]:
         """The implicit attention matrices, row i saying what token i takes from each token.
 
@@ -172,7 +173,7 @@ class ImplicitAttention(ImplicitMethod):
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             show_progress: show a progress bar over layers. Default: False.
-            verify: check that every operator reproduces its module's output. Default: False.
+            verify: as in :meth:`attribute`. Default: True.
 
         Returns:
             One tensor per layer: (B, L, L), or (B, C, L, L) with ``reduce=None``, or (B, H, L, L)
@@ -185,7 +186,9 @@ class ImplicitAttention(ImplicitMethod):
             # of a wider matrix the columns at its end would be kept in memory, too
             return chosen.operator(layer).dense(chosen.reduce).contiguous()
 
-        return self._each_layer(inputs, layers, additional_forward_args, show_progress, make)
+        return self._each_layer(
+            inputs, layers, additional_forward_args, show_progress, make, verify
+        )
 
     def states(
         self,
@@ -196,7 +199,7 @@ class ImplicitAttention(ImplicitMethod):
         additional_forward_args: Any = None,
         *,
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> list[Tensor]:
         """The matrices of a channel's single states (hidden-attention paper, eq. 16).
 
@@ -208,14 +211,16 @@ class ImplicitAttention(ImplicitMethod):
             layers: as in :meth:`matrices`. Default: None, all.
             components: as in :meth:`attribute`; with the scan, without the skip. Default: ``"s6"``.
             additional_forward_args: further positional arguments of forward_func. Default: None.
-            show_progress, verify: as in :meth:`matrices`. Default: False.
+            show_progress, verify: as in :meth:`matrices`, with the same defaults.
 
         Returns:
             One tensor (B, len(channels), N, L, L) per layer.  Mixers that read both ways have 2 N
             states: the forward direction's, then the backward one's, un-flipped.
         """
         make = each_state(channels, components, verify)
-        return self._each_layer(inputs, layers, additional_forward_args, show_progress, make)
+        return self._each_layer(
+            inputs, layers, additional_forward_args, show_progress, make, verify
+        )
 
     def factors(
         self,
@@ -226,7 +231,7 @@ class ImplicitAttention(ImplicitMethod):
         additional_forward_args: Any = None,
         *,
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> list[Factors]:
         """The factors of :meth:`states` in Mamba and Mamba-2 (eqs. 17-20): query, key, history.
 
@@ -240,7 +245,9 @@ class ImplicitAttention(ImplicitMethod):
             :meth:`states`.
         """
         make = each_factor(channels, simplified, verify)
-        return self._each_layer(inputs, layers, additional_forward_args, show_progress, make)
+        return self._each_layer(
+            inputs, layers, additional_forward_args, show_progress, make, verify
+        )
 
     def _each_layer(
         self,
@@ -249,6 +256,7 @@ class ImplicitAttention(ImplicitMethod):
         additional_forward_args: Any,
         show_progress: bool,
         make: Callable[[Layer], Made],
+        verify: bool | float,
     ) -> list[Made]:
         """What ``make`` returns for each of the layers wanted, on the device of the inputs."""
         named = None if layers is None else checks.integers("layers", layers, "layers")
@@ -258,7 +266,7 @@ class ImplicitAttention(ImplicitMethod):
         check_batch(tensor, additional)
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
-            found = self._run(tensor, None, additional, "mean", stack).layers
+            found = self._run(tensor, None, additional, "mean", stack, verify=verify).layers
             wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
             made = {
                 i: make(found[i]).to(tensor.device)

@@ -18,7 +18,7 @@ from .call.query import Query
 from .engine.fold import carry, check_row, shown, stages, verify_layer
 from .engine.run import Run
 from .vectors.latim import LatimMethod, for_each, query_index, read_layers, read_options, wanted
-from .vectors.mixing import StageMixing
+from .vectors.shares import AltiShares
 
 AGGREGATES = ("rollout", "mean")
 
@@ -86,7 +86,7 @@ class LatimALTI(LatimMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """The query's row over all layers; the relevances of a row sum to 1.
 
@@ -110,8 +110,8 @@ class LatimALTI(LatimMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
 
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
@@ -153,6 +153,7 @@ class LatimALTI(LatimMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
     def maps(
@@ -163,7 +164,7 @@ class LatimALTI(LatimMethod):
         additional_forward_args: Any = None,
         *,
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> list[Tensor]:
         """The maps, row i saying which tokens token i is made of.
 
@@ -176,7 +177,7 @@ class LatimALTI(LatimMethod):
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             show_progress: show a progress bar over layers. Default: False.
-            verify: check that every operator reproduces its module's output. Default: False.
+            verify: as in :meth:`attribute`. Default: True.
 
         Returns:
             One tensor (B, Q, L) per layer or stage, its rows summing to 1. Padded tokens belong
@@ -189,14 +190,14 @@ class LatimALTI(LatimMethod):
             mixing = self._mixing(stage, run, chosen.verify)
             return mixing.rows(query_index(positions, stage[-1])).to(device)
 
-        with self._traced(inputs, additional_forward_args) as run:
+        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
             bar = self.name if chosen.show_progress else None
             return for_each(wanted(stages(run.layers), named), make, bar)
 
-    def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> StageMixing:
+    def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         for layer in stage:
             verify_layer(layer, verify)
-        return StageMixing(
+        return AltiShares(
             stage,
             run.streams,
             residual=self.residual,

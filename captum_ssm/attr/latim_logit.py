@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,10 +18,10 @@ from .call import checks
 from .call.inputs import call_model, single_input
 from .call.query import Query
 from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
-from .engine.decompose import not_reached
+from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
-from .engine.residual import residual_streams
 from .engine.run import Run
+from .engine.sharing import begin, chained, followed
 from .vectors.latim import LatimMethod, read_options
 from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
 
@@ -85,7 +86,7 @@ class LatimLogit(LatimMethod):
         show_progress: bool = False,
         internal_batch_size: int | None = None,
         return_convergence_delta: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> Any:
         """What each input token adds to the target.
 
@@ -103,15 +104,15 @@ class LatimLogit(LatimMethod):
                 the maps of all layers but the last, and so time quadratic in L, whatever the
                 number of targets: for a layer of Mamba-1 at 1024 tokens that of 40 to 60 forward
                 and backward passes through it; or ``"projection"``, the cheap choice, linear in
-                L, of signed shares; see :mod:`.mixing`. Default: ``"alti"``.
+                L, of signed shares; see :mod:`.vectors.shares`. Default: ``"alti"``.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
             return_convergence_delta: also return output - relevance - biases per example, (B,).
                 Default: False.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
 
         Returns:
             The relevance, in the inputs' shape, with the delta if asked for; for embeddings it
@@ -156,7 +157,7 @@ class LatimLogit(LatimMethod):
         contrast: Any = None,
         mixing: str = "alti",
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> LogitContributions:
         """All that :meth:`attribute` sums up: contributions by layer, biases.
 
@@ -250,6 +251,8 @@ class LatimLogit(LatimMethod):
                     ready.extend(
                         contributions_to(run, self.activation, make, bar, by_layer=by_layer)
                     )
+                    if self.activation == "linearized" and verify is not False:
+                        _require_sums(ready, run)
                 found.append(ready.pop(0))
                 return found[-1].tokens
 
@@ -261,6 +264,7 @@ class LatimLogit(LatimMethod):
             query="mean",
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
     def _run(
@@ -271,13 +275,32 @@ class LatimLogit(LatimMethod):
         query: Query,
         stack: ExitStack,
         graph: Graph = "outputs",
+        *,
+        verify: bool | float = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        with residual_streams(model, self.layers) as streams, trace(model, layers=self.layers) as t:
-            paths = stack.enter_context(direct_paths(model, inputs, layers=self.layers))
+        with ExitStack() as hooks:
+            tokens = followed(model, self.layers, hooks)
+            t = hooks.enter_context(
+                trace(
+                    model,
+                    layers=self.layers,
+                    verify=verify is not False,
+                    streams=True,
+                    follow=tokens,
+                )
+            )
+            paths = stack.enter_context(
+                direct_paths(model, inputs, layers=self.layers, follow=tokens)
+            )
+            if tokens is not None:
+                hooks.enter_context(tokens)
             start = paths.mode.begun(inputs)
+            begin(tokens, start)
             output = logits_of(call_model(self.forward_func, start, additional))
+            origin = None if tokens is None else tokens.origin(output)
         require_layers(t, model)
+        chain = chained(t, origin)
         questions = []
         with unseen():
             mask = t.mask
@@ -287,5 +310,14 @@ class LatimLogit(LatimMethod):
                 if not number.requires_grad:
                     raise not_reached()
                 questions.append(LogitQuestion(torch.zeros_like(number), number, constant))
-        streamed = dict(zip(t.layers, streams, strict=True))
-        return LogitRun(t.layers, mask, questions, paths, streams=streamed)
+        given = None if chain is None else chain.given
+        return LogitRun(t.layers, mask, questions, paths, chain, given=given)
+
+
+def _require_sums(found: Sequence[LogitContributions], run: LogitRun) -> None:
+    """Raise unless the parts of every output sum to it."""
+    for parts, question in zip(found, run.questions, strict=True):
+        written = torch.cat([parts.layers, parts.locals, parts.embedding[None]])  # (parts, B, L)
+        if not sums_up(parts, written.transpose(0, 1)):
+            assert question.selected is not None
+            raise not_linear(question.selected)

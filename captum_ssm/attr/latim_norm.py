@@ -88,7 +88,7 @@ class LatimNorm(LatimMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """The query's row of the mean over layers; for one layer alone, name it in ``layers``.
 
@@ -106,8 +106,8 @@ class LatimNorm(LatimMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
 
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
@@ -139,6 +139,7 @@ class LatimNorm(LatimMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
     def maps(
@@ -149,7 +150,7 @@ class LatimNorm(LatimMethod):
         additional_forward_args: Any = None,
         *,
         show_progress: bool = False,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> list[Tensor]:
         """The maps, row i saying how much token i takes from each token.
 
@@ -161,7 +162,7 @@ class LatimNorm(LatimMethod):
                 tensor (B, Q). Default: None, all.
             additional_forward_args: further positional arguments of forward_func. Default: None.
             show_progress: show a progress bar over layers. Default: False.
-            verify: check that every operator reproduces its module's output. Default: False.
+            verify: as in :meth:`attribute`. Default: True.
 
         Returns:
             One tensor (B, Q, L) per layer. Rows and columns of padded tokens are zero.
@@ -178,7 +179,7 @@ class LatimNorm(LatimMethod):
                 found *= keep[:, None] * keep.gather(1, index)[..., None]
             return found.to(device)
 
-        with self._traced(inputs, additional_forward_args) as run:
+        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
             bar = self.name if chosen.show_progress else None
             return for_each(wanted(run.layers, named), make, bar)
 

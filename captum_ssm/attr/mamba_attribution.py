@@ -16,10 +16,10 @@ from ..tracing import Layer
 from .call import checks
 from .call.query import Query
 from .engine import published
-from .engine.fold import Mixing, fold
+from .engine.fold import LayerMatrix, fold
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
-from .engine.strips import Budget, MemoryBudget, streamed
+from .engine.strips import Budget, MemoryBudget, in_strips
 
 #: What becomes of negative entries, in place.
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -86,7 +86,7 @@ class MambaAttribution(ImplicitMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
         memory_budget: MemoryBudget = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Relevance of every input token to the target.
@@ -118,8 +118,8 @@ class MambaAttribution(ImplicitMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
             memory_budget: what the rows of a layer's matrix that exist at a time may take: bytes,
                 or a string such as ``"512MiB"``.  What the model takes, and the parts from which
                 rows are made, comes on top. Default: None, a share of the memory that is free.
@@ -151,7 +151,7 @@ class MambaAttribution(ImplicitMethod):
             if recipe == "paper":
                 weights = _mean_gradients(run, used)
 
-                def step(layer: Layer, operator: Operator) -> Mixing:
+                def step(layer: Layer, operator: Operator) -> LayerMatrix:
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
 
                     def weighted(strip: Strip) -> Tensor:
@@ -164,7 +164,7 @@ class MambaAttribution(ImplicitMethod):
                         budget.on(operator.device) // operator.dtype.itemsize,
                         lambda: operator.dense(chosen.reduce),
                     )
-                    return streamed(operator, chosen.reduce, budget, weighted, alpha)
+                    return in_strips(operator, chosen.reduce, budget, weighted, alpha)
 
                 return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 
@@ -186,6 +186,7 @@ class MambaAttribution(ImplicitMethod):
             per_token=per_token,
             internal_batch_size=internal_batch_size,
             graph="outputs" if recipe == "paper" else "all",
+            verify=verify,
         )
 
 

@@ -15,10 +15,10 @@ from ..tracing import Layer
 from .call import checks
 from .call.query import Query
 from .engine import published
-from .engine.fold import Mixing, fold, given, scaled
+from .engine.fold import LayerMatrix, fold, given, scaled
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
-from .engine.strips import Budget, MemoryBudget, reduced, streamed
+from .engine.strips import Budget, MemoryBudget, in_strips, reduced
 
 
 class ImplicitAttentionRollout(ImplicitMethod):
@@ -75,7 +75,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
         memory_budget: MemoryBudget = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Relevance of every input token to the query, over all layers.
@@ -107,8 +107,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
             memory_budget: what the rows of a layer's matrix that exist at a time may take, where
                 rows are needed (another reduction than the mean, or absolute): bytes, or a string
                 such as ``"512MiB"``.  What the model takes, and the parts from which rows are made,
@@ -135,12 +135,12 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 "and discard_ratio at their defaults."
             )
 
-        def step(layer: Layer, operator: Operator) -> Mixing:
+        def step(layer: Layer, operator: Operator) -> LayerMatrix:
             scale = layer.linear.branch_scale
             if not entrywise:
                 return scaled(reduced(operator, chosen.reduce, budget), scale)
             if discard_ratio == 0:
-                return streamed(
+                return in_strips(
                     operator, chosen.reduce, budget, lambda strip: strip.entries.mul_(scale).abs_()
                 )
             matrix = scale * operator.dense(chosen.reduce)
@@ -166,6 +166,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
 

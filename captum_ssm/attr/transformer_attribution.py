@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..tracing.gradients import recordable
 from .call import checks
 from .call.query import Query
 from .call.targets import several
-from .engine.fold import Mixing, fold, given
+from .engine.fold import LayerMatrix, fold, given
 from .engine.linear_run import coefficients
 from .engine.method import ImplicitMethod, options
 from .engine.run import Question, Run
@@ -118,7 +118,7 @@ class TransformerAttribution(ImplicitMethod):
         per_token: bool = False,
         show_progress: bool = False,
         internal_batch_size: int | None = None,
-        verify: bool | float = False,
+        verify: bool | float = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Relevance of every input token to the target.
 
@@ -142,8 +142,8 @@ class TransformerAttribution(ImplicitMethod):
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
             internal_batch_size: run at most so many examples at a time. Default: None, all.
-            verify: check that every operator reproduces its module's output; a number is the
-                tolerance. Default: False.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
 
         Returns:
             The relevance, in the inputs' shape; for embeddings it sums to the token's relevance
@@ -168,10 +168,10 @@ class TransformerAttribution(ImplicitMethod):
             if isinstance(question, Propagated):
                 propagated = dict(zip(run.layers, question.coefficients, strict=True))
 
-            def step(layer: Layer, operator: Operator) -> Mixing:
+            def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 linear = layer.linear
                 at = range(linear.operator.shape.heads) if chosen.heads is None else chosen.heads
-                gradient = _behind(linear, layer.in_order(gradients[layer]))[:, :, at]
+                gradient = _behind(layer.written, layer.in_order(gradients[layer]))[:, :, at]
                 coefficient = None
                 if layer in propagated:
                     coefficient = _behind(linear, layer.in_order(propagated[layer]))[:, :, at]
@@ -187,6 +187,7 @@ class TransformerAttribution(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
+            verify=verify,
         )
 
     def _run(
@@ -197,9 +198,11 @@ class TransformerAttribution(ImplicitMethod):
         query: Query,
         stack: ExitStack,
         graph: Graph = "outputs",
+        *,
+        verify: bool | float = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        run = super()._run(inputs, target, additional, query, stack, graph)
+        run = super()._run(inputs, target, additional, query, stack, graph, verify=verify)
         stack.enter_context(recordable(model))  # gradients pass the output projections again
         if self.form == "gradient":
             return run
@@ -210,7 +213,7 @@ class TransformerAttribution(ImplicitMethod):
             Propagated(asked.weights, asked.selected, each, taken=asked.taken)
             for asked, each in zip(run.questions, found, strict=True)
         ]
-        return Run(run.layers, run.mask, questions)
+        return replace(run, questions=questions)
 
 
 def _behind(linear: LinearMixer, gradient: Tensor) -> Tensor:

@@ -1,21 +1,21 @@
-"""What ``captum-ssm demo`` shows: a trained Mamba, its answers, and where they come from."""
+"""``captum-ssm demo``: a trained Mamba, its answers, and where they come from."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from .._files import make_folder, replacing
+from .._optional import optional
 
-from .._files import make_folder, optional, replacing
-from ..attr import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, MambaAttribution
-from ..bench.tasks.recall import Example, generate, parse_prompt
-from ..bench.tasks.recall_batch import accuracy
-from ..models.bundled import load_bundled
-from ..viz import plot_matrices, plot_text
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..bench.tasks import Example
 
 PROMPT = (
     "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
@@ -46,24 +46,44 @@ class _Method:
     relevance: Callable[[Tensor, int], Tensor]
 
 
-def run(prompt: str | None, out: Path) -> None:
-    """Explain one prompt, score the methods on fresh ones, write pictures to ``out``.
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "demo",
+        help="explain the bundled trained Mamba model and write pictures",
+        description="Explain the bundled trained Mamba model. Example: captum-ssm demo --out demo",
+    )
+    parser.add_argument("--prompt", help="a prompt of the model's task; see the model's card")
+    parser.add_argument(
+        "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
+    )
+    parser.set_defaults(run=run)
 
-    Args:
-        prompt: a prompt of the recall task. Default (None): a built-in one.
-        out: folder for the pictures; made if missing.
-    """
-    example = parse_prompt(PROMPT if prompt is None else prompt)
-    make_folder(out)
+
+def run(options: argparse.Namespace) -> None:
+    """Explain one prompt, score the methods on fresh ones, write pictures."""
+    import torch
+
+    from ..bench.tasks import parse_prompt
+
+    example = parse_prompt(PROMPT if options.prompt is None else options.prompt)
+    make_folder(options.out)
     torch.set_num_threads(1)  # the model is small: threads would wait for each other
     with _without_hints_at_kernels():
-        _explain(example, out)
+        _explain(example, options.out)
 
 
 def _explain(example: Example, out: Path) -> None:
+    import torch
+
+    from ..attr import ImplicitAttention
+    from ..bench.tasks import accuracy, generate
+    from ..models import load_bundled
+    from ..viz import plot_matrices, plot_text
+
     model, vocabulary = load_bundled()
     fresh = generate(_SCORED, _SEED)
-    ids = torch.tensor([example.tokens])
+    ids = _ids(example)
     with torch.no_grad():
         chances = model(ids).logits[0, -1].softmax(-1)
     answer = int(chances.argmax())
@@ -93,6 +113,8 @@ def _explain(example: Example, out: Path) -> None:
 
 
 def _methods(model: nn.Module) -> list[_Method]:
+    from ..attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+
     flow, rollout = LatimFlow(model), ImplicitAttentionRollout(model)
     attribution = MambaAttribution(model)
     return [
@@ -129,9 +151,16 @@ def _without_query(relevance: Tensor) -> Tensor:
 def _share_found(method: _Method, examples: Sequence[Example]) -> float:
     hits = 0
     for example in examples:
-        relevance = method.relevance(torch.tensor([example.tokens]), example.answer_id)
+        relevance = method.relevance(_ids(example), example.answer_id)
         hits += int(relevance.abs().argmax()) == example.value_position
     return hits / len(examples)
+
+
+def _ids(example: Example) -> Tensor:
+    """A prompt as the model takes it, (1, L)."""
+    import torch
+
+    return torch.tensor([example.tokens])
 
 
 def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:

@@ -59,6 +59,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("captum-ssm-results"), help="folder for records and tables"
     )
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

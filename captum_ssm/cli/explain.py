@@ -1,4 +1,4 @@
-"""``captum-ssm explain`` and ``captum-ssm methods``."""
+"""``captum-ssm explain``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
 def add_to(commands: Any) -> None:
-    """Add the commands to the subparsers.
+    """Add the command to the subparsers.
 
     Args:
         commands: what ``add_subparsers`` of a parser returns.
@@ -81,11 +81,7 @@ def add_to(commands: Any) -> None:
         "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    commands.add_parser(
-        "methods",
-        help="list the methods, what they cost and what they say",
-        description="List the methods. Example: captum-ssm methods",
-    )
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -114,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     """
     from ..explain.loading import Source, load
     from ..explain.methods import method_classes
-    from ..explain.targets import read_target
+    from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report

@@ -38,6 +38,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the first model's own if left")
     parser.add_argument("--device", default="cpu", help="where the models run; cpu if left")
     parser.add_argument("--port", type=int, help="of the page; a free one if left")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._files import optional
-from ..bench.data.valence import text_words
-from ..bench.tasks.class_texts import CLASS_WORDS, TextReader
-from ..bench.tasks.scenes import SceneTask
-from ..bench.training.recipes import recipe_of
-from ..bench.training.text_recipes import TextRecipe
+from .._optional import optional
 from ..errors import DataNotFoundError, OptionError
 from ..models import load_bundled, load_vim
 from ..models.bundled import BUNDLED
-from ..models.checks import check_complete, check_counts, naming
+from ..models.checkpoints import check_complete, check_counts, naming
+from ..models.folders import VOCABULARY
+from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
-from .pictures import for_vim, processed, scene
+from .image_inputs import for_vim, processed, scene, side_of
 
 #: Makes images (B, C, H, W), as the model wants them, of files.
 Prepare = Callable[[Sequence[Path]], Tensor]
@@ -167,19 +164,19 @@ def load(source: Source) -> Loaded:
 
 def _bundled(name: str) -> Loaded:
     model, key = load_bundled(name)
-    recipe = recipe_of(name)
-    if isinstance(recipe.task, SceneTask):
-        side = recipe.task.size
+    if not isinstance(key, WordVocabulary):
+        side = side_of(model)
         return Loaded(
             model, prepare=lambda files: torch.stack([scene(f, side) for f in files]), labels=key
         )
-    if isinstance(recipe, TextRecipe):
-        reader = recipe.reader(key)
-        if not reader.encoder:
-            model = SentenceClassifier(model, reader)
-        classes = tuple(word.strip("<>") for word in CLASS_WORDS)
-        return Loaded(model, _Sentences(reader), labels=classes)
-    return Loaded(model, key, is_language=True)
+    if CLS not in key:
+        return Loaded(model, key, is_language=True)
+    encoder = type(model).__name__.endswith("ForSequenceClassification")
+    reader = TextReader(key, encoder)
+    classes = tuple(word.strip("<>") for word in CLASS_WORDS)
+    return Loaded(
+        model if encoder else SentenceClassifier(model, reader), _Sentences(reader), labels=classes
+    )
 
 
 class SentenceClassifier(nn.Module):
@@ -267,7 +264,7 @@ def _tokenizer(transformers: Any, source: Source) -> Any:
     """The tokenizer; that of a model made by captum-ssm train is a list of words."""
     where = source.name if source.tokenizer is None else source.tokenizer
     folder = Path(where)
-    words = folder / "vocab.json"
+    words = folder / VOCABULARY
     own = any((folder / f"tokenizer{end}").exists() for end in (".json", "_config.json", ".model"))
     if words.exists() and not own and not (folder / "merges.txt").exists():
         return WordVocabulary.from_json(words)

@@ -1,58 +1,17 @@
-"""The methods that the command offers."""
+"""The methods as the command names and lists them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
+from ..attr.catalogue import DEFAULT, METHODS
+from ..attr.engine.method import ImplicitMethod
 from ..errors import OptionError
 
 
-class MethodLine(NamedTuple):
-    """A line of the table of methods.
-
-    Attributes:
-        name: of its class in captum_ssm.
-        cost: beside the forward run.
-        says: what it says.
-    """
-
-    name: str
-    cost: str
-    says: str
-
-
-#: The methods that the command offers, in the order in which it lists them.
-METHODS = (
-    MethodLine("LatimFlow", "1 backward, linear", "what each token adds to an output, exactly"),
-    MethodLine("MambaLRP", "1 backward, linear", "layer-wise relevance propagation"),
-    MethodLine("ImplicitAttentionRollout", "1 row, linear", "the query's row through all layers"),
-    MethodLine("ImplicitAttention", "1 row, linear", "the query's row, mean over layers"),
-    MethodLine(
-        "MambaAttribution", "1 L x L map per layer, 1 backward", "rollout weighted by the gradient"
-    ),
-    MethodLine(
-        "TransformerAttribution",
-        "1 L x L map per head, 2 backward",
-        "rollout weighted by relevance and gradient",
-    ),
-    MethodLine("LatimNorm", "1 row of vectors per layer", "how long contribution vectors are"),
-    MethodLine(
-        "LatimLogit", "all rows of vectors of earlier layers", "additions to an output, by layer"
-    ),
-    MethodLine(
-        "LatimALTI", "all rows of vectors of every layer", "which tokens a token is made of"
-    ),
-)
-
-#: What is used if none is named: exact, by gradient, and class-agnostic.
-DEFAULT = ("LatimFlow", "MambaAttribution", "ImplicitAttentionRollout")
-
-
-def method_classes(names: list[str] | None) -> list[type[Any]]:
+def method_classes(names: list[str] | None) -> list[type[ImplicitMethod]]:
     """The classes of methods; upper and lower case are the same.
 
     Args:
-        names: of the methods; None for :data:`DEFAULT`.
+        names: of the methods; None for those of a report.
 
     Returns:
         The classes, each once, in the order of their names.
@@ -65,21 +24,24 @@ def method_classes(names: list[str] | None) -> list[type[Any]]:
         >>> [each.__name__ for each in method_classes(["mambalrp", "LatimFlow"])]
         ['MambaLRP', 'LatimFlow']
     """
-    from .. import attr
-
-    known = {line.name.lower(): line.name for line in METHODS}
-    for name in names or ():
+    if not names:
+        return list(DEFAULT)
+    known = {entry.name.lower(): entry.method for entry in METHODS}
+    for name in names:
         if name.lower() not in known:
             raise OptionError(
-                f"--method {name}: no such method. Use some of {', '.join(known.values())}; "
-                "captum-ssm methods says what they are."
+                f"--method {name}: no such method. Use some of "
+                f"{', '.join(entry.name for entry in METHODS)}; captum-ssm methods says what they "
+                "are."
             )
-    chosen = dict.fromkeys(known[name.lower()] for name in names or DEFAULT)
-    return [getattr(attr, name) for name in chosen]
+    return list(dict.fromkeys(known[name.lower()] for name in names))
 
 
-def methods_table() -> str:
+def methods_table(markdown: bool = False) -> str:
     """The methods, one line each.
+
+    Args:
+        markdown: as a markdown table, with what they need. Default: False, aligned columns.
 
     Returns:
         The table as text, a head and a line for each method.
@@ -89,7 +51,17 @@ def methods_table() -> str:
         >>> [line.split()[0] for line in methods_table().splitlines()[:3]]
         ['method', 'LatimFlow', 'MambaLRP']
     """
-    rows = [("method", "cost", "what it says"), *METHODS]
+    if markdown:
+        lines = [
+            ("method", "what it says", "needs", "cost beside the forward run"),
+            ("---",) * 4,
+            *((f"`{m.name}`", m.says, "; ".join(m.needs), str(m.cost)) for m in METHODS),
+        ]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [
+        ("method", "cost", "what it says"),
+        *((entry.name, str(entry.cost), entry.says) for entry in METHODS),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(
         f"{name.ljust(widths[0])}  {cost.ljust(widths[1])}  {says}" for name, cost, says in rows

@@ -5,8 +5,7 @@ its imports, or unchanged after :func:`install_alias`.
 """
 
 from . import features
-from .alias import install_alias
-from .captum08 import register_with_captum
+from .captum08 import install_alias, register_with_captum
 from .dataset import Batch
 from .features import EmptyFeature, GeneralFeature, ImageFeature, TextFeature
 from .filters import FilterConfig

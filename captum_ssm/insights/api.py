@@ -1,14 +1,19 @@
-"""What the page can ask for."""
+"""What the page can ask for, and what it is sent."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import sys
 import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
 
 from ..errors import OptionError
 from .dataset import Example
@@ -98,6 +103,28 @@ class Api:
                 traceback.print_exc(file=sys.stderr)
             return {"model_index": model, "error": str(error) or type(error).__name__}
         return None if output is None else dict(output._asdict())
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON that any browser reads; a number that is none is null."""
+    return json.dumps(plain(value), allow_nan=False).encode()
+
+
+def plain(value: Any) -> Any:
+    """A value in JSON's own types; NaN and infinity become None, as which JSON knows no other."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if hasattr(value, "__iter__"):
+        return [plain(inner) for inner in value]
+    return str(value)
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:

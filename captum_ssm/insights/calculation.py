@@ -15,14 +15,16 @@ from ..attr.engine.method import ImplicitMethod
 from ..errors import InputError, OptionError
 from .applicability import obstacle
 from .dataset import Example
-from .features import BaseFeature
-from .filters import OutputScore
+from .features import BaseFeature, FeatureOutput
+from .filters import FilterConfig, OutputScore
 from .methods import ATTRIBUTION_NAMES_TO_METHODS, DEFAULTS_FROM_INPUTS, parameters_of
 
 #: So many classes are named of a prediction.
 _NAMED = 4
 #: Arguments of ``attribute`` that are no options of the method.
 _GIVEN = {"self", "inputs", "target", "additional_forward_args"}
+#: The score of a label, as Captum Insights has it.
+_CERTAIN = 100.0
 
 
 class Prediction(NamedTuple):
@@ -41,6 +43,24 @@ class Prediction(NamedTuple):
         if self.output.numel() == 1:
             return None
         return (-1, index) if self.output.dim() == 3 else index
+
+
+class VisualizationOutput(NamedTuple):
+    """What one model and one method say of an example.
+
+    Attributes:
+        feature_outputs: what is shown of each feature.
+        actual: the class the example is labelled with, or None.
+        predicted: the likeliest classes, likeliest first.
+        active_index: the class that the relevance is of; None where it is of none.
+        model_index: which of the models.
+    """
+
+    feature_outputs: list[FeatureOutput]
+    actual: OutputScore | None
+    predicted: list[OutputScore]
+    active_index: int | None
+    model_index: int
 
 
 class AttributionCalculation:
@@ -189,7 +209,51 @@ class Logits(nn.Module):
         return _output(self.model, arguments[: self._inputs], arguments[self._inputs :])
 
 
-def contributions(relevance: Sequence[Tensor]) -> list[float]:
+def explanation(
+    calculation: AttributionCalculation,
+    config: FilterConfig,
+    example: Example,
+    model_index: int,
+    target: int | None = None,
+    filtered: bool = False,
+) -> VisualizationOutput | None:
+    """What a model and a method make of an example.
+
+    Args:
+        calculation: holds models and features.
+        config: names the method and its arguments, and the filter.
+        example: a batch of one.
+        model_index: which of the models.
+        target: the class to explain. Default: None, the one that this model predicts.
+        filtered: return None if the example does not pass the filter. Default: False.
+    """
+    model = calculation.models[model_index]
+    inputs = calculation.transformed(example)
+    prediction = calculation.predict(model, inputs, example.additional)
+    actual = None if example.label is None else calculation.score(_CERTAIN, example.label)
+    if filtered and not config.passes(prediction.scores, actual):
+        return None
+    if target is None and prediction.scores:
+        target = prediction.scores[0].index
+    relevance = calculation.relevance(
+        model,
+        inputs,
+        example.additional,
+        None if target is None else prediction.target(target),
+        config.attribution_method,
+        config.attribution_arguments,
+    )
+    shares = shares_of(relevance)
+    outputs = [
+        feature.visualize(found, data, share)
+        for feature, found, data, share in zip(
+            calculation.features, relevance, example.inputs, shares, strict=True
+        )
+    ]
+    return VisualizationOutput(outputs, actual, prediction.scores, target, model_index)
+
+
+def shares_of(relevance: Sequence[Tensor]) -> list[float]:
     """The share of each feature, signed; absolute values sum to 1, or are all 0."""
     sums = torch.stack([tensor.cpu().double().sum() for tensor in relevance])
     total = sums.abs().sum()

@@ -1,9 +1,14 @@
-"""Our methods in the Insights of Captum 0.8 itself."""
+"""Captum's own Insights: ours under its name, and our methods in that of Captum 0.8."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
+
+import captum
 
 from ..attr.engine.method import ImplicitMethod
 from ..errors import OptionError
@@ -12,6 +17,37 @@ from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
 
 #: How its page, which knows words and whole numbers alone, says yes, no and nothing.
 _YES, _NO, _NOTHING = "yes", "no", "default"
+
+_OURS = "captum_ssm.insights"
+_THEIRS = "captum.insights"
+#: The modules that scripts of Captum 0.8 import.
+_MODULES = (
+    "",
+    ".attr_vis",
+    ".attr_vis.app",
+    ".attr_vis.attribution_calculation",
+    ".attr_vis.config",
+    ".attr_vis.features",
+)
+
+
+def install_alias() -> None:
+    """Lets ``import captum.insights`` find :mod:`captum_ssm.insights`, for this process.
+
+    A Captum that has an Insights of its own (0.8) keeps it.
+
+    Example:
+        >>> import importlib.util
+        >>> from captum_ssm.insights import install_alias
+        >>> install_alias()  # from here: from captum.insights import AttributionVisualizer
+        >>> importlib.util.find_spec("captum.insights") is not None
+        True
+    """
+    if _THEIRS not in sys.modules and importlib.util.find_spec(_THEIRS) is not None:
+        return
+    for name in _MODULES:
+        sys.modules.setdefault(_THEIRS + name, import_module(_OURS + name))
+    captum.insights = sys.modules[_THEIRS]
 
 
 def register_with_captum() -> list[str]:

@@ -1,10 +1,11 @@
-"""The examples that are looked through, one after the other."""
+"""The examples that are looked through, one after the other, and those that pass a filter."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from ..errors import InputError
 
 #: Of a dataset that can be gone through only once, so many examples are kept to be shown again.
 KEPT = 256
+#: At most so many examples are run at a time, so that neither a dataset without end nor a filter
+#: that nothing passes keeps a search going for ever.
+MOST_SEARCHED = 256
+
+Seen = TypeVar("Seen")
 
 
 class Batch:
@@ -184,3 +190,46 @@ def _batches(dataset: Iterator[Any]) -> Iterator[Any]:
         # Captum's own example calls next() inside a generator, which so ends (PEP 479)
         if not isinstance(error.__cause__, StopIteration):
             raise
+
+
+@dataclass(frozen=True)
+class Found(Generic[Seen]):
+    """The examples that passed the filter.
+
+    Attributes:
+        examples: each with what the models that it passed for made of it.
+        searched: how many examples were run.
+        ended: whether the end of the dataset was met.
+    """
+
+    examples: list[tuple[Example, list[Seen]]]
+    searched: int
+    ended: bool
+
+
+def search(
+    stream: Stream,
+    count: int,
+    models: int,
+    view: Callable[[Example, int], Seen | None],
+    again: bool = False,
+) -> Found[Seen]:
+    """Goes on through a stream until enough examples passed, or the dataset ends.
+
+    Args:
+        stream: the examples.
+        count: how many are enough.
+        models: how many models there are.
+        view: what the model of an index makes of an example; None if it does not pass.
+        again: begin where the last search began. Default: False, where it ended.
+    """
+    found: list[tuple[Example, list[Seen]]] = []
+    searched = 0
+    for example in stream.page(again):
+        searched += 1
+        seen = [view(example, index) for index in range(models)]
+        if passed := [one for one in seen if one is not None]:
+            found.append((example, passed))
+        if len(found) == count or searched == MOST_SEARCHED:
+            break
+    return Found(found, searched, stream.ended)

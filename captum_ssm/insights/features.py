@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .pictures import heat, photograph
+from ..viz.html.pictures import heat, photograph
 
 #: A function, several in a row, or none.
 Transforms = Callable[..., Any] | Sequence[Callable[..., Any]] | None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._files import folder, lines, text
+from .._files import existing_folder, read_lines, read_text
 from ..attr.text.codec import Codec
 from ..errors import DataError, InputError, OptionError
 from ..explain.loading import Loaded
@@ -52,9 +52,11 @@ class Texts:
         self._codecs = [Codec(each.tokenizer) for each in loaded]
         self._device = _device(loaded)
         if path.is_file():
-            found: list[tuple[str, int | None]] = [(line, None) for line in lines(path)]
+            found: list[tuple[str, int | None]] = [(line, None) for line in read_lines(path)]
         else:
-            found = [(text(file), label) for file, label in _labelled(path, (".txt",), classes)]
+            found = [
+                (read_text(file), label) for file, label in _labelled(path, (".txt",), classes)
+            ]
         self._texts = [(written, label) for written, label in found if written.strip()]
         if not self._texts:
             raise DataError(f"{path} holds no text.")
@@ -118,7 +120,7 @@ def _labelled(
     path: Path, suffixes: Sequence[str], classes: Sequence[str]
 ) -> list[tuple[Path, int | None]]:
     """Files of a folder, then those of the folders in it with the class that is their name."""
-    top = folder(path, f"files that end in {', '.join(suffixes)}")
+    top = existing_folder(path, f"files that end in {', '.join(suffixes)}")
     numbers = {name: number for number, name in enumerate(classes)}
     labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]
     for inner in sorted(p for p in top.iterdir() if p.is_dir() and _files(p, suffixes)):

@@ -22,24 +22,7 @@ from captum.attr import (
 )
 from torch import Tensor
 
-from ..attr import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
-    LatimLogit,
-    LatimNorm,
-    MambaAttribution,
-    MambaLRP,
-    TransformerAttribution,
-)
-from ..attr.call.components import PRESETS
-from ..attr.call.targets import CONTRASTS
-from ..attr.engine.method import RECIPES
-from ..attr.flow import GATES
-from ..attr.latim_alti import AGGREGATES
-from ..attr.mamba_attribution import CLAMPS
-from ..attr.vectors.logit import MIXINGS
+from ..attr.catalogue import METHODS, Option
 from .config import BoolConfig, Config, ConfigParameters, NumberConfig, StrEnumConfig, TupleConfig
 
 #: In the order in which they are offered; the first that fits a model is the first it is shown by.
@@ -50,15 +33,7 @@ SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = [
     DeepLift,
     GuidedBackprop,
     Deconvolution,
-    LatimFlow,
-    MambaLRP,
-    MambaAttribution,
-    TransformerAttribution,
-    ImplicitAttentionRollout,
-    ImplicitAttention,
-    LatimNorm,
-    LatimALTI,
-    LatimLogit,
+    *(entry.method for entry in METHODS),
     FeatureAblation,
     Occlusion,
 ]
@@ -75,28 +50,9 @@ _APPROXIMATIONS = (
     "riemann_trapezoid",
 )
 _AT_A_TIME = NumberConfig(1, (1, 100))
-_START = NumberConfig(0, (0, None))
-_QUERY = StrEnumConfig(None, (None, "last", "mean", "cls"))
-_MATRICES: dict[str, Config] = {
-    "components": StrEnumConfig("unified", tuple(PRESETS)),
-    "heads": TupleConfig(),
-    "start_layer": _START,
-    "query": _QUERY,
-}
-_REDUCED: dict[str, Config] = {
-    "reduce": StrEnumConfig("mean", ("mean", "max", "min", "product")),
-    "recipe": StrEnumConfig("paper", RECIPES),
-    **_MATRICES,
-}
-_ROWS: dict[str, Config] = {"start_layer": _START, "query": _QUERY}
-_CONTRAST = StrEnumConfig(None, (None, *CONTRASTS))
-_FLOW: dict[str, Config] = {
-    "contrast": _CONTRAST,
-    "gate": StrEnumConfig(None, (None, *GATES)),
-    "zero_bias": BoolConfig(),
-}
 
-_ARGUMENTS: dict[type[Attribution], dict[str, Config]] = {
+#: Of Captum's methods, what may be set on the page.
+_OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
     IntegratedGradients: {
         "n_steps": NumberConfig(25, (2, None)),
         "method": StrEnumConfig("gausslegendre", _APPROXIMATIONS),
@@ -108,28 +64,24 @@ _ARGUMENTS: dict[type[Attribution], dict[str, Config]] = {
         "strides": TupleConfig(),
         "perturbations_per_eval": _AT_A_TIME,
     },
-    LatimFlow: _FLOW,
-    MambaLRP: _FLOW,
-    MambaAttribution: {
-        "clamp": StrEnumConfig("relu", tuple(CLAMPS)),
-        "normalize_rows": BoolConfig(),
-        **_REDUCED,
-    },
-    TransformerAttribution: {"normalize_rows": BoolConfig(), **_MATRICES},
-    ImplicitAttentionRollout: {
-        "absolute": BoolConfig(),
-        "discard_ratio": NumberConfig(0.0, (0.0, 0.999)),
-        "normalize_rows": BoolConfig(),
-        **_REDUCED,
-    },
-    ImplicitAttention: _REDUCED,
-    LatimNorm: _ROWS,
-    LatimALTI: {"aggregate": StrEnumConfig("rollout", AGGREGATES), **_ROWS},
-    LatimLogit: {"contrast": _CONTRAST, "mixing": StrEnumConfig("alti", tuple(MIXINGS))},
 }
 
+
+def _kind(option: Option) -> Config:
+    """The kind of argument that an option of a method of this package is."""
+    if option.words:
+        return StrEnumConfig(option.default, option.words)
+    if option.limits is not None:
+        return NumberConfig(option.default, option.limits)
+    return BoolConfig(option.default) if isinstance(option.default, bool) else TupleConfig()
+
+
 ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
-    method.get_name(): ConfigParameters(arguments) for method, arguments in _ARGUMENTS.items()
+    method.get_name(): ConfigParameters(arguments)
+    for method, arguments in (
+        *_OF_CAPTUM.items(),
+        *((m.method, {option.name: _kind(option) for option in m.options}) for m in METHODS),
+    )
 }
 
 #: An occluding window covers an eighth of each side of an image, and moves by half of that.

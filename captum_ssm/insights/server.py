@@ -12,14 +12,13 @@ import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..errors import CaptumSSMError, OptionError
-from .api import Api
-from .payload import encoded
+from ..viz.html.page import asset
+from .api import Api, encoded
 
 _LOOPBACK = "127.0.0.1"
 #: A request of the page is a few names and numbers.
@@ -29,15 +28,21 @@ _SILENCE = 30
 #: Seconds that the end of the server may take.
 _PATIENCE = 0.1
 
-_PAGE = ("page.html", "text/html")
-#: What holds no data, and is handed out without a token.
+_PAGE = "insights.html"
+#: By path, what holds no data, and is handed out without a token.
 _ASSETS = {
-    "/page.css": ("page.css", "text/css"),
-    "/examples.css": ("examples.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/controls.js": ("controls.js", "text/javascript"),
-    "/drawing.js": ("drawing.js", "text/javascript"),
+    f"/{name}": name
+    for name in (
+        "common.css",
+        "insights.css",
+        "common.js",
+        "drawing.js",
+        "controls.js",
+        "insights.js",
+    )
 }
+#: By the ending of its name, what a file is.
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 #: By path, how it is asked and what of.
 _QUESTIONS = {
     "/api/config": ("GET", "config"),
@@ -141,10 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
             content = self._content()  # before any refusal: what is not read breaks the connection
             self._check_origin()
             if method == "GET" and address.path in _ASSETS:
-                return self._send_asset(*_ASSETS[address.path])
+                return self._send_asset(_ASSETS[address.path])
             self._check_token(address.query)
             if method == "GET" and address.path == "/":
-                return self._send_asset(*_PAGE)
+                return self._send_asset(_PAGE)
             if _QUESTIONS.get(address.path, ("", ""))[0] != method:
                 raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
             request = _request(content) if method == "POST" else {}
@@ -184,9 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
         known = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
         return self.rfile.read(int(size)) if known else None
 
-    def _send_asset(self, name: str, kind: str) -> None:
-        content = files(__package__).joinpath("assets", name).read_bytes()
-        self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
+    def _send_asset(self, name: str) -> None:
+        kind = _KINDS[name.rpartition(".")[2]]
+        self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", asset(name).encode())
 
     def _send_error(self, status: HTTPStatus, reason: str) -> None:
         self._send(status, "application/json", encoded({"error": reason}))

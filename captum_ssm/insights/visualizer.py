@@ -12,14 +12,12 @@ from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import OptionError
-from .calculation import AttributionCalculation
+from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
-from .dataset import Example, Stream
-from .explanation import VisualizationOutput, explanation
+from .dataset import Example, Found, Seen, Stream, search
 from .features import BaseFeature
 from .filters import FilterConfig
 from .methods import ATTRIBUTION_METHOD_CONFIG, ATTRIBUTION_NAMES_TO_METHODS
-from .search import Found, Seen, search
 
 if TYPE_CHECKING:
     from .server import Server
@@ -146,7 +144,7 @@ class AttributionVisualizer:
 
         Fewer than asked for are returned at the end of the dataset, behind which the next call
         begins at its start, and where too few pass of as many examples as one call runs; see
-        :data:`~captum_ssm.insights.search.MOST_SEARCHED`.
+        :data:`~captum_ssm.insights.dataset.MOST_SEARCHED`.
         """
         return [outputs for _, outputs in self.search(self.view).examples]
 

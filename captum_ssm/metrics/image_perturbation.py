@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attr.call.inputs import cuts
+from ..attr.call.inputs import batch_parts
 from ..errors import InputError
 from .checks import as_fractions, as_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
@@ -114,7 +114,7 @@ def image_perturbation(
         raise InputError(f"relevance has {len(maps)} maps for {len(images)} images.")
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
     parts, whole = [], []
-    for cut in cuts(len(images), internal_batch_size):
+    for cut in batch_parts(len(images), internal_batch_size):
         some = cut(images)
         # a value per channel may be as long as the batch
         per_image = isinstance(fill, Tensor) and fill.dim() == 4

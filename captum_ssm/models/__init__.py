@@ -1,6 +1,20 @@
-"""Models: Vision Mamba in plain PyTorch, and the small trained ones that ship with the package."""
+"""Models: Vision Mamba in plain PyTorch, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled
+from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+from .vocabulary import WordVocabulary
 
-__all__ = ["VisionMamba", "load_bundled", "load_vim", "vim_small", "vim_tiny"]
+__all__ = [
+    "CLASS_WORDS",
+    "CLS",
+    "TextReader",
+    "VisionMamba",
+    "WordVocabulary",
+    "class_vocabulary",
+    "load_bundled",
+    "load_vim",
+    "text_words",
+    "vim_small",
+    "vim_tiny",
+]

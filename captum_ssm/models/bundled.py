@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from ..bench.training.recipes import RECIPES, recipe_of
 from ..errors import OptionError
-from .folders import WEIGHTS
+from .folders import WEIGHTS, load_folder
 
 _HERE = Path(__file__).parent
-_OF_BENCH = _HERE.parent / "bench" / "weights"
+#: Where models ship: one for everybody here, and those that experiments measure.
+_PLACES = (_HERE, _HERE.parent / "bench" / "weights")
+#: By the name of each bundled model, which is that of its task and of its architecture, its folder.
+_FOLDERS = {
+    weights.parent.name: weights.parent
+    for place in _PLACES
+    for weights in sorted(place.glob(f"*/{WEIGHTS}"))
+}
 
-#: The names of the bundled models; each is that of its task and of its architecture.  A recipe
-#: whose weights do not ship can be trained, and loaded from a folder.
-BUNDLED = tuple(
-    name
-    for name in RECIPES
-    if any((place / name / WEIGHTS).is_file() for place in (_HERE, _OF_BENCH))
-)
+#: The names of the bundled models.
+BUNDLED = tuple(_FOLDERS)
 
 
 def load_bundled(
@@ -31,7 +32,7 @@ def load_bundled(
     Args:
         name: a task and the architecture that learned it.  Of the language models, each a
             ``MambaForCausalLM`` or a ``Mamba2ForCausalLM`` of transformers,
-            ``"recall-mamba"`` answers the prompts of :mod:`captum_ssm.bench.tasks.recall`;
+            ``"recall-mamba"`` answers the prompts of :class:`~captum_ssm.bench.tasks.RecallTask`;
             ``"copying-mamba"`` and ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and
             ``LONG_COPIES``; ``"translation-mamba"`` and ``"translation-mamba2"`` translate
             ``NUMBER_WORDS``; ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each
@@ -42,18 +43,19 @@ def load_bundled(
             and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes
             of ``SCENES``.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
-            positive sentences, see :class:`~captum_ssm.bench.tasks.TextReader`.
+            positive sentences, see :class:`~captum_ssm.models.TextReader`.
             Default: ``"recall-mamba"``.
         folder: where ``captum-ssm train`` has written a model of this name.
             Default: None, the one that ships with the package.
 
     Returns:
         The model in evaluation mode on the CPU, and its key: the vocabulary
-        (:class:`~captum_ssm.models.vocabulary.WordVocabulary`) of what a language model or a
-        classifier of sentences reads, or the names of an image classifier's classes, in order.
+        (:class:`~captum_ssm.models.WordVocabulary`) of what a language model or a classifier of
+        sentences reads, or the names of an image classifier's classes, in order.
 
     Raises:
-        OptionError: when there is no such model, or its weights do not ship.
+        OptionError: when there is no such model.
+        CheckpointError: when the folder holds no model.
         ImportError: when transformers or safetensors is not installed.
 
     Example:
@@ -65,16 +67,8 @@ def load_bundled(
         >>> vocabulary.decode(logits[:, -1].argmax(-1))
         'kite'
     """
-    recipe = recipe_of(name)
-    if folder is None and name not in BUNDLED:
-        raise OptionError(
-            f"name={name!r}: its weights do not ship. Make them with captum-ssm train {name} "
-            "--out FOLDER, and load_bundled(name, FOLDER)."
-        )
-    where = weights_of(name).parent if folder is None else Path(folder)
-    # The initial weights are drawn and thrown away: the caller's random numbers stay as they were.
-    with torch.random.fork_rng(devices=[]):
-        return recipe.load(where)
+    shipped = weights_of(name).parent
+    return load_folder(shipped if folder is None else Path(folder))
 
 
 def weights_of(name: str) -> Path:
@@ -84,7 +78,7 @@ def weights_of(name: str) -> Path:
         name: of the model.
 
     Returns:
-        Where the file is, or would be if the weights do not ship.
+        Where the file is.
 
     Raises:
         OptionError: when there is no such model.
@@ -94,6 +88,6 @@ def weights_of(name: str) -> Path:
         >>> sorted(path.name for path in weights_of("recall-mamba").parent.iterdir())
         ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
     """
-    recipe_of(name)
-    place = _HERE if (_HERE / name).is_dir() else _OF_BENCH
-    return place / name / WEIGHTS
+    if name not in _FOLDERS:
+        raise OptionError(f"name={name!r}: no such bundled model. Use one of {BUNDLED}.")
+    return _FOLDERS[name] / WEIGHTS

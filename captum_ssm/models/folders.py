@@ -1,4 +1,10 @@
-"""The folders that bundled models are kept in: config.json and model.safetensors."""
+"""Folders of small models, which say themselves what is in them.
+
+- ``config.json`` names the class, of transformers or :class:`~captum_ssm.models.VisionMamba`, and
+  what it is made of; of an image classifier it names the classes.
+- ``model.safetensors`` holds the weights, tied ones once.
+- ``vocab.json``, of a model that reads texts, holds the words.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +16,129 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._files import make_folder, optional, write_whole, writing
+from .._files import make_folder, write_whole, writing
+from .._optional import optional
 from ..errors import CheckpointError
-from .checks import check_counts, check_fit, naming, read_json, read_safetensors
+from .checkpoints import check_counts, check_fit, naming, read_json, read_safetensors
 from .small import model_of
+from .vim import VisionMamba
+from .vocabulary import WordVocabulary
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
+
+#: The one class that is not of transformers.
+_PLAIN = VisionMamba.__name__
+#: Classes whose weights transformers saves under the names of its earlier versions.
+_RENAMED = {"ViTForImageClassification"}
 
 
-def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
-    """Writes the weights of a model of plain torch, and what it is made of."""
+def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
+    """A model in evaluation mode on the CPU, with the key to what it reads or answers.
+
+    Args:
+        folder: what :func:`save_vision_mamba` or :func:`save_of_transformers` has written to.
+
+    Returns:
+        The model, and its vocabulary or, where it has none, the names of its classes in order.
+
+    Raises:
+        DataNotFoundError: when a file is missing.
+        CheckpointError: when the configuration makes no model, the weights are not its, or there is
+            no key.
+        InputError: when the vocabulary is no list of words.
+        ImportError: when transformers or safetensors is not installed.
+    """
+    settings = read_config(folder)
+    # The initial weights are drawn and thrown away: the caller's random numbers stay as they were.
+    with torch.random.fork_rng(devices=[]):
+        model = _model(folder, settings)
+    words, classes = folder / VOCABULARY, settings.get("id2label")
+    if words.is_file():
+        return model, WordVocabulary.from_json(words)
+    if not isinstance(classes, dict):
+        raise CheckpointError(
+            f"{folder} has no key: a model that reads texts needs {VOCABULARY} beside it, an image "
+            f"classifier id2label in {CONFIG}."
+        )
+    return model, tuple(classes.values())
+
+
+def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
+    # Folders of earlier versions name the class of transformers alone.
+    named = settings.get("architectures", [_PLAIN])
+    if named == [_PLAIN]:
+        own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
+        return _filled(lambda: VisionMamba(**own), folder)
+    model_class = _class_of_transformers(folder, named)
+    if model_class.__name__ in _RENAMED:
+        return _renamed(folder, model_class)
+    return _filled(lambda: model_of(model_class.__name__, settings), folder)
+
+
+def _class_of_transformers(folder: Path, named: object) -> Any:
+    transformers = optional("transformers", '"captum-ssm[hf]"', "A bundled model")
+    name = named[0] if isinstance(named, list) and named else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{folder / CONFIG} has architectures = {named!r}, not the name of a model of "
+            "transformers."
+        )
+    return found
+
+
+def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """The model with its weights, made once they are known to be its."""
+    weights = read_weights(folder)
+    with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
+        wanted = make()
+    for name, stored in _tied(wanted, weights).items():
+        weights[name] = weights[stored]
+    try:
+        check_fit(wanted.state_dict(), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {error}") from None
+    model = make()
+    model.load_state_dict(weights, strict=True)
+    return model.eval()
+
+
+def _tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, str]:
+    """Names that are not stored, each with the stored one that shares its parameter."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    stored = {id(own[name]): name for name in weights if name in own}
+    return {
+        name: stored[id(parameter)]
+        for name, parameter in own.items()
+        if name not in weights and id(parameter) in stored
+    }
+
+
+def _renamed(folder: Path, model_class: Any) -> nn.Module:
+    """A model whose weights are saved under other names than it has, which transformers knows."""
+    with naming(f"{folder} holds no {model_class.__name__}"):
+        loaded, found = model_class.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
+    odd = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
+    if odd:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit {model_class.__name__}: {odd}.")
+    model: nn.Module = loaded
+    return model.eval()
+
+
+def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path) -> None:
+    """Writes the weights of a Vision Mamba, and what it is made of.
+
+    Args:
+        model: the model.
+        settings: the arguments of its class, and its classes as ``id2label``.
+        folder: where the files go; made if missing.
+    """
     make_folder(folder)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     write_whole(folder / WEIGHTS, _safetensors("Saving a bundled model").save(weights))
-    write_config(settings, folder)
-
-
-def load_plain(
-    model_class: Callable[..., nn.Module], settings: dict[str, Any], folder: Path
-) -> nn.Module:
-    """A model of plain torch in evaluation mode.
-
-    Args:
-        model_class: makes it.
-        settings: what it is made of.
-        folder: what :func:`save_plain` has written to.
-
-    Raises:
-        CheckpointError: when the settings make no model, or the weights are not its.
-    """
-    return _filled(lambda: model_class(**settings), read_weights(folder), folder)
+    write_config({"architectures": [_PLAIN], **settings}, folder)
 
 
 def save_of_transformers(model: Any, folder: Path) -> None:
@@ -66,49 +165,6 @@ def _stored_once(model: nn.Module) -> dict[str, Tensor]:
     return {k: w for k, w in weights.items() if first.setdefault(w.data_ptr(), k) == k}
 
 
-def load_of_transformers(folder: Path, tied: dict[str, str] | None = None) -> nn.Module:
-    """A model of transformers in evaluation mode, of the class that its configuration names.
-
-    Args:
-        folder: what :func:`save_of_transformers` has written to.
-        tied: names of weights that are stored once, each with the name it is stored under.
-            Default: None, there are none.
-
-    Raises:
-        CheckpointError: when the configuration makes no model, or the weights are not its.
-    """
-    model_class, settings = _class_of(folder)
-    weights = read_weights(folder)
-    for name, stored in (tied or {}).items():
-        if stored in weights:
-            weights.setdefault(name, weights[stored])
-    return _filled(lambda: model_of(model_class.__name__, settings), weights, folder)
-
-
-def load_renamed(folder: Path) -> nn.Module:
-    """A model of transformers whose weights are saved under other names than the model has.
-
-    Of some classes, transformers saves the weights under their names of earlier versions.
-
-    Args:
-        folder: what :func:`save_of_transformers` has written to.
-
-    Raises:
-        CheckpointError: when the configuration makes no model, weights are missing, or there are
-            others.
-    """
-    model_class, _ = _class_of(folder)
-    with naming(f"{folder} holds no {model_class.__name__}"):
-        loaded, found = model_class.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True
-        )
-    odd = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
-    if odd:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit {model_class.__name__}: {odd}.")
-    model: nn.Module = loaded
-    return model.eval()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The settings of a saved model."""
     return check_counts(read_json(folder / CONFIG), str(folder / CONFIG))
@@ -122,34 +178,6 @@ def write_config(settings: dict[str, Any], folder: Path) -> None:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a saved model, by name."""
     return read_safetensors(folder / WEIGHTS, "A bundled model")
-
-
-def _filled(make: Callable[[], nn.Module], weights: dict[str, Tensor], folder: Path) -> nn.Module:
-    """The model with its weights, made once they are known to be its."""
-    with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
-        wanted = make().state_dict()
-    try:
-        check_fit(wanted, weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {error}") from None
-    model = make()
-    model.load_state_dict(weights, strict=True)
-    return model.eval()
-
-
-def _class_of(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The class of transformers that a configuration names, and its settings."""
-    transformers = optional("transformers", '"captum-ssm[hf]"', "A bundled model")
-    settings = read_config(folder)
-    named = settings.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise CheckpointError(
-            f"{folder / CONFIG} has architectures = {named!r}, not the name of a model of "
-            "transformers."
-        )
-    return found, settings
 
 
 def _safetensors(need: str) -> Any:

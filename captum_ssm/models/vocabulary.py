@@ -9,7 +9,8 @@ from pathlib import Path
 from .._files import write_whole
 from ..errors import InputError
 
-UNKNOWN = "<unk>"
+#: The word that fills texts up to one length, and the one that stands for all unknown ones.
+PAD, UNKNOWN = "<pad>", "<unk>"
 
 
 class WordVocabulary:
@@ -26,7 +27,7 @@ class WordVocabulary:
         InputError: when a word occurs twice, is empty or has a space in it.
 
     Example:
-        >>> from captum_ssm.bench.tasks import WordVocabulary
+        >>> from captum_ssm.models import WordVocabulary
         >>> vocabulary = WordVocabulary(["<pad>", "a", "lamp"])
         >>> vocabulary.encode("a lamp"), vocabulary.decode([1, 2]), len(vocabulary)
         ([1, 2], 'a lamp', 3)

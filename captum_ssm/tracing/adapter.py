@@ -92,8 +92,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
     expected = (*shape[:2], width)
 
     def guarded(y: Tensor) -> Tensor:
-        if tuple(y.shape) != shape:
-            raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
+        check_operator(mixer, shape, y)
         if live and torch.is_grad_enabled() and not y.requires_grad:
             raise _error(mixer, _cut_off("what the operator returns", "its values"))
         with _blaming(mixer, "returned a project that raised"):
@@ -107,6 +106,18 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
         return out
 
     return guarded
+
+
+def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
+    """Raise for an operator that does not keep the shape of its values.
+
+    Args:
+        mixer: whose it is.
+        shape: that of its values.
+        y: what it makes of them.
+    """
+    if tuple(y.shape) != shape:
+        raise _error(mixer, f"returned an operator that makes {tuple(y.shape)} of {shape}")
 
 
 def _marks_tokens(mask: Any, size: tuple[int, ...]) -> bool:

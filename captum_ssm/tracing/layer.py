@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +13,22 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.parts.token_map import TokenMap
-from ..operators import Operator
+from ..operators import Chain, Operator, Permute
 from ..operators.kernels.arithmetic import full_precision
 from .find import Mixer
+from .projection import Projection, scaled_output
 from .verification import relative_error, require_same, tolerance_for
 
 
 class Layer:
     """One recorded mixer call.
 
-    The trace keeps the call's input and output; the operator is made when it is asked for, and
-    only the layer asked last keeps its own.  Layers are made by :func:`~captum_ssm.trace`.
+    Its operator was made where the mixer returned, of the mixer as it was in that moment, and is
+    kept while there is memory for it.  One that was not kept is made again when it is asked for,
+    and held to what the mixer had returned.  Layers are made by :func:`~captum_ssm.trace`.
 
     Args:
-        linearized: returns a layer's linear mixer.
+        linearized: makes the linear mixer of a layer that keeps none.
         mixer, call, block, stream: as below.
 
     Attributes:
@@ -36,8 +39,13 @@ class Layer:
             :class:`~captum_ssm.mixers.Architecture`.
         block: the module that holds the mixer, or None.
         call: the recorded call.
+        tolerance: the largest error accepted of its operator, unless the user says otherwise.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
+        residual: the residual stream that entered the block, (B, L, E); None where nobody asked
+            for it, or the mixer stands alone.
+        stage: number of the stage that it belongs to; None if the run was not arranged.
+        checked: the error that was found when the operator was made; None if it was not looked for.
 
     Example:
         >>> import torch
@@ -61,28 +69,44 @@ class Layer:
         block: nn.Module | None,
         stream: Tensor | None,
     ) -> None:
-        self._linearized = linearized  # by the trace, which keeps one operator at a time
+        self._linearized = linearized
+        self._linear: LinearMixer | None = None
+        self.checked: float | None = None
+        self.stage: int | None = None
+        self._order: Tensor | None = None
+        self._stream_order: Tensor | None = None
+        self._is_ordered = False
+        self.residual: Tensor | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
         self.joins = mixer.architecture.joins
         self.block = block
         self.call = call
+        self._left = call.output_tensor
+        self._factor: Tensor | None = None
         self.stream = stream
-        self._tolerance = tolerance_for(self.output)
-        self._versions = self._current_versions()
+        self.tolerance = tolerance_for(self.output)
+        self._weights = list(mixer.module.parameters())
+        self._versions = self._versions_of(self.call.hidden_states, self.output)
+        self._versions_of_weights = self._versions_of(*self._weights)
 
-    def _current_versions(self) -> list[int]:
-        tensors = (self.call.hidden_states, self.output)
+    @staticmethod
+    def _versions_of(*tensors: Tensor) -> list[int]:
         return [t._version for t in tensors if not t.is_inference()]
 
     def check_unchanged(self) -> None:
-        """Raise if the model overwrote a recorded tensor after the mixer ran.
+        """Raise if a recorded tensor, or a weight, was overwritten after the mixer ran.
 
         Raises:
-            InputError: when it did; the record of the call is void.
+            InputError: when one was; the record of the call is void.
         """
-        if self._versions != self._current_versions():
+        if self._versions_of_weights != self._versions_of(*self._weights):
+            raise InputError(
+                f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
+                "so the record of it is void. Read the record before the change, or run again."
+            )
+        if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
                 "after the call, so the record of it is void. Use the out-of-place form."
@@ -90,8 +114,41 @@ class Layer:
 
     @property
     def output(self) -> Tensor:
-        """What the mixer returned, (B, L, E), or in windows (B W, T, E); see :meth:`in_order`."""
-        return self.call.output_tensor
+        """What left the mixer, (B, L, E), or in windows (B W, T, E); see :meth:`in_order`.
+
+        That is what it returned, unless a hook of somebody else's changed it.
+        """
+        return self._left
+
+    def leave(self, left: Tensor, factor: Tensor | None) -> None:
+        """Note what left the mixer.
+
+        Args:
+            left: it, (B, L, E).
+            factor: what hooks have multiplied the mixer's output with; see :func:`hook_factor`.
+                None if no hook changed it.
+        """
+        self._left = left
+        self._factor = factor
+        self._versions = self._versions_of(self.call.hidden_states, left)
+
+    @property
+    def written(self) -> LinearMixer:
+        """The linear mixer with what hooks of others make of its output.
+
+        Raises:
+            InputError: when a hook does something else than scale tokens or drop features.
+        """
+        if self._factor is None:
+            return self.linear
+        if not len(self._factor):
+            raise InputError(
+                f"Layer {self.name!r}: a forward hook changes what the mixer returns, by more than "
+                "a factor for each token or for each feature, so that it is no longer what its "
+                "operator returns. Use LatimFlow, which explains the hook as well, or leave the "
+                "hook out."
+            )
+        return scaled_output(self.linear, self.in_order(self._factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
@@ -114,7 +171,20 @@ class Layer:
         Args:
             x: (B, L, E), or in windows (B W, T, E).
         """
-        return x if self.map is None else self.map.in_order(x)
+        if self.map is not None:
+            return self.map.in_order(x)
+        return x if self._order is None else x.index_select(1, self._order.argsort().to(x.device))
+
+    def arrange(self, stage: int, order: Tensor | None, stream_order: Tensor | None) -> None:
+        """Put the operator's tokens into the order of those of the run's first layer.
+
+        Args:
+            stage: number of the stage that the layer belongs to.
+            order: which of the first layer's tokens each of the mixer's is (L,); None if they are
+                the same.
+            stream_order: the same for the tokens of the stream that entered its block.
+        """
+        self.stage, self._order, self._stream_order = stage, order, stream_order
 
     @property
     def linear(self) -> LinearMixer:
@@ -123,7 +193,20 @@ class Layer:
         Raises:
             NonFiniteError: when a coefficient is NaN or infinite.
         """
-        return self._linearized(self)
+        if self._linear is None:
+            return _reordered(self._linearized(self), self._order)
+        self.check_unchanged()
+        if self._order is not None and not self._is_ordered:
+            self._linear, self._is_ordered = _reordered(self._linear, self._order), True
+        return self._linear
+
+    def keep(self, linear: LinearMixer) -> None:
+        """Keep the linear mixer that was made in the run.
+
+        Args:
+            linear: it.
+        """
+        self._linear = linear
 
     @property
     def operator(self) -> Operator:
@@ -146,7 +229,15 @@ class Layer:
         Some 1e-7 for a model in float32.
         """
         with torch.no_grad(), full_precision(self.output.device):
-            return relative_error(self.linear.output(), self.in_order(self.output.detach()))
+            returned = self.call.output_tensor.detach()
+            return relative_error(self.linear.output(), self.in_order(returned))
+
+    @property
+    def residual_in_order(self) -> Tensor | None:
+        """:attr:`residual` by the operator's tokens."""
+        if self.residual is None or self._stream_order is None:
+            return self.residual
+        return self.residual.index_select(1, self._stream_order.argsort().to(self.residual.device))
 
     def verify(self, tolerance: float | None = None) -> None:
         """Raise unless the operator reproduces the module's output.
@@ -159,8 +250,51 @@ class Layer:
         Raises:
             ReconstructionError: naming the layer and the error.
         """
-        limit = self._tolerance if tolerance is None else tolerance
-        require_same(self.name, self.architecture, self.reconstruction_error(), limit)
+        limit = self.tolerance if tolerance is None else tolerance
+        error = self.reconstruction_error() if self.checked is None else self.checked
+        require_same(self.name, self.architecture, error, limit)
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"
+
+
+def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
+    """What a mixer's output was multiplied with by hooks, (B, L, 1) or (B, L, E).
+
+    Args:
+        returned: what the mixer returned, (B, L, E).
+        left: what hooks have made of it.
+
+    Returns:
+        The factors; None if nothing was changed; nothing (0,) if it was by no factor for each
+        token, nor by one that keeps or drops each feature.
+    """
+    returned, left = returned.detach(), left.detach()
+    if returned is left or torch.equal(returned, left):
+        return None
+    if left.shape == returned.shape:
+        size = returned.abs().amax(-1, keepdim=True)
+        largest = returned.abs().argmax(-1, keepdim=True)
+        factor = left.gather(-1, largest) / returned.gather(-1, largest).where(size > 0, 1)
+        for found in (factor, (left == returned).to(left)):
+            if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
+                return found
+    return returned.new_empty(0)
+
+
+def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
+    """The linear mixer over tokens of which ``order`` (L,) says where each of its own is."""
+    if order is None:
+        return linear
+    order = order.to(linear.values.device)
+    back = order.argsort()
+    shape, project = linear.operator.shape, linear.project
+    if isinstance(project, Projection) and project.rest.dim() == 3 and project.rest.shape[1] > 1:
+        project = replace(project, rest=project.rest.index_select(1, back))
+    return replace(
+        linear,
+        values=linear.values.index_select(1, back),
+        operator=Chain(Permute(back, shape), linear.operator, Permute(order, shape)),
+        project=project,
+        mask=None if linear.mask is None else linear.mask.index_select(1, back),
+    )

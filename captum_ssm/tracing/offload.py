@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..mixers.base import Call, LinearMixer
-from .adapter import linear_form
+from .adapter import check_operator, linear_form
 from .find import Mixer
+from .projection import Projection, projection_of
 
 #: What accelerate puts on a module: its hook, the forward it wraps, and the wrapper.
 _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
-def linearize(mixer: Mixer, call: Call) -> LinearMixer:
+def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer:
     """What the mixer's adapter returns, with the weights in reach whenever they are read.
 
     Args:
         mixer: the mixer.
         call: its recorded call.
+        running: whether what is around the mixer is running, with its weights loaded. Default:
+            False.
     """
     hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
-    with _loaded(hooked, mixer.module, call) as moved:
+    outer = set(mixer.around) if running else set()
+    with _loaded([m for m in hooked if m not in outer], mixer.module, call) as moved:
         _refuse_missing(mixer)
         linear = linear_form(mixer, moved)
     if not hooked:
@@ -41,6 +46,36 @@ def linearize(mixer: Mixer, call: Call) -> LinearMixer:
             return linear.project(y)
 
     return replace(linear, project=project)
+
+
+def lasting_form(mixer: Mixer, linear: LinearMixer) -> LinearMixer:
+    """The linear mixer with its output projection as it is now, whatever becomes of the module.
+
+    Weights that are brought in for each call would stay in memory with it; these are left to their
+    hooks.
+
+    Args:
+        mixer: the mixer.
+        linear: what its adapter returned.
+    """
+    if any(map(_is_hooked, (*mixer.around, *mixer.module.modules()))):
+        return linear
+    shape = tuple(linear.operator.shape)
+    projection = replace(projection_of(linear), check=partial(check_operator, mixer, shape))
+    return replace(linear, project=projection)
+
+
+def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
+    """The tensors that a linear mixer consists of.
+
+    Args:
+        linear: the mixer.
+    """
+    yield linear.values
+    for leaf in linear.operator.leaves():
+        yield from leaf.tensors().values()
+    if isinstance(linear.project, Projection):
+        yield from (linear.project.weight, linear.project.rest)
 
 
 def _refuse_missing(mixer: Mixer) -> None:

@@ -10,19 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
-from ..mixers.base import Call, LinearMixer
-from ..operators.kernels.arithmetic import all_finite, full_precision
+from ..mixers.base import Call, LinearMixer, first_tensor
+from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
+from .caches import without_caches
+from .chain import Read
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
-from .hooks import Hook, detached, hooked, swap_first, without_caches
-from .layer import Layer
-from .offload import linearize
+from .hooks import Hook, at_both_ends, detached, hooked, swap_first
+from .layer import Layer, hook_factor
+from .memory import bytes_of, free_memory
+from .offload import lasting_form, linearize, tensors_of
+from .places import Origin, Places
 from .repair.loops import repaired_scans
+from .residual import ADDS_TO_NORMED, residual_stream
+from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "outputs", "all"]
+
+#: Share of the free memory that operators of a run may take.
+_SHARE = 4
 
 
 class Trace:
@@ -30,6 +39,7 @@ class Trace:
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
+        reads: what each of them read, where tokens are followed.
 
     Example:
         >>> import torch
@@ -42,32 +52,62 @@ class Trace:
         ([(1, 4), (1, 4)], None)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
+        self.reads: list[Read] = []
+        self._of_the_run = room is not None
+        self._room = room or 0
+        self._check = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
+    def recorded(self, layer: Layer) -> None:
+        """Take a layer in, whose mixer is as it was when it returned.
+
+        Args:
+            layer: of the mixer that has returned.
+        """
+        self.layers.append(layer)
+        if self._room <= 0 and not self._check:
+            return
+        linear = self._made(layer, running=True)
+        if self._check:
+            layer.checked = _error(layer, linear)
+        parameters = layer.mixer.module.parameters()
+        size = bytes_of(tensors_of(linear), besides=parameters)
+        if size <= self._room:
+            self._room -= size
+            layer.keep(linear)
+
     def linearize(self, layer: Layer) -> LinearMixer:
-        """The layer's linear mixer; the latest one asked for is kept.
+        """The linear mixer of a layer that keeps none; the latest one asked for is kept.
 
         Args:
             layer: one of :attr:`layers`.
 
         Raises:
-            NonFiniteError: for the first layer that holds NaN or infinity.
+            NonFiniteError: for a layer that holds NaN or infinity.
             InputError: when the model overwrote what was recorded.
+            ReconstructionError: when the mixer is no longer what it was in the run.
         """
         if self._last is None or self._last[0] is not layer:
             self._last = None
             layer.check_unchanged()
-            with torch.no_grad(), full_precision(layer.output.device):
-                linear = linearize(layer.mixer, layer.call)
-                try:
-                    linear.check_finite(layer.name)
-                except NonFiniteError:
-                    self._blame_first(layer)
-                    raise
+            linear = self._made(layer, running=False)
+            if self._of_the_run and (layer.checked or 0) <= layer.tolerance:
+                require_as_it_was(layer.name, _error(layer, linear), layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
+
+    def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
+        modes = torch.inference_mode(False), torch.no_grad(), unseen()
+        with modes[0], modes[1], modes[2], full_precision(layer.output.device):
+            linear = linearize(layer.mixer, layer.call, running=running)
+            try:
+                linear.check_finite(layer.name)
+            except NonFiniteError:
+                self._blame_first(layer)
+                raise
+            return lasting_form(layer.mixer, linear)
 
     def forget(self) -> None:
         """Let go of the linear mixer that is kept, where memory is needed for something else."""
@@ -98,6 +138,20 @@ class Trace:
         return None
 
 
+def _error(layer: Layer, linear: LinearMixer) -> float:
+    """How far the operator is from its module, beyond what rounding explains."""
+    real = layer.call.output_tensor.detach()
+    with torch.no_grad(), unseen(), full_precision(real.device):
+        ordered = real if linear.map is None else linear.map.in_order(real)
+        if not all_finite(real):  # it is the model's output that will be refused
+            return 0.0
+        error = combined_error(linear, ordered)
+        if error <= layer.tolerance or linear.map is not None:
+            return error
+        rounding = rounding_explains(layer.mixer, layer.call, linear.output(), linearize)
+        return 0.0 if rounding else error
+
+
 def _received_more(call: Call) -> bool:
     """Whether the call's arguments hold more than the sequence itself."""
     sequence = call.hidden_states
@@ -111,6 +165,10 @@ def trace(
     *,
     layers: Sequence[str | nn.Module] | None = None,
     graph: Graph = "none",
+    operators: bool = True,
+    verify: bool = False,
+    streams: bool = False,
+    follow: Places | None = None,
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
@@ -125,6 +183,14 @@ def trace(
             outputs can be taken, or ``"all"`` from the first block on, so that those with respect
             to block inputs can be, too. With gradient checkpointing, take the gradients inside the
             ``with``. Default: ``"none"``.
+        operators: whether operators are made where the mixers return, of the mixers as they are in
+            that moment; else when they are asked for. Default: True.
+        verify: hold every operator to what its module returned when it is made;
+            :meth:`Layer.verify` raises for those that are not it. Default: False.
+        streams: whether the residual stream entering each mixer's block is kept, as
+            :attr:`Layer.residual`. Default: False.
+        follow: follows tokens, outside of mixers; :attr:`Trace.reads` then says what each mixer
+            read. The caller switches it on. Default: None, nothing does.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -145,19 +211,13 @@ def trace(
     """
     module = find_model(model)
     mixers = find_mixers(module, layers)
-    record = Trace()
+    room = free_memory(_device_of(module)) // _SHARE if operators else None
+    record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         without_caches(module, stack)
-        streams: dict[nn.Module, Tensor] = {}
-        blocks = {block for mixer in mixers for block in mixer.blocks}
-        for outer in {outer for mixer in mixers for outer in mixer.around}:
-            kept = graph if outer in blocks else "none"
-            before, register = _stream_hook(streams, kept), outer.register_forward_pre_hook
-            stack.enter_context(hooked(register, before, with_kwargs=True))
-        for mixer in mixers:
-            after = _mixer_hook(record, mixer, streams, graph, mixers[-1])
-            stack.enter_context(hooked(mixer.module.register_forward_hook, after, with_kwargs=True))
+        watch = _Watch(record, graph, streams, follow, mixers[-1])
+        watch.hook(mixers, module, stack)
         stack.enter_context(repaired_scans())  # forwards, too, in memory linear in the length
         if graph != "none":
             stack.enter_context(recordable(module))
@@ -202,43 +262,150 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     )
 
 
-def _mixer_hook(
-    record: Trace, mixer: Mixer, streams: dict[nn.Module, Tensor], graph: Graph, last: Mixer
-) -> Hook:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if graph == "tail" and mixer is last:
-            torch.set_grad_enabled(True)  # undone when the trace ends
-        joins = graph in ("outputs", "all") or (graph == "tail" and mixer is last)
-        # what computed the first output is let go of
-        swap = begun if graph == "outputs" and not record.layers else in_graph
-        kept = swap_first(output, swap)[0] if joins else detached(output)
-        # the block entered last is the one that runs, also for a mixer shared by several
-        block = next((b for b in reversed(streams) if b in mixer.blocks), None)
-        around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}
-        call = Call(detached(args), detached(kwargs), kept, block, around)
-        stream = streams[block] if block is not None and graph == "all" else None
-        record.layers.append(Layer(record.linearize, mixer, call, block, stream))
-        return kept if joins else None
+class _Watch:
+    """What the hooks of a trace have in common.
 
-    return hook
-
-
-def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
-    """Keeps the first floating tensor entering a block: the residual stream or one term of it.
-
-    Of other graphs than ``"all"`` its shape alone is kept.
+    Args:
+        record: what is recorded.
+        graph: which autograd graph is kept.
+        streams: whether the residual stream entering each block is kept.
+        follow: what follows tokens; None if nobody asks.
+        last: the last of the mixers.
     """
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        swap = in_graph if graph == "all" else _itself
-        (args, kwargs), stream = swap_first((args, kwargs), swap)
-        streams.pop(module, None)
-        if stream is not None:
-            shape_only = stream.new_empty(stream.shape, device="meta")
-            streams[module] = stream if graph == "all" else shape_only
-        return (args, kwargs) if graph == "all" else None
+    def __init__(
+        self, record: Trace, graph: Graph, streams: bool, follow: Places | None, last: Mixer
+    ) -> None:
+        self.record, self.graph, self.streams = record, graph, streams
+        self.follow, self.last = follow, last
+        #: What entered the modules around mixers, the one entered last coming last.
+        self.entered: dict[nn.Module, Tensor] = {}
+        self.residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
 
-    return hook
+    def hook(self, mixers: Sequence[Mixer], model: nn.Module, stack: ExitStack) -> None:
+        """Hook the mixers and what is around them, until the stack is left."""
+        blocks = {block for mixer in mixers for block in mixer.blocks}
+        for outer in {outer for mixer in mixers for outer in mixer.around}:
+            before, register = self._entered(outer in blocks), outer.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
+        for mixer in mixers:
+            if self.follow is not None:
+                register = mixer.module.register_forward_pre_hook
+                stack.enter_context(hooked(register, self._look_away))
+            stack.enter_context(at_both_ends(mixer.module, *self._mixer_hooks(mixer)))
+        if self.follow is not None:
+            for module in model.modules():
+                if type(module).__name__ in _WITHIN_TOKENS:
+                    stack.enter_context(hooked(module.register_forward_pre_hook, self._look_away))
+                    after = hooked(module.register_forward_hook, self._through, prepend=True)
+                    stack.enter_context(after)
+
+    def _look_away(self, *_: Any) -> None:
+        assert self.follow is not None
+        self.follow.pause()
+
+    def _through(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert self.follow is not None
+        self.follow.resume()
+        self.follow.through(first_tensor(output), args[0])
+
+    def _entered(self, is_block: bool) -> Hook:
+        """Keeps the first floating tensor entering a block: the residual stream or one term of it.
+
+        Of other graphs than ``"all"`` its shape alone is kept.
+        """
+        keeps = is_block and self.graph == "all"
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_block and (self.streams or self.follow is not None):
+                self._note_residual(module, args, kwargs)
+            swap = in_graph if keeps else _itself
+            (args, kwargs), stream = swap_first((args, kwargs), swap)
+            self.entered.pop(module, None)
+            if stream is not None:
+                shape_only = stream.new_empty(stream.shape, device="meta")
+                self.entered[module] = stream if keeps else shape_only
+            return (args, kwargs) if keeps else None
+
+        return hook
+
+    def _note_residual(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.residual.pop(block, None)
+        stream = residual_stream(block, args, kwargs)
+        if stream is None:
+            return
+        origin = None
+        if self.follow is not None:
+            if not self.follow.has_begun and stream.dim() == 3:
+                self.follow.begin(stream)  # an image has no tokens before
+            origin = self.follow.origin(stream)
+        # a copy: the block may add to its stream in place
+        kept = stream.detach().clone() if self.streams else stream.new_empty(0)
+        self.residual[block] = kept, origin
+
+    def _mixer_hooks(self, mixer: Mixer) -> tuple[Hook, Hook]:
+        """The first hook on a mixer, which sees what it returned, and the last, what left it."""
+        pending: list[tuple[Layer, Tensor]] = []
+        record, graph = self.record, self.graph
+
+        def first(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            # the block entered last is the one that runs, also for a mixer shared by several
+            block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
+            around = {m: x.shape for m, x in reversed(self.entered.items()) if m in mixer.around}
+            call = Call(detached(args), detached(kwargs), detached(output), block, around)
+            stream = self.entered[block] if block is not None and graph == "all" else None
+            layer = Layer(record.linearize, mixer, call, block, stream)
+            found = None if block is None else self.residual.get(block)
+            origin = None if found is None else found[1]
+            if self.streams and found is not None:
+                adds_to_normed = hasattr(block, ADDS_TO_NORMED)
+                layer.residual = call.hidden_states if adds_to_normed else found[0]
+            if self.follow is not None:
+                self.follow.resume()
+                hidden = Call(args, kwargs, output).hidden_states
+                if not self.follow.has_begun:
+                    self.follow.begin(hidden)
+                record.reads.append(Read(self.follow.origin(hidden), origin))
+                self.follow.pause()
+            record.recorded(layer)
+            pending.append((layer, first_tensor(output)))
+
+        def final(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            layer, returned = pending.pop()
+            left = first_tensor(output)
+            if graph == "tail" and mixer is self.last:
+                torch.set_grad_enabled(True)  # undone when the trace ends
+            joins = graph in ("outputs", "all") or (graph == "tail" and mixer is self.last)
+            if joins:
+                # what computed the first output is let go of
+                swap = begun if graph == "outputs" and layer is record.layers[0] else in_graph
+                output, kept = swap_first(output, swap)
+                assert kept is not None
+            else:
+                kept = left.detach()
+            layer.leave(kept, None if left is returned else hook_factor(returned, left))
+            if self.follow is not None:
+                self.follow.resume()
+                self.follow.declare(first_tensor(output), record.layers.index(layer) + 1)
+            return output if joins else None
+
+        return first, final
+
+
+#: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among what
+#: acts within tokens (unified paper, section 3.3).
+_WITHIN_TOKENS = (
+    "RwkvFeedForward",
+    "RWKV6FeedForward",
+    "RWKV7FeedForward",
+)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (p.device for p in model.parameters() if not p.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -1,11 +1,26 @@
-"""Whether an operator is the module that it stands for."""
+"""Whether an operator is the module that it stands for.
+
+The whole output is compared where it is there anyway.  Elsewhere all tokens are compared at once,
+added up with random signs (Freivalds 1979): for these combinations one adjoint of the operator
+does, and an error at any token, however few there are, is an error of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ReconstructionError
+from ..mixers.base import Call, LinearMixer
+from ..operators import Chain, Operator
+from .find import Mixer
+from .projection import projection_of
+
+T = TypeVar("T")
 
 #: Largest max|a - b| / max|b| that ``verify`` accepts, by the dtype the model computed in.
 #: Models in float64 are allowed as much as in float32, to which transformers and mamba_ssm round
@@ -49,6 +64,102 @@ def relative_error(rebuilt: Tensor, real: Tensor) -> float:
     return float((rebuilt - real.to(rebuilt)).abs().max() / scale)
 
 
+def combined_error(linear: LinearMixer, real: Tensor) -> float:
+    """The error of sums over all tokens with random signs, at the size of :func:`relative_error`.
+
+    Args:
+        linear: the mixer.
+        real: what the module returned, (B, L, E), by the operator's tokens.
+    """
+    operator = linear.operator
+    if any(leaf.per_channel() is not leaf for leaf in operator.leaves()):
+        return relative_error(linear.output(), real)  # a token's channels are not its own
+    batch, tokens, *_ = operator.shape
+    signs = _signs(batch, tokens).to(linear.values)
+    project = projection_of(linear)
+    combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
+    rest = (signs[..., None] * project.rest).sum(1)
+    found = combined.flatten(1) @ project.weight + rest
+    expected = (signs[:, None] @ real.to(signs)).squeeze(1)
+    size = real.abs().max().to(found).clamp_min(torch.finfo(real.dtype).tiny)
+    return float((found - expected).abs().max() / (size * tokens**0.5))
+
+
+def _signs(batch: int, tokens: int) -> Tensor:
+    """1 or -1 for each token, drawn without touching the random numbers of anybody else."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(0, 2, (batch, tokens), generator=generator) * 2 - 1
+
+
+def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
+    """Sum over tokens of row times what the operator makes of values, by channel, (B, H, P)."""
+    parts = operator.parts if isinstance(operator, Chain) else (operator,)
+    total = row.new_zeros(row.shape[0], *row.shape[2:])
+    for part in parts:  # the last one acting first
+        offset = part.offset()
+        if offset is not None:
+            total += (row * offset).sum(1)
+        row = part.transpose(row)
+    return total + (row * values).sum(1)
+
+
+def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Linearizer) -> bool:
+    """Whether an operator is about as near as its module to what the module returns in float64.
+
+    Args:
+        mixer, call: the mixer and its call.
+        rebuilt: what the operator returned, (B, L, E).
+        linearize: makes the operator in float64, whose rounding tells that of the other.
+    """
+    parameters = {
+        f"module.{name}": x.double() if x.is_floating_point() else x
+        for name, x in (*mixer.module.named_parameters(), *mixer.module.named_buffers())
+    }
+    wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
+
+    def both(module: nn.Module) -> tuple[Tensor, Tensor]:
+        output = module.forward(*wide.args, **wide.kwargs)
+        again = replace(wide, output=output)
+        return again.output_tensor, linearize(mixer, again).output()
+
+    try:
+        truth, exact = torch.func.functional_call(_Inside(mixer.module), parameters, (both,))
+    except (RuntimeError, TypeError, NotImplementedError):  # what computes in one dtype alone
+        return False
+    if truth.dtype != torch.float64:
+        return False
+    real = call.output_tensor
+    sound = relative_error(exact, truth) <= _ROUNDED
+    return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
+
+
+#: Makes a mixer's operator of one of its calls.
+Linearizer = Callable[[Mixer, Call], LinearMixer]
+#: Largest error in float64 of operators of modules that round parts of themselves to float32.
+_ROUNDED = 1e-5
+
+
+class _Inside(nn.Module):
+    """Hands a module to a function, under whatever parameters it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[nn.Module], T]) -> T:
+        return function(self.module)
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _double(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_double, value))
+    return value
+
+
 def require_same(name: str, architecture: str, error: float, limit: float) -> None:
     """Raise unless an operator reproduces its module's output.
 
@@ -68,4 +179,24 @@ def require_same(name: str, architecture: str, error: float, limit: float) -> No
             "expects. If the adapter is yours, correct it; else please report this with the "
             "model's configuration. A module that is random, as with dropout, or computes in less "
             "than its dtype can be given a wider bound, as in verify=1e-2."
+        )
+
+
+def require_as_it_was(name: str, error: float, limit: float) -> None:
+    """Raise unless an operator that is made after the run is that of the run.
+
+    Args:
+        name: the mixer's qualified name.
+        error: how far it is from what the mixer returned in the run.
+        limit: the largest error accepted.
+
+    Raises:
+        ReconstructionError: naming the layer.
+    """
+    if not error <= limit:
+        raise ReconstructionError(
+            f"Layer {name!r}: there was no memory to keep its operator, and made again after the "
+            f"run it is off by {error:.1e}: the mixer is no longer what it was. Does forward_func "
+            "switch adapters or weights for the time of the call? Explain fewer examples at a time "
+            "with internal_batch_size, or make the change outside forward_func."
         )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from .colours import line_style
-from .figure import by_name, new_figure, numbers
+from .figure import by_name, line_style, new_figure, numbers
 from .labels import shown
 from .layers import finish
 

@@ -8,8 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .colours import LINES
-from .figure import new_figure
+from .figure import LINES, new_figure
 from .labels import shown
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError
-from .colours import line_style
-from .figure import by_name, new_figure, numbers
+from .figure import by_name, line_style, new_figure, numbers
 from .labels import shown
 
 if TYPE_CHECKING:

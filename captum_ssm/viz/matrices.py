@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-from .colours import SEQUENTIAL, min_max, scale
-from .figure import check_labels, new_figure, numbers
+from .figure import SEQUENTIAL, check_labels, min_max, new_figure, numbers, scale
 from .labels import label_axis, shown
 
 if TYPE_CHECKING:

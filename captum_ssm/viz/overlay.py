@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-from .colours import scale
-from .figure import by_name, new_figure, numbers, strongest
+from .figure import by_name, new_figure, numbers, scale, strongest
 from .labels import shown
 
 if TYPE_CHECKING:

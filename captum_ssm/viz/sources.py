@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError
-from .colours import scale
-from .figure import new_figure, numbers
+from .figure import new_figure, numbers, scale
 from .labels import heading, label_axis
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError
-from .colours import scale
-from .figure import by_name, new_figure, numbers, strongest
+from .figure import by_name, new_figure, numbers, scale, strongest
 from .labels import FAMILIES, cut, shown, width
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients, NoiseTunnel
 from helpers.latim_vectors import a_model
+from helpers.sessions import full
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
@@ -39,7 +40,7 @@ def close(found, expected):
 # --- as alone ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mamba", "bamba", pytest.param("vim", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", ["mamba", "bamba", *full("vim")])
 def test_as_the_single_calls(name, monkeypatch):
     case = a_model(name, monkeypatch)
     found = compare(case.model, METHODS, case.inputs, **case.target)

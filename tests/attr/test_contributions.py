@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import a_model, all_vectors, layer_of, record
+from helpers.sessions import full
 from helpers.versions import not_in_4
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error, vim
@@ -31,14 +32,10 @@ EXACT = 1e-12
 
 #: Families of transformers beyond those of the zoo; of its others the mixers are stand-ins.
 MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "xlstm"]
-HEAVY = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
+REST = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
 
 
-def heavy(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.heavy) for name in names]
-
-
-@pytest.mark.parametrize("name", [*architectures.ZOO, *MORE, *heavy(HEAVY)])
+@pytest.mark.parametrize("name", [*architectures.ZOO, *MORE, *full(*REST)])
 def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     layers = record(case.model, case.inputs)
@@ -53,9 +50,7 @@ def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert found.any(-1).sum() > found.shape[1], "nothing is mixed"
 
 
-@pytest.mark.parametrize(
-    "name", ["jamba", "qwen3_next", "lfm2", "llama", *heavy(["zamba", "bamba"])]
-)
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "lfm2", "llama", *full("zamba", "bamba")])
 def test_padding_contributes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     not_in_4(name, "lfm2")
     case = a_model(name, monkeypatch)
@@ -92,7 +87,7 @@ def test_mamba_1(family: str, bias: bool, activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("family", ["mamba2", *heavy(["bamba", "falcon_h1"])])
+@pytest.mark.parametrize("family", ["mamba2", *full("bamba", "falcon_h1")])
 def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
     model = mamba2.make_model(family).double()
     ids, mask = padded_batch([6, 3])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import thorough
 from oracles import relative_error
 from oracles import selection as loops
 from oracles.selection import Wanted, by_loops
@@ -21,7 +22,7 @@ from captum_ssm.tracing import repaired_scans
 FLOAT64, FLOAT32, TYPICAL = 1e-11, 1e-5, 5e-7
 RARE = {"falcon_mamba", "bamba", "vim none", "vim v1", "vim v2"}
 #: All kinds, those that differ little from others for longer runs only.
-SPARING = [pytest.param(k, marks=pytest.mark.heavy) if k in RARE else k for k in KINDS]
+SPARING = thorough(KINDS, set(KINDS) - RARE)
 
 
 def check_factors(found: Factors, wanted: Wanted, tolerance: float) -> None:
@@ -213,6 +214,7 @@ def test_the_backward_direction_is_un_flipped() -> None:
         assert torch.equal(back != 0, lower.mT.expand_as(back))
 
 
+@pytest.mark.full
 def test_long_histories_neither_overflow_nor_drift() -> None:
     """Decays of 1 - 1e-4 and of almost 0 side by side; a float32 sum would be off by 1e-4."""
     mixer, width, select = make_mixer("mamba")

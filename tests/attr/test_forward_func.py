@@ -61,6 +61,7 @@ def test_ways_to_name_the_same_model(method, way):
     assert method(function, named).model is named
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["block", "mixer", "model"])
 def test_models_compiled_in_place(method, part):
     model, ids = mamba_lm(), token_ids(2, 5)

@@ -18,7 +18,7 @@ from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 from captum_ssm import LatimALTI, trace
 from captum_ssm.attr.engine.residual import residual_streams
 from captum_ssm.attr.vectors import contributions, latim
-from captum_ssm.attr.vectors.mixing import StageMixing
+from captum_ssm.attr.vectors.shares import AltiShares
 from captum_ssm.errors import InputError, OptionError, ReconstructionError
 from captum_ssm.operators import DenseHeads
 
@@ -199,7 +199,7 @@ def test_mixers_that_feed_those_that_feed_others(masked: bool) -> None:
         layers.append(Recorded(**vars(layer_of(operator, None)), joins=joins, name=joins))
     streams = {layer: torch.randn(2, 5, 12) for layer in layers}
     mask = torch.tensor([[True] * 5, [False, False, True, True, True]]) if masked else None
-    found = StageMixing(layers, streams, mask=mask).matrix()
+    found = AltiShares(layers, streams, mask=mask).matrix()
     first, second = (oracle.alti(all_vectors(x), streams[x]) for x in layers[:2])
     vectors = all_vectors(layers[2]).double()
     if mask is None:
@@ -308,10 +308,10 @@ def test_few_rows_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = mamba_lm(), token_ids(2, 9)
     wanted = LatimALTI(model).attribute(ids, query="last")
     asked = []
-    rows = StageMixing.rows
+    rows = AltiShares.rows
     monkeypatch.setattr(latim, "_ROWS", 2)
     monkeypatch.setattr(
-        StageMixing, "rows", lambda self, index: asked.append(index.shape[1]) or rows(self, index)
+        AltiShares, "rows", lambda self, index: asked.append(index.shape[1]) or rows(self, index)
     )
     assert relative_error(LatimALTI(model).attribute(ids, query="last"), wanted) <= 1e-5
     assert asked[0] == 1 and len(asked) > 5  # the query's row, then those it points to

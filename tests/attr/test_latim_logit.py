@@ -16,7 +16,7 @@ from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, LatimLogit, trace
 from captum_ssm.attr.engine.residual import residual_streams
-from captum_ssm.attr.vectors.mixing import ProjectionMixing
+from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError, InputError, OptionError, ReconstructionError
 
 TARGET = {"target": (-1, 3)}
@@ -162,7 +162,7 @@ def test_projection_by_its_definition(name: str, monkeypatch: pytest.MonkeyPatch
     kept = dict(zip(t.layers, streams, strict=True))
     layer = next(lay for lay in t.layers if lay.joins == "residual")
     batch, tokens = layer.operator.shape[:2]
-    mixing = ProjectionMixing([layer], kept)
+    mixing = ProjectionShares([layer], kept)
     rows = mixing.rmatvec(torch.eye(tokens)[:, None].expand(-1, batch, -1))  # (i, B, j)
     assert relative_error(rows.sum(-1), torch.ones(tokens, batch)) <= 1e-5
     vectors = all_vectors(layer).double() * layer.linear.branch_scale

@@ -6,6 +6,7 @@ import oracles
 import pytest
 import torch
 from captum.attr import InputXGradient
+from helpers.sessions import thorough
 from torch import Tensor, nn
 from zoo import networks
 from zoo.small import mamba_lm, token_ids
@@ -17,9 +18,7 @@ QUICK = ("mamba", "vim, no cls", "bamba")
 METHODS = pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.heavy) for n in CONSERVED]
-)
+@pytest.mark.parametrize("name", thorough(CONSERVED, QUICK))
 @METHODS
 def test_relevance_is_conserved_without_biases(method, name, monkeypatch):
     case = networks.make(name, monkeypatch)

@@ -9,7 +9,7 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.attr.engine.strips import Budget, reduced, streamed
+from captum_ssm.attr.engine.strips import Budget, in_strips, reduced
 from captum_ssm.operators import Chain, Diagonal, LongConv, Operator, Shape, ShortConv
 from captum_ssm.operators.kernels.rows import Strip
 
@@ -39,7 +39,7 @@ def test_entries_change_where_they_stand(kind: str, rows: int) -> None:
     operator = NARROW[kind]()
     budget = Budget(rows * 4 * 2 * TOKENS * 8)
     assert budget.height(operator, "mean") == rows
-    mixing = streamed(operator, "mean", budget, absolute)
+    mixing = in_strips(operator, "mean", budget, absolute)
     matrix, x = operator.dense().abs(), randn(2, TOKENS)
     forward = torch.einsum("bij,bj->bi", matrix, x)
     assert relative_error(mixing.matvec(x), forward) <= 1e-12

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import every_method
+from helpers.sessions import thorough
 from torch import Tensor, nn
 from zoo import networks
 from zoo.small import mamba_lm, token_ids
@@ -50,10 +51,7 @@ def test_by_every_method(name: str) -> None:
         every_method.call(name, model, padded(0, batch=1), (-1, 3))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.heavy) for n in networks.MASKED],
-)
+@pytest.mark.parametrize("name", thorough(networks.MASKED, QUICK))
 def test_in_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = networks.make(name, monkeypatch)
     model = Masking(case.model)

@@ -419,6 +419,7 @@ def living_tensors():
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_given_back(method):
     """Nothing of a call stays alive: neither its tensors nor the model."""

@@ -14,9 +14,8 @@ from zoo import language
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec, Span, find_spans
 from captum_ssm.attr.text.prompt import read_prompt
-from captum_ssm.bench.tasks import WordVocabulary
 from captum_ssm.errors import InputError
-from captum_ssm.models import load_bundled
+from captum_ssm.models import WordVocabulary, load_bundled
 
 
 class Slow:

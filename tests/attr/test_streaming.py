@@ -10,10 +10,9 @@ from zoo.mamba import padded_batch
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr.engine import run
-from captum_ssm.attr.engine import strips as memory
-from captum_ssm.attr.engine.fold import Mixing, given
-from captum_ssm.attr.engine.strips import Budget, streamed
+from captum_ssm.attr.engine import run, strips
+from captum_ssm.attr.engine.fold import LayerMatrix, given
+from captum_ssm.attr.engine.strips import Budget, in_strips
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Operator, Shape, discard_smallest
 from captum_ssm.operators.kernels.rows import Strip
@@ -140,7 +139,7 @@ def test_one_query_costs_one_row_of_the_last_layer(heights):
 def test_a_sum_of_zero_matters_where_a_row_is_used_alone():
     matrix = torch.tensor([[[-1.0, 0.0], [0.5, 0.25]]])
     operator = DenseMatrix(matrix)
-    mixing = streamed(operator, "mean", Budget(), lambda strip: strip.entries)
+    mixing = in_strips(operator, "mean", Budget(), lambda strip: strip.entries)
     assert torch.isfinite(mixing.carried(torch.tensor([[0.0, 1.0]]), True)).all()
     assert not torch.isfinite(mixing.carried(torch.tensor([[1.0, 0.0]]), True)).all()
 
@@ -162,17 +161,17 @@ class DenseMatrix(Operator):
 
 @pytest.mark.parametrize("height", [1, 2, 5, 7])
 def test_the_maps_are_those_of_the_changed_matrix(height, monkeypatch):
-    monkeypatch.setattr(memory, "_ROWS", height)
+    monkeypatch.setattr(strips, "_ROWS", height)
     matrix = torch.randn(3, 7, 7, dtype=torch.float64)
     row, column = torch.randn(2, 3, 7, dtype=torch.float64)
 
     def change(strip):
         return strip.entries.abs_()
 
-    wanted: Mixing = given(matrix.abs())
+    wanted: LayerMatrix = given(matrix.abs())
     for whole in (None, matrix):
         kept = matrix.clone()
-        found = streamed(DenseMatrix(matrix), "mean", Budget(), change, whole)
+        found = in_strips(DenseMatrix(matrix), "mean", Budget(), change, whole)
         assert relative_error(found.rmatvec(row), wanted.rmatvec(row)) <= 1e-14
         assert relative_error(found.matvec(column), wanted.matvec(column)) <= 1e-14
         for normalize_rows in (False, True):

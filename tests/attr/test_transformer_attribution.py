@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.sessions import full
 from oracles import relative_error
 from oracles.transformer import betas_to_row, chefer, written_out
 from zoo import attention as attention_models
@@ -28,7 +29,7 @@ def a_transformer(family, batch=2, tokens=7):
     return (model, {"input_ids": ids}, *((1, 0) if family == "bert" else ((4, 9), 4)))
 
 
-TRANSFORMERS = ["bert", "vit", "gpt_neox", pytest.param("gpt2", marks=pytest.mark.heavy)]
+TRANSFORMERS = ["bert", "vit", "gpt_neox", *full("gpt2")]
 
 
 @forms

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import a_model
+from helpers.sessions import thorough
 from oracles import relative_error, vim
 from oracles.transformer import betas_to_row, channel_betas, mamba_betas
 from zoo import attention
@@ -79,9 +80,7 @@ HYBRIDS = ["bamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "qwen3_next"]
 
 
 @forms
-@pytest.mark.parametrize(
-    "name", [n if n in HYBRIDS[:3] else pytest.param(n, marks=pytest.mark.heavy) for n in HYBRIDS]
-)
+@pytest.mark.parametrize("name", thorough(HYBRIDS, HYBRIDS[:3]))
 def test_hybrids(name, form, monkeypatch):
     case = a_model(name, monkeypatch)
     tokens = case.inputs.shape[1]

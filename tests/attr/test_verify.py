@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import every_method
+from helpers.adapters import forgetting_the_skip
+from helpers.sessions import thorough
 from torch import Tensor, nn
 from zoo import networks
 from zoo.language import word_tokenizer
@@ -22,33 +24,20 @@ from captum_ssm import (
     MambaLRP,
     SSMLLMAttribution,
     compare,
-    register_mixer,
 )
 from captum_ssm.errors import ReconstructionError
-from captum_ssm.mixers import Call, LinearMixer, registry
 
 FLOWS = [LatimFlow, MambaLRP]
 TARGET = (-1, 3)
 LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\.\de[-+]\d\d, more "
 
 
-@pytest.fixture(autouse=True)
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+pytestmark = pytest.mark.usefixtures("private_registry")
 
 
 def with_wrong_adapter(model: Any) -> Any:
     """The model, for whose mixers an adapter is registered that forgets the skip connection."""
-    found = registry.adapter_for(model.backbone.layers[0].mixer)
-    assert found is not None
-    right = found[1]
-
-    def without_skip(module: Any, call: Call) -> LinearMixer:
-        return right(module, call).restrict({"conv", "activation", "scan", "gate"})
-
-    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    forgetting_the_skip(model.backbone.layers[0].mixer)
     return model
 
 
@@ -151,8 +140,7 @@ QUICK = ("mamba", "jamba", "qwen3_next", "vim, two cls")
 
 
 def every(names: Any) -> Any:
-    marks = {name: () if name in QUICK else pytest.mark.heavy for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+    return pytest.mark.parametrize("name", thorough(names, QUICK))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -193,7 +181,7 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         LatimFlow(model).attribute(ids, TARGET)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
     model = mamba_lm()
     with torch.no_grad():

@@ -187,7 +187,7 @@ COMPILED = (
     [
         ("eager", False),
         ("eager", True),
-        pytest.param("aot_eager", False, marks=pytest.mark.heavy),
+        pytest.param("aot_eager", False, marks=pytest.mark.full),
     ],
 )
 @every(COMPILED, quick=("gpt_neox",))

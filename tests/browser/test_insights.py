@@ -93,6 +93,13 @@ def show(page: Page, button: str = "#show") -> None:
     settled(page)
 
 
+def shade(page: Page, selector: str) -> list[float]:
+    """Red, green, blue and opacity of a background."""
+    found = page.style(selector, "background-color").partition("(")[2].rstrip(")")
+    colour = [float(part) for part in found.replace("/", ",").split(",")]
+    return [*colour, 1.0] if len(colour) == 3 else colour
+
+
 def choose(page: Page, selector: str, value: str) -> None:
     """Chooses in a list as its own popup would."""
     page.evaluate(
@@ -346,11 +353,11 @@ def test_a_server_that_has_ended_is_told(page):
 
 def test_hostile_texts_are_text(opened):
     page = opened(prompts(HOSTILE, list(range(len(HOSTILE)))))
-    assert texts(page, ".word") == [SEEN.get(word, word) for word in HOSTILE]
+    assert texts(page, ".token") == [SEEN.get(word, word) for word in HOSTILE]
     assert page.count("main script, main b, main img") == 0
     page.click("details:not(#unfit) summary")
     page.wait_for("document.querySelectorAll('.numbers tr').length > 0")
-    assert texts(page, ".numbers th") == texts(page, ".word")
+    assert texts(page, ".numbers th") == texts(page, ".token")
     for word in HOSTILE[:3]:
         fill(page, "#class", word)
         page.click("#add-class")
@@ -365,22 +372,19 @@ def test_relevant_words_are_coloured(opened):
     page = opened(visualizer)
     (output,) = visualizer.search(visualizer.view).examples[0][1]
     percent = output.feature_outputs[0].modified
-    titles = page.evaluate("[...document.querySelectorAll('.word')].map((w) => w.title)")
+    titles = page.evaluate("[...document.querySelectorAll('.token')].map((w) => w.title)")
     assert [float(title) for title in titles] == pytest.approx(percent, abs=6e-4)
-    signs = page.evaluate(
-        "[...document.querySelectorAll('.word')].map((w) => w.classList[1] ?? 'none')"
-    )
-    assert signs == ["positive" if p > 0 else "negative" if p < 0 else "none" for p in percent]
-    most = 1 + max(range(5), key=lambda i: abs(percent[i]))
-    least = 1 + min(range(5), key=lambda i: abs(percent[i]))
-    colours = [page.style(f".word:nth-child({i})", "background-color") for i in (most, least)]
-    assert colours[0] != colours[1]
+    more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
+    for i, share in enumerate(percent, 1):
+        *colour, opacity = shade(page, f".token:nth-child({i})")
+        assert opacity == pytest.approx(0.62 * abs(share) / 100, abs=0.62 / 64)
+        assert not opacity or colour == (more if share > 0 else less)[:3]
 
 
 def test_a_right_to_left_text_runs_to_the_left(opened):
     page = opened(prompts(["שלום", "עולם", "x"], [0, 1, 2]))
     places = page.evaluate(
-        "[...document.querySelectorAll('.word')].map((w) => w.getBoundingClientRect().left)"
+        "[...document.querySelectorAll('.token')].map((w) => w.getBoundingClientRect().left)"
     )
     assert places == sorted(places, reverse=True)
 
@@ -448,9 +452,9 @@ def test_dark_and_light(opened, page):
     for _ in range(4):
         colours.append(page.style("body", "background-color"))
         page.click("#theme")
-    automatic, dark, light, again = colours
+    automatic, light, dark, again = colours
     assert automatic == dark == again != light
-    page.click("#theme")  # dark, light, then automatic again
+    page.click("#theme")  # light, dark, then automatic again
     page.click("#theme")
     page.prefer("light")
     page.wait_for("document.querySelector('#theme').textContent === 'Theme: automatic'")
@@ -472,10 +476,16 @@ def test_text_stands_out_from_every_colour(opened, page, scheme):
       };
       const style = getComputedStyle(document.documentElement);
       const value = (name) => style.getPropertyValue(name).trim();
-      return [['--text', '--page'], ['--text', '--card'], ['--quiet', '--card'],
-        ['--quiet', '--page'], ['--text', '--positive'], ['--text', '--negative'],
-        ['--on-accent', '--accent'], ['--error', '--card']].map(([front, back]) => {
-        const [a, b] = [light(value(front)), light(value(back))].sort((x, y) => y - x);
+      const back = (name) => {
+        if (!['--more', '--less'].includes(name)) return light(value(name));
+        light(value('--panel')); // a tint lies on it
+        return light(`rgb(${value(name)} / ${value('--densest')})`);
+      };
+      return [['--ink', '--page'], ['--ink', '--panel'], ['--quiet', '--panel'],
+        ['--quiet', '--page'], ['--ink', '--more'], ['--ink', '--less'],
+        ['--on-accent', '--accent'], ['--error', '--panel'], ['--error', '--page'],
+      ].map(([text, ground]) => {
+        const [a, b] = [light(value(text)), back(ground)].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);
       });
     })()"""

@@ -55,7 +55,7 @@ def shades(page: Page) -> np.ndarray:
 
 
 def expected(values: np.ndarray) -> np.ndarray:
-    """The opacities that colours.js gives to values: 64 steps up to 0.62."""
+    """The opacities that common.js gives to values: 64 steps up to 0.62."""
     return np.round(np.abs(values) / np.abs(values).max() * 64) / 64 * 0.62
 
 
@@ -427,7 +427,7 @@ def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
     model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
     names = [f" token{i % VOCABULARY}" for i in range(2000)]

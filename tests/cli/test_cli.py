@@ -10,7 +10,8 @@ from matplotlib.image import imread
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.bench.tasks.recall import Example, generate
-from captum_ssm.cli import architectures_table, main
+from captum_ssm.cli import main
+from captum_ssm.cli.architectures import architectures_table
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
 
@@ -27,6 +28,7 @@ def expected(example: Example) -> dict[str, torch.Tensor]:
     return {"LatimFlow": flow, "Rollout": rollout}
 
 
+@pytest.mark.full
 def test_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

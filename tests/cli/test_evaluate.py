@@ -20,6 +20,8 @@ from captum_ssm.bench.training.recipes import recipe_of
 from captum_ssm.cli import main
 from captum_ssm.cli.evaluate import _plans
 
+pytestmark = pytest.mark.bench
+
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
 EXAMPLES = 6
 ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
@@ -55,7 +57,6 @@ def kill_after(count: int, folder: Path, processes: list[subprocess.Popen[bytes]
         process.wait()
 
 
-@pytest.mark.heavy
 def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> None:
     assert start(tmp_path / "whole").wait(600) == 0
     parts = tmp_path / "parts"
@@ -73,7 +74,6 @@ def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> No
     assert len(keys) == len(set(keys)) == 2 * 3 * 2 * EXAMPLES
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -95,7 +95,6 @@ def test_launched_processes_give_the_tables_of_one(launcher: list[str], tmp_path
         assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.heavy
 def test_several_trainings_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = tmp_path / "again"
     recipe_of("passkey-mamba").save(recipe_of("passkey-mamba").new(), again)

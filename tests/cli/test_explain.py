@@ -19,13 +19,12 @@ from zoo.small import mamba_lm, randomise
 
 import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
+from captum_ssm.attr.catalogue import DEFAULT, METHODS
 from captum_ssm.attr.engine.method import ImplicitMethod
-from captum_ssm.cli import explain as command
-from captum_ssm.cli import main
+from captum_ssm.cli import explain, main
 from captum_ssm.errors import OptionError
-from captum_ssm.explain.methods import DEFAULT, METHODS
 from captum_ssm.models import VisionMamba, load_bundled
-from captum_ssm.viz.html.png import png
+from captum_ssm.viz.html.pictures import png
 
 PROMPT = "anna owns the lamp . ? anna owns the"
 
@@ -111,9 +110,7 @@ def test_reports(tmp_path: Path) -> None:
     page = read_page(out)
     assert page.texts("h1") == ["<T>"]
     (example,) = page.facts["examples"]
-    assert [m["name"] for m in example["methods"]] == [
-        getattr(captum_ssm, name).name for name in DEFAULT
-    ]
+    assert [m["name"] for m in example["methods"]] == [method.get_name() for method in DEFAULT]
     assert [m["name"] for m in example["maps"]] == ["Implicit attention"]
     assert main([*arguments, "--maps", "contributions", "--layers", "-1"]) == 0
     (contributions,) = read_page(out).facts["examples"][0]["maps"]
@@ -294,7 +291,7 @@ def test_what_nobody_expected(
     def fail(options: object) -> None:
         raise error
 
-    monkeypatch.setattr(command, "run", fail)
+    monkeypatch.setattr(explain, "run", fail)
     assert main(["explain", "recall-mamba", "--text", "anna"]) == code
     assert said in capsys.readouterr().err
 
@@ -372,6 +369,12 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
     assert local == [True]
     assert main(["explain", "somebody/some-mamba", "--hub", *out]) == 0
     assert local == [True, False]
+
+
+def test_the_page_of_methods_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--markdown"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "methods" / "index.md"
+    assert capsys.readouterr().out in page.read_text("utf-8")
 
 
 def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from captum_ssm import report
 from captum_ssm._files import filling, make_folder, replacing, write_whole
 from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
 from captum_ssm.bench.harness import machine
-from captum_ssm.bench.training import training
+from captum_ssm.bench.training import loop
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
 from captum_ssm.models import VisionMamba, folders
@@ -171,29 +171,30 @@ def vocabulary(folder: Path, examples: int) -> None:
 
 def trained(folder: Path, examples: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        recipe = training.recipe_of("recall-mamba")
+        recipe = loop.recipe_of("recall-mamba")
         patch.setattr(type(recipe), "measure", lambda *_: {})
-        training.train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
+        loop.train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
 
 
 def plain_model(folder: Path, examples: int) -> None:
     settings: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6}
-    folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
+    folders.save_vision_mamba(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
 
 
-WRITERS = [
-    tables,
-    machine_note,
-    page,
-    *(explained(ending) for ending in (".html", ".json", ".png")),
-    demo,
-    vocabulary,
-    trained,
-    plain_model,
-]
+#: What is written, and where it takes long, the session that writes it.
+WRITERS = {
+    tables: pytest.mark.bench,
+    machine_note: pytest.mark.bench,
+    page: (),
+    **{explained(ending): () for ending in (".html", ".json", ".png")},
+    demo: pytest.mark.full,
+    vocabulary: (),
+    trained: pytest.mark.bench,
+    plain_model: (),
+}
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [pytest.param(w, marks=m) for w, m in WRITERS.items()])
 def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     folder = tmp_path / "results"
     folder.mkdir()

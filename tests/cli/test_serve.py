@@ -151,6 +151,7 @@ def test_classes_without_names_are_numbers(vim, photos, tmp_path):
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("interruptible")
 def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     served, statuses = [], []

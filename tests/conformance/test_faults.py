@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import CASES, call
 from helpers.snapshots import Snapshot, process_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import architectures
 
 from captum_ssm.errors import AdapterError
 
 pytest.importorskip("transformers")
-
-#: A Mamba, a hybrid with attention and experts, and a Vision Mamba.
-MODELS: list[Callable[..., architectures.Case]] = [
-    architectures.mamba,
-    architectures.jamba,
-    architectures.vim,
-]
-CASES = [
-    pytest.param(make, name, id=f"{make.__name__}-{name}")
-    for make in MODELS
-    for name in NAMES
-    if make is not architectures.vim or name not in OF_TEXTS
-]
 
 
 class Planned(Exception):
@@ -87,7 +72,7 @@ def test_after_a_failure_anywhere(make: Any, name: str, monkeypatch: pytest.Monk
     check(make, name, monkeypatch, draws=3)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_after_many_failures(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(make, name, monkeypatch, draws=40)

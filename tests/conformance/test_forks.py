@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import CASES, call
 from helpers.forks import FORKS, in_a_fork, in_another_thread
 from helpers.insights_examples import table, table_model
 from helpers.snapshots import hooks, process_state
@@ -18,16 +18,6 @@ from captum_ssm.insights import Batch
 
 pytest.importorskip("transformers")
 pytestmark = FORKS
-
-#: Between them they change all that any method does.
-QUICK = {"LatimFlow", "LatimLogit", "MambaAttribution", "TransformerAttribution", "matrices"}
-CASES = [
-    pytest.param(make, name, id=f"{make.__name__}-{name}", marks=() if quick else pytest.mark.heavy)
-    for make in (architectures.mamba, architectures.jamba, architectures.vim)
-    for name in NAMES
-    if make is not architectures.vim or name not in OF_TEXTS
-    for quick in [name in QUICK]
-]
 
 
 def close(found: list[Any], wanted: list[Tensor]) -> bool:

@@ -18,11 +18,13 @@ pytest.importorskip("transformers")
 
 #: What takes images as well as texts.
 COMMON = [name for name in NAMES if name not in OF_TEXTS]
-#: Of how processes are started, new ones import everything again, which takes long.
-STARTS = pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.heavy)])
-pytestmark = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
-)
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
+    ),
+]
 
 
 def in_a_process(start: str, names: list[str], cases: list[Any]) -> list[list[Tensor]]:

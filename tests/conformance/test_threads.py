@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import CASES, call
 from helpers.snapshots import Snapshot, process_state
 from oracles import relative_error
 from torch import Tensor
@@ -17,13 +17,6 @@ from zoo import architectures
 from captum_ssm import LatimFlow, MambaAttribution
 
 pytest.importorskip("transformers")
-
-CASES = [
-    pytest.param(make, name, id=f"{make.__name__}-{name}")
-    for make in (architectures.mamba, architectures.jamba, architectures.vim)
-    for name in NAMES
-    if make is not architectures.vim or name not in OF_TEXTS
-]
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

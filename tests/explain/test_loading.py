@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError
+from captum_ssm.explain.image_inputs import for_vim, scene
 from captum_ssm.explain.loading import Source, load
-from captum_ssm.explain.pictures import for_vim, scene
 from captum_ssm.models import VisionMamba, bundled
 
 SHIPPED = Path(bundled.__file__).parent / "recall-mamba"

@@ -11,7 +11,7 @@ from zoo.language import WORDS, word_tokenizer
 
 from captum_ssm.attr.text.codec import Codec
 from captum_ssm.errors import OptionError
-from captum_ssm.explain.targets import read_target
+from captum_ssm.explain.typed_target import read_target
 from captum_ssm.viz.html.example import Subject
 
 

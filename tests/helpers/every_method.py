@@ -7,18 +7,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from zoo import architectures
 from zoo.language import word_tokenizer
 
-import captum_ssm
 from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
-from captum_ssm.explain import methods
+from captum_ssm.attr import catalogue
 
 #: The model, its input and the target in; what is found out.
 Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
 
-METHODS: list[Any] = [getattr(captum_ssm, line.name) for line in methods.METHODS]
+METHODS: list[Any] = [entry.method for entry in catalogue.METHODS]
 
 
 def explained(method: Any, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
@@ -62,6 +63,29 @@ CALLS: dict[str, Call] = {
 }
 OF_TEXTS: dict[str, Call] = {"SSMLLMAttribution": texts}
 NAMES = [*(method.__name__ for method in METHODS), *CALLS, *OF_TEXTS]
+
+#: A Mamba, a hybrid with attention and experts, and a Vision Mamba.
+MODELS = (architectures.mamba, architectures.jamba, architectures.vim)
+#: Between them these change all that any method does to a model.
+QUICK = {
+    ("mamba", "LatimFlow"),
+    ("mamba", "matrices"),
+    ("jamba", "LatimLogit"),
+    ("jamba", "TransformerAttribution"),
+    ("vim", "MambaAttribution"),
+}
+#: Every method on every model that it takes.
+CASES = [
+    pytest.param(
+        make,
+        name,
+        id=f"{make.__name__}-{name}",
+        marks=() if (make.__name__, name) in QUICK else pytest.mark.full,
+    )
+    for make in MODELS
+    for name in NAMES
+    if make is not architectures.vim or name not in OF_TEXTS
+]
 
 
 def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:

@@ -13,8 +13,7 @@ from helpers.insights_examples import CLASSES, Always, cnn, numbers, photos, tab
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch, FilterConfig
-from captum_ssm.insights.api import Api
-from captum_ssm.insights.payload import encoded, plain
+from captum_ssm.insights.api import Api, encoded, plain
 
 
 class Pair(NamedTuple):

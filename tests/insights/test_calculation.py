@@ -14,7 +14,7 @@ from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids, vision
 from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.insights import EmptyFeature, ImageFeature, TextFeature
-from captum_ssm.insights.calculation import AttributionCalculation, contributions
+from captum_ssm.insights.calculation import AttributionCalculation, shares_of
 from captum_ssm.insights.dataset import Example
 
 
@@ -218,9 +218,9 @@ def test_arguments_that_only_the_method_knows_reach_it():
 
 
 def test_the_share_of_each_feature():
-    found = contributions([torch.tensor([[1.0, 2.0]]), torch.tensor([[[-1.0]]]), torch.zeros(1, 2)])
+    found = shares_of([torch.tensor([[1.0, 2.0]]), torch.tensor([[[-1.0]]]), torch.zeros(1, 2)])
     assert found == [0.75, -0.25, 0.0]
-    assert contributions([torch.zeros(1, 2), torch.zeros(1, 3)]) == [0.0, 0.0]
+    assert shares_of([torch.zeros(1, 2), torch.zeros(1, 3)]) == [0.0, 0.0]
 
 
 def test_a_result_that_is_one_tensor_is_taken_as_well(monkeypatch):

@@ -15,10 +15,10 @@ from captum_ssm import MambaAttribution
 from captum_ssm.attr.engine.method import ImplicitMethod
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
+from captum_ssm.insights.api import plain
 from captum_ssm.insights.captum08 import _translated
 from captum_ssm.insights.config import BoolConfig, StrEnumConfig
 from captum_ssm.insights.methods import ATTRIBUTION_METHOD_CONFIG, SUPPORTED_ATTRIBUTION_METHODS
-from captum_ssm.insights.payload import plain
 
 NEEDED = ("captum.insights", "flask", "flask_compress")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -150,7 +150,7 @@ def test_the_alias_may_be_installed_twice_and_is_all_or_nothing(alias):
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-from insights_examples import Always, ask, numbers, table
+from helpers.insights_examples import Always, ask, numbers, table
 visualizer = table(Always(1), [numbers(1)])
 visualizer.serve()
 assert ask(visualizer.url, "/api/examples", {{}}).status == 200
@@ -158,6 +158,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_a_script_that_does_not_block_ends_at_its_end():
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.run(
@@ -171,6 +172,7 @@ def test_a_script_that_does_not_block_ends_at_its_end():
     assert process.stdout.rstrip().endswith("done")
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("interruptible")
 def test_a_script_that_blocks_serves_until_it_is_interrupted():
     visualizer = table(Always(1), [numbers(1)])

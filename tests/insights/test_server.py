@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import socket
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from helpers.insights_examples import Always, ask, cnn, numbers, photos, table, 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch
 from captum_ssm.insights.server import _ASSETS
+from captum_ssm.viz.html.page import asset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,17 +50,11 @@ def test_what_the_page_needs_is_there(visualizer, path):
 
 
 def test_the_page_names_nothing_that_is_not_served():
-    import re
-    from importlib.resources import files
-
-    assets = files("captum_ssm.insights").joinpath("assets")
-    texts = {path.name: path.read_text(encoding="utf-8") for path in assets.iterdir()}
-    assert set(texts) == {name for name, _ in _ASSETS.values()} | {"page.html"}
+    texts = {name: asset(name) for name in ["insights.html", *_ASSETS.values()]}
     for name, text in texts.items():
         assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\(", text), name
-    named = re.findall(r'(?:src|href)="([^"#]+)"', texts["page.html"])
-    named += re.findall(r'from "\./([^"]+)"', texts["page.js"] + texts["controls.js"])
-    assert {f"/{n}" for n in named if not n.startswith("data:")} == set(_ASSETS)
+    named = re.findall(r'(?:src|href)="([^"#]+)"', texts["insights.html"])
+    assert [f"/{n}" for n in named if not n.startswith("data:")] == list(_ASSETS)
 
 
 def test_what_the_page_needs_is_shipped():
@@ -66,8 +62,8 @@ def test_what_the_page_needs_is_shipped():
     settings.read(ROOT / "setup.cfg")
     patterns = settings["options.package_data"]["captum_ssm"].split()
     package = ROOT / "captum_ssm"
-    shipped = {path.name for pattern in patterns for path in package.glob(pattern)}
-    assert shipped >= {path.name for path in (package / "insights" / "assets").iterdir()}
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    assert shipped >= set((package / "viz" / "html" / "assets").iterdir())
 
 
 def test_questions_are_answered(visualizer):
@@ -81,7 +77,7 @@ def test_questions_are_answered(visualizer):
 
 
 def test_all_answers_forbid_what_the_page_does_not_need(visualizer):
-    for path, token in [("/", None), ("/page.js", ""), ("/api/config", None), ("/", "wrong")]:
+    for path, token in [("/", None), ("/insights.js", ""), ("/api/config", None), ("/", "wrong")]:
         headers = ask(visualizer.url, path, token=token).headers
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
@@ -125,7 +121,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("path", ["/", "/page.js", "/api/config"])
+@pytest.mark.parametrize("path", ["/", "/insights.js", "/api/config"])
 def test_under_a_foreign_name_nothing_is_told(visualizer, host, path):
     named = host.format(port=visualizer.serve())
     answer = ask(visualizer.url, path, headers={"Host": named})

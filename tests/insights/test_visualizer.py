@@ -28,7 +28,7 @@ from captum_ssm.insights import (
     ImageFeature,
     TextFeature,
 )
-from captum_ssm.insights.search import MOST_SEARCHED
+from captum_ssm.insights.dataset import MOST_SEARCHED
 
 
 def labels_of(shown) -> list[list[str]]:

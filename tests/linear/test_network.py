@@ -5,6 +5,7 @@ from __future__ import annotations
 import oracles
 import pytest
 import torch
+from helpers.sessions import thorough
 from helpers.versions import not_in_4
 from torch import Tensor
 from zoo import architectures, networks
@@ -20,8 +21,7 @@ GATES = ("frozen", "half")
 
 
 def every(names, quick=QUICK):
-    marks = {name: () if name in quick else pytest.mark.heavy for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+    return pytest.mark.parametrize("name", thorough(names, quick))
 
 
 def imbalance(found: Decomposition) -> float:

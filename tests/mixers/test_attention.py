@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sessions import full
 from helpers.versions import VERSION_4, named, renamed
 from oracles import relative_error
 from torch import Tensor
@@ -431,7 +432,7 @@ def test_grouped_keys_and_values(heads: int) -> None:
         assert layer.reconstruction_error() <= FLOAT32
 
 
-@pytest.mark.parametrize("tokens", [64, pytest.param(257, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("tokens", [64, *full(257)])
 def test_long_sequences(tokens: int) -> None:
     model = attention_model("mistral", sliding_window=19)
     ids = some_input("mistral", 2, tokens)

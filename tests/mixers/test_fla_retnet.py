@@ -78,6 +78,7 @@ def test_reproduces_the_layer(fla: FLA, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, case), WIDTH)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", OPTIONS)
 def test_matrices(fla: FLA, case: str) -> None:
     fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=True)

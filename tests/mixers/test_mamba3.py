@@ -178,6 +178,7 @@ KERNEL_CASES: list[tuple[int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.processes
 def test_the_interpreted_kernel(mamba3: Mamba3, tmp_path: Path) -> None:
     """The operator, and the loop that stands in elsewhere, are the real kernel.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.pages import read_page
+from helpers.sessions import full
 from oracles import PRESETS, relative_error
 from oracles import mambavision as oracle
 from torch import Tensor, nn
@@ -189,7 +190,7 @@ def test_random_attention_is_refused(mambavision: Any) -> None:
 # --- matrices ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [pytest.param(WHOLE, marks=pytest.mark.heavy), FILLED_UP])
+@pytest.mark.parametrize("size", [FILLED_UP, *full(WHOLE)])
 @pytest.mark.parametrize("components", ["s6", "unified", "exact", "exact-conv", "exact-activation"])
 def test_matrices(mambavision: Any, components: str, size: tuple[int, int]) -> None:
     model, pictures = small_model(mambavision), images(size)
@@ -343,7 +344,7 @@ def test_a_change_of_tokens_that_nothing_explains(mambavision: Any, method: Any)
         method(model).attribute(pictures, target=1)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_the_tiny_model(mambavision: Any) -> None:
     model = randomised(mambavision.mamba_vision_T())
     pictures = images((224, 224), 1)

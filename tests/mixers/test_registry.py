@@ -189,6 +189,7 @@ def test_registered_names_are_real(mamba_ssm: Any) -> None:
             assert issubclass(getattr(import_module(module), name), nn.Module)
 
 
+@pytest.mark.processes
 def test_asking_imports_no_architecture() -> None:
     code = (
         "import sys, captum_ssm; captum_ssm.supported_architectures();"

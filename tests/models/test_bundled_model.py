@@ -46,22 +46,26 @@ def _another(rng: random.Random, value: str) -> str:
     return rng.choice([o for o in OBJECTS if o != value])
 
 
+@pytest.mark.bench
 def test_accuracy_on_fresh_prompts(model: torch.nn.Module) -> None:
     assert accuracy(model, generate(512, SEED)) >= 0.99
 
 
+@pytest.mark.bench
 def test_accuracy_at_every_number_of_facts(model: torch.nn.Module) -> None:
     scores = accuracy_by_length(model, RecallTask(), per_length=128, seed=SEED + 10)
     assert sorted(scores) == list(range(2, 9))
     assert min(score.tokens for score in scores.values()) >= 0.97
 
 
+@pytest.mark.bench
 def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 1)
     changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
     assert accuracy(model, changed) >= 0.98
 
 
+@pytest.mark.bench
 def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 3)
     examples = generate(512, SEED + 4)
@@ -75,6 +79,7 @@ def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) ->
     assert float((predict(model, changed) == before).double().mean()) >= 0.98
 
 
+@pytest.mark.bench
 def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 5)
     changed = []
@@ -86,6 +91,7 @@ def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> Non
     assert accuracy(model, changed) >= 0.98
 
 
+@pytest.mark.bench
 def test_left_padding_changes_nothing(model: torch.nn.Module) -> None:
     examples = generate(32, SEED + 7)
     batch = collate(examples)

@@ -23,7 +23,7 @@ from captum_ssm.bench.harness.subjects import retrained
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, load_bundled, load_vim
-from captum_ssm.models.checks import check_complete, check_counts, check_fit, naming
+from captum_ssm.models.checkpoints import check_complete, check_counts, check_fit, naming
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -128,7 +128,7 @@ def test_what_is_missing_or_no_dict(folder: Path) -> None:
     ],
 )
 def test_hostile_vision_mamba(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(SHIPPED / "scenes-vim", tmp_path / "vim"))
+    copied = Path(shutil.copytree(bundled.weights_of("scenes-vim").parent, tmp_path / "vim"))
     change(copied, **settings)
     with pytest.raises((CheckpointError, OptionError), match=message):
         load_bundled("scenes-vim", copied)

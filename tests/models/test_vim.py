@@ -450,6 +450,7 @@ def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry[names[0]](pretrained=False, pretrained_cfg=None, **SMALL).grid == (3, 5)
 
 
+@pytest.mark.processes
 def test_importing_imports_nothing_optional() -> None:
     code = (
         "import sys, captum_ssm.models.vim;"

@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 import transformers
+from helpers.sessions import full
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo.mamba import randomise
@@ -66,7 +67,8 @@ def lasting(model: Any) -> Any:
 MAKE = {"mamba": mamba, "mamba2": mamba2}
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_float32_is_float64(family: str) -> None:
     model = lasting(MAKE[family]())
     double = copy.deepcopy(model).double()
@@ -77,7 +79,7 @@ def test_float32_is_float64(family: str) -> None:
         assert oracles.relative_error(found, wanted) <= LIMIT, name
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_rows_divided_by_their_sums(family: str) -> None:
     """Decays are ordinary here: no row sums to almost zero, which would magnify all rounding."""
     model = randomise(MAKE[family]())
@@ -100,7 +102,7 @@ def in_double(mixer: Mixer, call: Call) -> Operator:
     return linear_form(mixer, Call(*pytree.tree_map(double, recorded))).operator
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.heavy), "mamba2"])
+@pytest.mark.parametrize("family", ["mamba2", *full("mamba")])
 def test_mean_matrices(family: str) -> None:
     """Of each layer, at what entered it: the last rows, which hold the longest sums, and all."""
     model = lasting(MAKE[family]())

@@ -209,6 +209,7 @@ def test_without_all_what_the_module_defines_is_public(missing: Any) -> None:
     assert missing(text) == ["f: no docstring", "f: no example (>>>)"]  # once, though given twice
 
 
+@pytest.mark.processes
 def test_the_package_is_documented() -> None:
     result = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+pytestmark = pytest.mark.bench
+
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = re.compile(r"\b\d+\.\d{3}\b")
 

@@ -20,8 +20,12 @@ ARCHITECTURE = "docs/howto/adding_an_architecture.md"
 METHOD = "docs/howto/adding_a_method.md"
 #: Pages that read data, and what makes a stand-in of it in a folder.
 PREPARED: dict[str, Callable[[Path], None]] = {"docs/howto/papers.md": papers_data.make}
-#: Those that take longer than a few seconds.
-SLOW = ("docs/howto/papers.md",)
+#: Pages that other sessions run.
+SESSIONS = {
+    "docs/howto/evaluation_at_scale.md": pytest.mark.bench,
+    "docs/howto/long_contexts.md": pytest.mark.full,
+    "docs/howto/papers.md": pytest.mark.processes,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +40,7 @@ def pictures_closed() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.heavy] if page in SLOW else [])
-        for page in PAGES
-        if blocks(page)
-    ],
+    [pytest.param(page, marks=SESSIONS.get(page, ())) for page in PAGES if blocks(page)],
 )
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in PREPARED:
@@ -119,7 +119,7 @@ def test_how_to_method_is_short() -> None:
     assert len(block[block.index("class ") :].splitlines()) < 50
 
 
-@pytest.mark.heavy
+@pytest.mark.processes
 def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
     """The page's class under the tests that it names, started as it says."""
     (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)

@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 from captum_ssm.bench import Key, Records, lines
 from captum_ssm.bench.harness.verdicts import Side
 
+pytestmark = pytest.mark.bench
+
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"date": "2020-02-29", "torch": "9.9"}
 #: Rows of the copying table; each with the expected share of right tokens.

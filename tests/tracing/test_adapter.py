@@ -197,13 +197,19 @@ def inputs() -> Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH)
 
 
+def traced(model: Any, x: Any, **options: Any) -> Any:
+    with torch.no_grad(), trace(model, **options) as t:
+        model(x)
+    return t.layers
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_a_mixer_is_named_by_whoever_asks(case: str) -> None:
     adapter, message = WRONG[case]
     model, x = model_with(adapter), inputs()
-    with torch.no_grad(), trace(model) as t:
-        model(x)
-    assert_named(lambda: t.layers[1].linear, rf"Layer '1\.mixer'.*{message}")
+    assert_named(lambda: traced(model, x), rf"Layer '0\.mixer'.*{message}")
+    later = traced(model, x, operators=False)
+    assert_named(lambda: later[1].linear, rf"Layer '1\.mixer'.*{message}")
     for method in (ImplicitAttentionRollout, LatimFlow, LatimLogit):
         assert_named(lambda m=method: m(model).attribute(x, target=(-1, 2)), message)  # type: ignore[misc]
 
@@ -212,9 +218,7 @@ def test_what_cannot_be_a_mixer_is_named_by_whoever_asks(case: str) -> None:
 def test_what_shows_when_it_is_used(case: str) -> None:
     adapter, message = WRONG_LATER[case]
     model, x = model_with(adapter), inputs()
-    with torch.no_grad(), trace(model) as t:
-        model(x)
-    assert_named(t.layers[0].verify, rf"Layer '0\.mixer'.*{message}")
+    assert_named(lambda: traced(model, x)[0].verify(), rf"Layer '0\.mixer'.*{message}")
     assert_named(lambda: LatimFlow(model).attribute(x, target=(-1, 2)), message)
 
 

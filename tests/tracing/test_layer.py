@@ -7,12 +7,12 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.adapters import forgetting_the_skip
 from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
 
 from captum_ssm import trace
 from captum_ssm.errors import InputError, ReconstructionError
-from captum_ssm.mixers import Call, LinearMixer, register_mixer, registry
 
 pytest.importorskip("transformers")
 
@@ -87,11 +87,11 @@ def test_changes_in_place_after_the_trace_are_noticed(model: Any) -> None:
 
 @pytest.mark.parametrize("parameter", ["out_proj.weight", "D", "conv1d.weight", "in_proj.weight"])
 def test_verify_notices_other_weights(model: Any, parameter: str) -> None:
-    with torch.no_grad(), trace(model) as t:
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(ids())
-    t.layers[1].verify()
-    with torch.no_grad():
-        model.get_parameter(f"backbone.layers.1.mixer.{parameter}").mul_(1.01)
+    part, _, name = f"backbone.layers.1.mixer.{parameter}".rpartition(".")
+    other = nn.Parameter(1.01 * model.get_parameter(f"{part}.{name}").detach())
+    setattr(model.get_submodule(part), name, other)
     t.layers[0].verify()
     with pytest.raises(ReconstructionError) as caught:
         t.layers[1].verify()
@@ -101,15 +101,31 @@ def test_verify_notices_other_weights(model: Any, parameter: str) -> None:
     t.layers[1].verify(tolerance=1.0)
 
 
+def test_operators_are_those_of_the_run(model: Any) -> None:
+    """Whatever weights the module is given for the time of the call."""
+    tokens = ids()
+    others = {
+        name: 1.5 * value.detach() if ".mixer." in name else value.detach()
+        for name, value in model.named_parameters()
+    }
+    with torch.no_grad(), trace(model) as t:
+        torch.func.functional_call(model, others, (tokens,))
+    for layer in t.layers:
+        assert layer.reconstruction_error() <= 2e-5
+
+
+def test_weights_changed_in_place_void_the_record(model: Any) -> None:
+    with torch.no_grad(), trace(model) as t:
+        model(ids())
+        model.backbone.layers[1].mixer.out_proj.weight.mul_(1.01)
+    assert t.layers[0].reconstruction_error() <= 2e-5
+    with pytest.raises(InputError, match=r"layers\.1\.mixer': weights .* changed in place"):
+        t.layers[1].linear  # noqa: B018
+
+
 @pytest.mark.usefixtures("private_registry")
 def test_verify_notices_a_wrong_adapter(model: Any) -> None:
-    right = registry.adapter_for(model.backbone.layers[0].mixer)
-    assert right is not None
-
-    def without_skip(module: Any, call: Call) -> LinearMixer:
-        return right[1](module, call).restrict({"conv", "activation", "scan", "gate"})
-
-    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    forgetting_the_skip(model.backbone.layers[0].mixer)
     with torch.no_grad(), trace(model) as t:
         model(ids())
     for layer in t.layers:
@@ -131,7 +147,7 @@ def test_verify_takes_a_tolerance(model: Any) -> None:
 def test_verify_notices_nan(model: Any) -> None:
     with torch.no_grad():
         model.backbone.layers[1].mixer.out_proj.weight[0, 0] = float("nan")
-        with trace(model) as t:
+        with trace(model, layers=["backbone.layers.0.mixer", "backbone.layers.1.mixer"]) as t:
             model(ids())
     with pytest.raises(ReconstructionError, match="nan"):
         t.layers[1].verify()
@@ -139,7 +155,7 @@ def test_verify_notices_nan(model: Any) -> None:
 
 def test_the_reconstruction_error_is_the_largest_difference(model: Any) -> None:
     """max|a - b| / max|b|, worked out on an output changed by a known amount."""
-    with torch.no_grad(), trace(model) as t:
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(ids())
         layer = t.layers[0]
         scale = layer.output.abs().max()

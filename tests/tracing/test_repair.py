@@ -93,6 +93,7 @@ def test_any_layout_gives_the_same(batch: int, tokens: int, time_first: set[str]
     torch.testing.assert_close(grads[1], grads[0])
 
 
+@pytest.mark.full
 def test_gradcheck() -> None:
     given = arguments(37, torch.float64)
     names = list(given)

@@ -9,8 +9,7 @@ import torch
 
 from captum_ssm.errors import InputError
 from captum_ssm.viz import plot_text
-from captum_ssm.viz.colours import min_max, scale
-from captum_ssm.viz.figure import numbers
+from captum_ssm.viz.figure import min_max, numbers, scale
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_spelled(token: str, text: str) -> None:
     assert spelled(token) == text
 
 
+@pytest.mark.full
 @settings(max_examples=50)
 @given(st.text(max_size=8))
 def test_whatever_is_spelled_is_seen(token: str) -> None:

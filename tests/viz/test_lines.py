@@ -12,7 +12,7 @@ from captum_ssm import LatimNorm
 from captum_ssm.errors import InputError
 from captum_ssm.metrics import Curve, Perturbed
 from captum_ssm.viz import plot_curves, plot_decomposition_errors, plot_layers, plot_perturbed
-from captum_ssm.viz.colours import line_style
+from captum_ssm.viz.figure import line_style
 
 
 def curve(examples: int = 5) -> Curve:

@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 import transformers
+from helpers.sessions import thorough
 from helpers.versions import renamed
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
@@ -185,9 +186,8 @@ QUICK = ("mamba2", "recurrent_gemma", "vim")
 
 
 def every(names: Iterable[str] = ZOO, quick: Collection[str] = QUICK) -> Any:
-    """Parametrises a test over architectures, of which all but the quick ones are heavy."""
-    cases = [pytest.param(n, marks=() if n in quick else pytest.mark.heavy) for n in names]
-    return pytest.mark.parametrize("case", cases, indirect=True)
+    """Parametrises a test over architectures, of which the quick session tries some."""
+    return pytest.mark.parametrize("case", thorough(names, quick), indirect=True)
 
 
 def hook_count(model: nn.Module) -> int:

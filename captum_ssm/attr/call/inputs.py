@@ -214,7 +214,7 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
         yield
 
 
-class Cut:
+class BatchPart:
     """Takes the same examples out of everything that has one entry per example."""
 
     def __init__(self, part: slice, batch: int) -> None:
@@ -243,8 +243,8 @@ class Cut:
             raise PaddedExampleError(self.part.start + error.example) from None
 
 
-def cuts(batch: int, internal_batch_size: int | None) -> Iterator[Cut]:
+def batch_parts(batch: int, internal_batch_size: int | None) -> Iterator[BatchPart]:
     """The parts of a batch, of at most ``internal_batch_size`` examples each; None: one part."""
     size = checks.count("internal_batch_size", internal_batch_size) or batch
     for start in range(0, batch, size):
-        yield Cut(slice(0, batch) if size >= batch else slice(start, start + size), batch)
+        yield BatchPart(slice(0, batch) if size >= batch else slice(start, start + size), batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError, NonFiniteError, OptionError
 from ...operators import Operator, Reduce
-from ...operators.kernels.arithmetic import all_finite, times
+from ...operators.kernels.arithmetic import all_finite, matmul
 from ...tracing import Layer
 from ..call import checks
 
@@ -68,7 +68,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Mixing:
+class LayerMatrix:
     """What a layer adds to the identity, as a linear map over tokens that need not be formed.
 
     Attributes:
@@ -92,22 +92,22 @@ class Mixing:
 
 
 #: One layer's part of a fold: the layer and its operator to what it adds to the identity.
-Step = Callable[[Layer, Operator], Mixing]
+Step = Callable[[Layer, Operator], LayerMatrix]
 
 
-def given(matrix: Tensor) -> Mixing:
+def given(matrix: Tensor) -> LayerMatrix:
     """A formed matrix (B, L, L)."""
-    return Mixing(
+    return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
-        lambda column: times(matrix, column.unsqueeze(-1)).squeeze(-1),
+        lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
     )
 
 
-def scaled(mixing: Mixing, factor: float) -> Mixing:
+def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
     """factor times the matrix."""
     if factor == 1:
         return mixing
-    return Mixing(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
+    return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
 
 
 def fold(
@@ -157,14 +157,16 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     """Layers that act on the same residual stream together, in the order in which they ran.
 
-    Most stages are one layer. Layers that join ``"parallel"`` share a stage within their block; a
-    layer that ``"feeds"`` opens the stage of the layer after it.
+    Most stages are one layer. Layers that read the same stream share one; where that was not seen,
+    those do that join ``"parallel"`` within their block.  A layer that ``"feeds"`` opens the stage
+    of the layer after it.
     """
     out: list[list[Layer]] = []
     for layer in layers:
         before = out[-1][-1] if out else None
         together = before is not None and (
             before.joins == "feeds"
+            or (before.stage is not None and before.stage == layer.stage)
             or (before.joins == layer.joins == "parallel" and before.block is layer.block)
         )
         if together:
@@ -174,7 +176,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     return out
 
 
-def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
+def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
     """What a stage adds to the identity.
 
     Parallel branches add up. A layer that feeds the next one adds to that one's input only: the
@@ -198,7 +200,7 @@ def _join(stage: Sequence[tuple[Layer, Mixing]]) -> Mixing:
             out = out + branch.matvec(out)
         return sum((branch.matvec(column) for branch in beside), mixing.matvec(out))
 
-    return Mixing(rmatvec, matvec)
+    return LayerMatrix(rmatvec, matvec)
 
 
 def verify_layer(layer: Layer, verify: bool | float) -> None:

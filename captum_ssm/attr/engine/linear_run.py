@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...linear import Gate, Network, linearised
 from ...operators.kernels.arithmetic import unseen
-from ..call.inputs import call_model, cuts
+from ..call.inputs import batch_parts, call_model
 from ..call.layout import PatchGrid
 from ..call.targets import Against, contrasted, logits_of, select, target_index
 from .decompose import Decomposition, decompose, exact, not_linear, not_reached, stacked
@@ -66,7 +66,7 @@ class LinearRuns:
     ) -> list[Decomposition]:
         """One decomposition for each question, of at most ``size`` examples at a time."""
         parts = []
-        for cut in cuts(len(inputs), size):
+        for cut in batch_parts(len(inputs), size):
             asked, rest = list(map(cut.target, questions)), tuple(map(cut, additional))
             with cut.counting():
                 parts.append(self._explained(cut(inputs), asked, rest))

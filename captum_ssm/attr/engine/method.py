@@ -24,8 +24,8 @@ from ...tracing import (
 )
 from ..call import checks
 from ..call.components import parse_components
-from ..call.inputs import as_tuple, check_batch, cuts, single_input
-from ..call.layout import ImageProbe, spread_over_features, spread_over_image
+from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
+from ..call.layout import ImageProbe, of_given, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
 from ..call.targets import Each, as_asked, each_of, several, target_index
 from .fold import Options
@@ -127,6 +127,7 @@ class ImplicitMethod(Attribution):
         query: Query,
         per_token: bool,
         internal_batch_size: int | None,
+        verify: bool | float,
         graph: Graph = "outputs",
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the model, apply ``relevance`` to each sub-batch, and lay the result out.
@@ -140,8 +141,9 @@ class ImplicitMethod(Attribution):
         check_batch(tensor, additional)
         check_query(query, len(tensor))
         self._check_mode()
+        verify = checks.tolerance("verify", verify)
         model, parts = find_model(self.forward_func, self.model), []
-        for cut in cuts(len(tensor), internal_batch_size):
+        for cut in batch_parts(len(tensor), internal_batch_size):
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 results = self._one_batch(
                     cut(tensor),
@@ -151,6 +153,7 @@ class ImplicitMethod(Attribution):
                     query=cut(query),
                     per_token=per_token,
                     graph=graph,
+                    verify=verify,
                 )
             parts.append([result.detach() for result in results])
         wholes = [torch.cat(batches) for batches in zip(*parts, strict=True)]
@@ -167,6 +170,7 @@ class ImplicitMethod(Attribution):
         query: Query,
         per_token: bool,
         graph: Graph,
+        verify: bool | float,
     ) -> list[Tensor]:
         """The relevance laid out, for each target."""
         is_image = inputs.dim() == 4 and inputs.is_floating_point()
@@ -180,13 +184,15 @@ class ImplicitMethod(Attribution):
                 # until the backward is done: checkpointed layers run their forward again in it
                 stack.enter_context(repaired_scans())
                 stack.enter_context(graphs_dropped(model))
-            run = self._run(inputs, target, additional, query, stack, graph)
+            run = self._run(inputs, target, additional, query, stack, graph, verify=verify)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             rows = [relevance(asked) for asked in run.each()]
             token_map = run.layers[0].map if is_image else None
         if run.mask is not None:
             rows = [row * run.mask.to(row) for row in rows]
+        if run.given is not None:
+            rows = [of_given(row, run.given, inputs.shape[1]) for row in rows]
         if probe is None:
             return [spread_over_features(row, inputs, per_token) for row in rows]
         if token_map is not None:
@@ -210,6 +216,8 @@ class ImplicitMethod(Attribution):
         query: Query,
         stack: ExitStack,
         graph: Graph = "outputs",
+        *,
+        verify: bool | float = True,
     ) -> Run:
         """One traced forward run; its graph lives as long as ``stack``.
 
@@ -220,8 +228,9 @@ class ImplicitMethod(Attribution):
         stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
         model = find_model(self.forward_func, self.model)
         request = Request(self.forward_func, model, self.layers, inputs, additional)
-        forward = forward_of(request, Kept(graph, self.needs_streams))
-        layers, output = forward.layers, forward.output
+        kept = Kept(graph, self.needs_streams, verify is not False)
+        forward = forward_of(request, kept)
+        layers, output, chain = forward.layers, forward.output, forward.chain
         tail = layers[-1]
         seen = tail.in_order(tail.output)
         for found, what in ((seen, "mixers see"), (output, "output has")):
@@ -235,10 +244,13 @@ class ImplicitMethod(Attribution):
         for index in [target_index(each, output) for each in several(target)]:
             selected, taken = forward.selected(index) if self.needs_gradient else (None, None)
             weights = query_weights(query, output, index, tail, mask)
+            if chain is not None and chain.output is not None:
+                weights = weights.index_select(1, chain.output.argsort().to(weights.device))
             questions.append(Question(weights.detach(), selected, taken=taken))
         if self.needs_gradient:  # the backward pass takes the most memory of all
             forward.record.forget()
-        return Run(layers, mask, questions, streams=forward.streams)
+        given = None if chain is None else chain.given
+        return Run(layers, mask, questions, given=given)
 
 
 def options(

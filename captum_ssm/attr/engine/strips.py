@@ -8,18 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...errors import OptionError
 from ...operators import Operator, Reduce
-from ...operators.kernels.arithmetic import times
-from ...operators.kernels.portions import fitting
+from ...operators.kernels.arithmetic import matmul
+from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
 from ...operators.reduction import goes_by_channel
-from .fold import Mixing
+from ...tracing.memory import free_memory
+from .fold import LayerMatrix
 
 #: Up to this part of the rows are made row by row where a whole matrix would go by channel.
 _FEW = 8
@@ -28,20 +28,20 @@ _FEW = 8
 Change = Callable[[Strip], Tensor]
 
 
-def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> Mixing:
+def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
     """The reduced matrix of an operator; not formed where the reduction is the mean."""
     if reduce == "mean":
-        return Mixing(operator.mean_rmatvec, operator.mean_matvec)
-    return streamed(operator, reduce, budget, _unchanged)
+        return LayerMatrix(operator.mean_rmatvec, operator.mean_matvec)
+    return in_strips(operator, reduce, budget, _unchanged)
 
 
-def streamed(
+def in_strips(
     operator: Operator,
     reduce: Reduce,
     budget: Budget,
     change: Change,
     whole: Tensor | None = None,
-) -> Mixing:
+) -> LayerMatrix:
     """A change of every entry of an operator's reduced matrix, of which a strip exists at a time.
 
     Rows to which nothing is given are left out, so that a single query costs a single row.
@@ -68,7 +68,7 @@ def streamed(
                 strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
             return strip, change(strip)
 
-        return fitting(within, budget.height(operator, reduce), form)
+        return as_memory_allows(within, budget.height(operator, reduce), form)
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
@@ -80,7 +80,7 @@ def streamed(
         out = torch.zeros_like(column)
         for strip, entries in strips(range(tokens)):
             values = column[:, strip.columns.start : strip.columns.stop]
-            _of_rows(out, strip).copy_(times(entries, values.unsqueeze(-1)).squeeze(-1))
+            _of_rows(out, strip).copy_(matmul(entries, values.unsqueeze(-1)).squeeze(-1))
         return out
 
     def normalized(row: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def streamed(
             _add(out, strip, _times(share, entries))
         return out
 
-    return Mixing(rmatvec, matvec, normalized)
+    return LayerMatrix(rmatvec, matvec, normalized)
 
 
 def _unchanged(strip: Strip) -> Tensor:
@@ -122,11 +122,8 @@ MemoryBudget = int | str | None
 
 _UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
-_MEMINFO = Path("/proc/meminfo")
 #: Share of the free memory that is taken where no budget is given.
 _SHARE = 8
-#: What counts as free where the system does not tell (4 GiB).
-_UNKNOWN = 2**32
 #: Tensors of a strip's size that exist together, also per channel where each has entries.
 _COPIES = 4
 #: Entries of a strip (32 MiB in float32) and rows where memory allows more, and fewest of them.  A
@@ -199,14 +196,3 @@ class Budget:
         """Whether an operator's whole reduced matrix is within it."""
         batch, tokens, *_ = operator.shape
         return self.on(operator.device) >= _COPIES * batch * tokens**2 * operator.dtype.itemsize
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; a fixed guess where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and _MEMINFO.exists():
-        match = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
-        if match is not None:
-            return 1024 * int(match[1])
-    return _UNKNOWN

@@ -13,23 +13,21 @@ E L^2 numbers never exist at once: vectors come in tiles of a few queries by a r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...errors import UnsupportedMixerError
-from ...mixers.base import LinearMixer
 from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
 from ...operators.kernels.bands import overlap, shift_tokens
-from ...operators.kernels.portions import fitting
+from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import at_positions
 from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...tracing import Layer
+from ...tracing.projection import projection_of
 from .scanned import scanned
-from .taps import Path, Shares, paths_of, silenced
+from .taps import Path, TapShares, paths_of, silenced
 
 #: Elements of the vectors held at a time, before and after the output projection alike (8 MiB in
 #: float32 each).  One query's vectors before the projection, B L C elements, are never cut.
@@ -37,9 +35,6 @@ _TILE_ELEMENTS = 2**21
 
 #: From this many queries on, the states of a scan are made for all of them together.
 _MANY_QUERIES = 6
-
-#: Size of the unit vectors that find W_out, which keeps constants from rounding it.
-_PROBE = 2.0**10
 
 
 class Tile(NamedTuple):
@@ -65,13 +60,21 @@ class Contributions:
             :mod:`.taps`. Default: ``"linearized"``.
         scale: factor on all vectors and on the constant, such as that with which the mixer's
             output joins the stream. Default: 1.0.
+        hooks: whether what hooks of others make of the output is part of it. Default: True.
     """
 
-    def __init__(self, layer: Layer, activation: str = "linearized", scale: float = 1.0) -> None:
-        linear = layer.linear
+    def __init__(
+        self,
+        layer: Layer,
+        activation: str = "linearized",
+        scale: float = 1.0,
+        *,
+        hooks: bool = True,
+    ) -> None:
+        linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
-        self.weight = scale * _output_weight(linear)  # (C, E)
+        self.weight = scale * projection_of(linear).weight  # (C, E)
         self._linear = linear
         self._exact = activation == "linearized"
         self._scale = scale
@@ -160,7 +163,7 @@ def _tiles_by_query(
         asked = index[:, queries]
         return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
 
-    for queries, rows in fitting(range(index.shape[1]), count, rows_of):
+    for queries, rows in as_memory_allows(range(index.shape[1]), count, rows_of):
         asked = index[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
@@ -174,7 +177,9 @@ def _tiles_by_query(
             return Tile(queries, sources, vectors)
 
         reached = _reach(rows, asked if stream is not None else None)
-        yield from fitting(reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile)
+        yield from as_memory_allows(
+            reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile
+        )
 
 
 def _rows(path: Path, index: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ def _rows(path: Path, index: Tensor) -> Tensor:
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
 
 
-def _sent(weight: Tensor, shares: Shares) -> Tensor:
+def _sent(weight: Tensor, shares: TapShares) -> Tensor:
     """What each token sends, by its shares, to where it counts by ``weight`` (q, B, L, H, P)."""
     (first, phi), *others = shares
     out = shift_tokens(weight * phi, -first)
@@ -240,70 +245,3 @@ def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> 
     example, query = inside.nonzero(as_tuple=True)
     own = index[example, query]
     vectors[example, query, own - sources.start] += stream[example, own]
-
-
-def _output_weight(linear: LinearMixer) -> Tensor:
-    """The linear part of the output projection, (C, E), as it acts on every token alike.
-
-    Most projections are one call of torch's ``linear``, whose weight is read off.  Any other is
-    found by projecting unit vectors: it may be any module, adapters included, and may add
-    constants that differ between tokens.
-    """
-    values = linear.values
-    zeros = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    heard = _Overheard(zeros)
-    # also where the functions that are called go unseen otherwise
-    with torch._C._EnableTorchFunction(), heard:
-        at_rest = linear.project(zeros)
-    weight = heard.weight_before(at_rest)
-    if weight is not None:
-        return weight.T.to(values)
-    channels, places = values[0, 0].numel(), values[..., 0, 0].numel()
-    parts = []
-    for start in range(0, channels, places):
-        count = min(places, channels - start)
-        probe = values.new_zeros(places, channels)
-        probe[range(count), range(start, start + count)] = _PROBE
-        found = linear.project(probe.view(values.shape)) - at_rest
-        parts.append(found.flatten(0, 1)[:count] / _PROBE)
-    return torch.cat(parts)
-
-
-class _Overheard(TorchFunctionMode):
-    """Keeps the calls of torch's ``linear``: input, weight and result.
-
-    Args:
-        zeros: of these no product is computed.
-    """
-
-    def __init__(self, zeros: Tensor) -> None:
-        super().__init__()
-        self._zeros = zeros
-        self._calls: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def weight_before(self, output: Tensor) -> Tensor | None:
-        """The weight (E, C) if one call is all that lies between zeros and output, else None."""
-        if len(self._calls) != 1:
-            return None
-        x, weight, result = self._calls[0]
-        unchanged = result is output and result._version == 0
-        return weight.detach() if unchanged and self._are_zeros(x) else None
-
-    def _are_zeros(self, x: Tensor) -> bool:
-        """Whether ``x`` is the zeros themselves, (B, L, C)."""
-        same = x.data_ptr() == self._zeros.data_ptr() and x.is_contiguous()
-        return same and x.shape == self._zeros.flatten(2).shape
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not F.linear or kwargs or len(args) < 2:
-            return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
-        if self._are_zeros(x):
-            out = x.new_zeros(*x.shape[:-1], len(weight))
-            out = out if bias is None else out + bias
-        else:
-            out = func(*args)
-        self._calls.append((x, weight, out))
-        return out

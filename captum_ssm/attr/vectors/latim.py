@@ -78,7 +78,7 @@ class LatimMethod(ImplicitMethod):
             One number per layer: 0 but for rounding with ``activation="linearized"``.
         """
         chosen, named = read_options(0, show_progress, False), read_layers(layers)
-        with self._traced(inputs, additional_forward_args) as run:
+        with self._traced(inputs, additional_forward_args, verify=False) as run:
             return for_each(
                 wanted(run.layers, named),
                 lambda layer: _missed(layer, self.activation, run.mask),
@@ -87,7 +87,10 @@ class LatimMethod(ImplicitMethod):
 
     @contextmanager
     def _traced(
-        self, inputs: Tensor | tuple[Tensor, ...], additional_forward_args: Any
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        additional_forward_args: Any,
+        verify: bool | float = True,
     ) -> Iterator[Run]:
         """One traced run, of which no query is asked, in the modes its layers are read in."""
         tensor, _ = single_input(inputs)
@@ -98,7 +101,7 @@ class LatimMethod(ImplicitMethod):
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
             # not that of a method with questions of its own, of which there is none here
-            run = ImplicitMethod._run(self, tensor, None, additional, "mean", stack)
+            run = ImplicitMethod._run(self, tensor, None, additional, "mean", stack, verify=verify)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run

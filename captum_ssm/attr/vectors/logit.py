@@ -12,28 +12,29 @@ from torch import Tensor
 from ...errors import InputError
 from ...linear import DirectPaths
 from ...tracing import Layer
+from ...tracing.chain import Chain
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.run import Question, Run
 from .contributions import Contributions
-from .mixing import ProjectionMixing, StageMixing
+from .shares import AltiShares, ProjectionShares
 
 
-class Mixing(Protocol):
+class TokenShares(Protocol):
     """How the tokens behind a stage are made of those before it."""
 
     def rmatvec(self, row: Tensor) -> Tensor:
         """Rows (..., B, L) times the mixing, whose rows sum to 1."""
 
 
-MakeMixing = Callable[[Sequence[Layer], Run, str], Mixing]
+MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
 #: How tokens are traced back through a stage: from the stage and the run.
-MIXINGS: dict[str, MakeMixing] = {
-    "alti": lambda stage, run, activation: StageMixing(
+MIXINGS: dict[str, MakeShares] = {
+    "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
     ),
-    "projection": lambda stage, run, activation: ProjectionMixing(
+    "projection": lambda stage, run, activation: ProjectionShares(
         stage, run.streams, activation=activation
     ),
 }
@@ -91,15 +92,17 @@ class LogitRun(Run):
 
     Attributes:
         paths: the direct paths.
+        chain: how the tokens lie; None where that is not known.
     """
 
     paths: DirectPaths
+    chain: Chain | None
 
 
 def contributions_to(
     run: LogitRun,
     activation: str,
-    make: MakeMixing,
+    make: MakeShares,
     description: str | None,
     *,
     by_layer: bool,
@@ -146,11 +149,11 @@ def contributions_to(
 
 def _of_layer(layer: Layer, activation: str, asked: Sequence[_Direct], at: int) -> Tensor:
     """What each token adds to each question through one layer, (T, B, L); notes its constants."""
-    shares = Contributions(layer, activation)
+    shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
     constant = shares.constant()
     found = []
     for direct in asked:
-        direction = direct.toward[at].to(shares.weight)
+        direction = layer.in_order(direct.toward[at]).to(shares.weight)
         found.append(shares.toward(direction))
         added = (direction * constant).flatten(1).sum(1)
         direct.biases[layer.name] = direct.biases.get(layer.name, 0) + added
@@ -198,6 +201,9 @@ def _direct(run: LogitRun, question: Question) -> _Direct:
         (gradient * part.detach()).reshape(batch, tokens, -1).sum(-1)
         for gradient, part in zip(gradients[len(layers) :], written, strict=True)
     ]
+    if run.chain is not None:
+        origins = [*(part.origin for part in paths.locals), paths.entry_origin]
+        added = [run.chain.put(x, o) for x, o in zip(added, origins, strict=False)]
     embedding = (
         added.pop() if paths.entry is not None else torch.zeros_like(paths.outputs[0][..., 0])
     )

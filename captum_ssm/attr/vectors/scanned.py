@@ -11,7 +11,7 @@ from ...operators import Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ...operators.kernels.bands import Band, shift_tokens
 from ...operators.readings.scan_tiles import ScanRows
 from ...operators.reorder import outermost
-from .taps import Path, Shares, products
+from .taps import Path, TapShares, products
 
 
 class Scanned(NamedTuple):
@@ -48,7 +48,7 @@ class _Turned(NamedTuple):
 
     backwards: bool
     parts: Sequence[Operator]
-    shares: Shares
+    shares: TapShares
 
 
 def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
@@ -68,7 +68,7 @@ def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
     return _Turned(True, inside, [(0, first[0].apply(phi)) for _, phi in path.shares])
 
 
-def _rows(parts: Sequence[Operator], shares: Shares) -> ScanRows | None:
+def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
     """Those of one product, or None if it has another form."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
@@ -108,7 +108,7 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
     return scans[0] if len(scans) == 1 and len(others) + 1 == len(part.parts) else None
 
 
-def _sent(shares: Shares, behind: Sequence[Operator]) -> Band:
+def _sent(shares: TapShares, behind: Sequence[Operator]) -> Band:
     """What reaches the scan at each token from the token some lags before."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
     for part in reversed(behind):

@@ -27,7 +27,7 @@ from ..call import checks
 
 Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
-Shares = Sequence[tuple[int, Tensor]]
+TapShares = Sequence[tuple[int, Tensor]]
 
 #: What stands for the activation, tap by tap; ``"silu"`` is the model's own, found from the model.
 FUNCTIONS: dict[str, Function] = {
@@ -56,7 +56,7 @@ class Path:
     """
 
     operator: Operator
-    shares: Shares
+    shares: TapShares
     token: Tensor | None = None
 
     def total(self) -> Tensor:

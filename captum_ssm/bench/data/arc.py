@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import Where, broken, field, file, json_lines
+from ..._files import Where, broken_line, existing_file, field, read_json_lines
 from ...errors import DataError
 
 
@@ -59,7 +59,7 @@ def load_arc(path: str | Path) -> list[ChoiceQuestion]:
     Example:
         >>> import json, tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_arc
+        >>> from captum_ssm.bench.data import load_arc
         >>> choices = {"text": ["ice", "air"], "label": ["A", "B"]}
         >>> line = {"question": "Which is a gas?", "choices": choices, "answerKey": "B"}
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +73,8 @@ def load_arc(path: str | Path) -> list[ChoiceQuestion]:
         B. air
         Answer:
     """
-    found = file(path, "a file of ARC's questions, one JSON a line")
-    questions = [_question(record, (found, number)) for number, record in json_lines(found)]
+    found = existing_file(path, "a file of ARC's questions, one JSON a line")
+    questions = [_question(record, (found, number)) for number, record in read_json_lines(found)]
     if not questions:
         raise DataError(f"{found} holds no question.")
     return questions
@@ -85,18 +85,18 @@ def _question(record: dict[str, Any], where: Where) -> ChoiceQuestion:
     if isinstance(question, dict):
         stem, listed = field(question, "stem", str, where), field(question, "choices", list, where)
         if not all(isinstance(choice, dict) for choice in listed):
-            raise broken(*where, "has choices that are not objects")
+            raise broken_line(*where, "has choices that are not objects")
         texts = [field(choice, "text", str, where) for choice in listed]
         labels = [field(choice, "label", str, where) for choice in listed]
     else:
         stem, choices = question, field(record, "choices", dict, where)
         texts, labels = (field(choices, name, list, where) for name in ("text", "label"))
     if not texts or len(texts) != len(labels):
-        raise broken(*where, f"has {len(texts)} choices, but {len(labels)} labels")
+        raise broken_line(*where, f"has {len(texts)} choices, but {len(labels)} labels")
     if not all(isinstance(value, str) for value in [*texts, *labels]):
-        raise broken(*where, "has choices or labels that are not strings")
+        raise broken_line(*where, "has choices or labels that are not strings")
     key = field(record, "answerKey", str, where)
     if labels.count(key) != 1:
-        raise broken(*where, f"has the answer {key!r}, but its choices are called {labels}")
+        raise broken_line(*where, f"has the answer {key!r}, but its choices are called {labels}")
     name = str(record.get("id", where[1]))
     return ChoiceQuestion(name, stem, tuple(texts), tuple(labels), labels.index(key))

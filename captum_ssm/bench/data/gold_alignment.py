@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..._files import Where, broken, file, lines
+from ..._files import Where, broken_line, existing_file, read_lines
 from ...errors import DataError, OptionError
 
 FORMATS = ("talp", "naacl")
@@ -40,7 +40,7 @@ class AlignedPair:
         possible: all links, the sure ones among them.
 
     Example:
-        >>> from captum_ssm.bench.tasks import AlignedPair
+        >>> from captum_ssm.bench.data import AlignedPair
         >>> sure, possible = frozenset({(1, 0)}), frozenset({(0, 0), (1, 0)})
         >>> pair = AlignedPair(("to", "go"), ("gehen",), sure, possible)
         >>> [links.int().tolist() for links in pair.matrices()]
@@ -98,7 +98,7 @@ def load_gold_alignment(
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_gold_alignment
+        >>> from captum_ssm.bench.data import load_gold_alignment
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     files = [Path(folder, name) for name in ("source", "target", "links")]
         ...     for file, line in zip(files, ("a red lamp", "rote Lampe", "1p2 2-1 3-2")):
@@ -112,21 +112,21 @@ def load_gold_alignment(
     if first not in (0, 1):
         raise OptionError(f"first={first!r}: words count from 0 or from 1.")
     paths = [
-        file(path, f"the {what}")
+        existing_file(path, f"the {what}")
         for path, what in (
             (source, "source sentences"),
             (target, "target sentences"),
             (links, "links"),
         )
     ]
-    texts = [[_words(line) for line in lines(path, encoding)] for path in paths[:2]]
+    texts = [[_words(line) for line in read_lines(path, encoding)] for path in paths[:2]]
     if len(texts[0]) != len(texts[1]) or not texts[0]:
         raise DataError(
             f"{paths[0]} has {len(texts[0])} sentences, {paths[1]} {len(texts[1])}: each line "
             "needs its translation."
         )
     read = _talp if format == "talp" else _naacl
-    found = read(paths[2], lines(paths[2], encoding), len(texts[0]), first)
+    found = read(paths[2], read_lines(paths[2], encoding), len(texts[0]), first)
     pairs = []
     for words, translation, named in zip(*texts, found, strict=True):
         sure, possible = set(), set()
@@ -156,7 +156,7 @@ def _talp(path: Path, rows: list[str], sentences: int, first: int) -> list[list[
         for word in row.split():
             parts = _TALP.fullmatch(word)
             if parts is None:
-                raise broken(
+                raise broken_line(
                     path, number, f"holds {word!r}; links read 1-2 if sure, 1p2 if possible"
                 )
             one, other = int(parts[1]) - first, int(parts[3]) - first
@@ -178,10 +178,12 @@ def _naacl(path: Path, rows: list[str], sentences: int, first: int) -> list[list
             or not all(p.isdecimal() for p in parts[:3])
             or kind not in KINDS
         ):
-            raise broken(path, number, f"reads {row!r}; a link reads SENTENCE SOURCE TARGET [S|P]")
+            raise broken_line(
+                path, number, f"reads {row!r}; a link reads SENTENCE SOURCE TARGET [S|P]"
+            )
         sentence, one, other = (int(part) for part in parts[:3])
         if not 1 <= sentence <= sentences:
-            raise broken(path, number, f"names sentence {sentence}, but there are {sentences}")
+            raise broken_line(path, number, f"names sentence {sentence}, but there are {sentences}")
         if min(one, other) >= first:
             found[sentence - 1].append(((path, number), one - first, other - first, kind == "S"))
     return found
@@ -190,7 +192,7 @@ def _naacl(path: Path, rows: list[str], sentences: int, first: int) -> list[list
 def _check_inside(where: Where, link: Link, sizes: tuple[int, int], first: int) -> None:
     for word, size, side in zip(link, sizes, ("source", "target"), strict=True):
         if not 0 <= word < size:
-            raise broken(
+            raise broken_line(
                 *where,
                 f"links {side} word {word + first}, but the {side} sentence has {size} words, "
                 f"counted from {first}",

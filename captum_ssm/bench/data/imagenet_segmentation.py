@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._files import Lazy, file, optional
+from ..._files import Lazy, existing_file
+from ..._optional import optional
 from ...errors import DataError
-from ...models.image_files import SegmentedImage, check_pixels
+from ...models.image_files import check_pixels
+from .labelled_images import SegmentedImage
 
 
 def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:
@@ -37,7 +39,7 @@ def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:
     Example:
         >>> import tempfile, h5py, numpy
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_imagenet_segmentation
+        >>> from captum_ssm.bench.data import load_imagenet_segmentation
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with h5py.File(Path(folder, "gtsegs_ijcv.mat"), "w") as data:
         ...         data["image"], data["mask"] = numpy.zeros((3, 4, 2)), numpy.eye(4, 2)
@@ -47,7 +49,7 @@ def load_imagenet_segmentation(path: str | Path) -> Lazy[int, SegmentedImage]:
         >>> tuple(example.image.shape), example.labels.tolist()
         ((3, 2, 4), [[1, 0, 0, 0], [0, 1, 0, 0]])
     """
-    found = file(path, "ImageNet-Segmentation's gtsegs_ijcv.mat")
+    found = existing_file(path, "ImageNet-Segmentation's gtsegs_ijcv.mat")
     with _opened(found) as data:
         counts = [len(_entry(found, data, name)) for name in ("/value/img", "/value/gt")]
     if counts[0] != counts[1]:

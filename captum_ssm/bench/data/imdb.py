@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._files import Lazy, folder, text
+from ..._files import Lazy, existing_folder, read_text
 from ...errors import DataError, OptionError
 
 SPLITS = ("train", "test")
@@ -52,7 +52,7 @@ def load_imdb(root: str | Path, split: str = "test") -> Lazy[tuple[Path, int, in
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_imdb
+        >>> from captum_ssm.bench.data import load_imdb
         >>> with tempfile.TemporaryDirectory() as root:
         ...     for name, text in (("neg/0_2.txt", "Dull."), ("pos/0_9.txt", "A joy.")):
         ...         Path(root, "test", name).parent.mkdir(parents=True)
@@ -63,10 +63,12 @@ def load_imdb(root: str | Path, split: str = "test") -> Lazy[tuple[Path, int, in
     """
     if split not in SPLITS:
         raise OptionError(f"split={split!r}: use one of {SPLITS}.")
-    top = folder(folder(root, "IMDB's train and test") / split, "the split's neg and pos")
+    top = existing_folder(
+        existing_folder(root, "IMDB's train and test") / split, "the split's neg and pos"
+    )
     found = []
     for label, sentiment in enumerate(SENTIMENTS):
-        inside = folder(top / sentiment, f"the {sentiment} reviews")
+        inside = existing_folder(top / sentiment, f"the {sentiment} reviews")
         keys = [_key(path, label) for path in inside.glob("*.txt")]
         found += sorted(keys, key=lambda key: int(key[0].name.partition("_")[0]))
     if not found:
@@ -84,4 +86,4 @@ def _key(path: Path, label: int) -> tuple[Path, int, int]:
 
 def _read(key: tuple[Path, int, int]) -> Review:
     path, label, rating = key
-    return Review(str(path), text(path), label, rating)
+    return Review(str(path), read_text(path), label, rating)

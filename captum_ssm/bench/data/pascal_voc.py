@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..._files import Lazy, file, folder, lines
+from ..._files import Lazy, existing_file, existing_folder, read_lines
 from ...errors import DataError
-from ...models.image_files import SegmentedImage, read_image, read_labels
+from ...models.image_files import read_image, read_labels
+from .labelled_images import SegmentedImage
 
 #: The label of outlines and of what is too hard to tell.
 VOC_IGNORED = 255
@@ -64,7 +65,7 @@ def load_pascal_voc(
         >>> import tempfile
         >>> from pathlib import Path
         >>> from PIL import Image
-        >>> from captum_ssm.bench.tasks import VOC_CLASSES, load_pascal_voc
+        >>> from captum_ssm.bench.data import VOC_CLASSES, load_pascal_voc
         >>> with tempfile.TemporaryDirectory() as root:
         ...     for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         ...         Path(root, name).mkdir(parents=True)
@@ -75,13 +76,13 @@ def load_pascal_voc(
         >>> tuple(example.labels.shape), [VOC_CLASSES[label] for label in example.labels.unique()]
         ((2, 4), ['dog'])
     """
-    top = folder(root, "JPEGImages and ImageSets of Pascal VOC")
-    folder(top / "JPEGImages", "the images; root is the folder VOC2012")
-    folder(top / masks, "the masks")
-    listed = file(
+    top = existing_folder(root, "JPEGImages and ImageSets of Pascal VOC")
+    existing_folder(top / "JPEGImages", "the images; root is the folder VOC2012")
+    existing_folder(top / masks, "the masks")
+    listed = existing_file(
         top / "ImageSets" / "Segmentation" / f"{split}.txt", "a split that is listed there"
     )
-    names = [line.strip() for line in lines(listed) if line.strip()]
+    names = [line.strip() for line in read_lines(listed) if line.strip()]
     if not names:
         raise DataError(f"{listed} names no image.")
     for name in names:
@@ -91,8 +92,10 @@ def load_pascal_voc(
 
 
 def _read(top: Path, masks: str, name: str) -> SegmentedImage:
-    image = file(top / "JPEGImages" / f"{name}.jpg", "a root that holds the images of the split")
-    mask = file(top / masks / f"{name}.png", "a folder that holds the masks of the split")
+    image = existing_file(
+        top / "JPEGImages" / f"{name}.jpg", "a root that holds the images of the split"
+    )
+    mask = existing_file(top / masks / f"{name}.png", "a folder that holds the masks of the split")
     labels = read_labels(mask)
     wrong = labels[(labels >= len(VOC_CLASSES)) & (labels != VOC_IGNORED)]
     if len(wrong):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import Where, broken, field, file, json_lines
+from ..._files import Where, broken_line, existing_file, field, read_json_lines
 from ...errors import DataError
 
 
@@ -54,7 +54,7 @@ def load_ruler(path: str | Path) -> list[LongPrompt]:
     Example:
         >>> import json, tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_ruler
+        >>> from captum_ssm.bench.data import load_ruler
         >>> line = {"index": 0, "input": "The key is 42. What is it?", "outputs": ["42"],
         ...         "length": 16, "answer_prefix": " The key is"}
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -63,8 +63,8 @@ def load_ruler(path: str | Path) -> list[LongPrompt]:
         >>> example.prompt, example.answers
         ('The key is 42. What is it? The key is', ('42',))
     """
-    found = file(path, "a file of RULER's examples, one JSON a line")
-    prompts = [_prompt(record, (found, number)) for number, record in json_lines(found)]
+    found = existing_file(path, "a file of RULER's examples, one JSON a line")
+    prompts = [_prompt(record, (found, number)) for number, record in read_json_lines(found)]
     if not prompts:
         raise DataError(f"{found} holds no example.")
     return prompts
@@ -74,7 +74,7 @@ def _prompt(record: dict[str, Any], where: Where) -> LongPrompt:
     answers = field(record, "outputs", (list, str), where)
     answers = [answers] if isinstance(answers, str) else answers
     if not answers or not all(isinstance(answer, str) and answer for answer in answers):
-        raise broken(*where, "has 'outputs' that are not one or more strings")
+        raise broken_line(*where, "has 'outputs' that are not one or more strings")
     prefix = field(record, "answer_prefix", str, where) if "answer_prefix" in record else ""
     return LongPrompt(
         index=field(record, "index", int, where),

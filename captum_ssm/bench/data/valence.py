@@ -16,7 +16,6 @@ import hashlib
 import io
 import math
 import os
-import re
 import tarfile
 import zipfile
 import zlib
@@ -25,8 +24,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..._files import broken
+from ..._files import broken_line
 from ...errors import DataError, DataNotFoundError, OptionError
+from ...models.sentences import text_words
 
 #: By the name of a source, the file with its sentences.
 SOURCES = {
@@ -49,9 +49,6 @@ _DOWNLOAD = "pip download vaderSentiment==0.5 --no-deps --no-binary :all:"
 _GREATEST = 4
 #: Of an archive and of each file in it; the real ones take a few million.
 _MOST_BYTES = 2**28
-
-#: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
-_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
 
 
 @dataclass(frozen=True)
@@ -77,23 +74,6 @@ class RatedText:
     def words(self) -> tuple[str, ...]:
         """The words and marks of the text, in small letters."""
         return text_words(self.text)
-
-
-def text_words(text: str) -> tuple[str, ...]:
-    """The words, numbers and runs of marks of a text, in small letters.
-
-    Args:
-        text: as it is written.
-
-    Returns:
-        The words in their order.
-
-    Example:
-        >>> from captum_ssm.bench.tasks import text_words
-        >>> text_words("It's good :-)")
-        ("it's", 'good', ':-)')
-    """
-    return tuple(_WORD.findall(text.lower()))
 
 
 def load_valence(
@@ -126,7 +106,7 @@ def load_valence(
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_valence
+        >>> from captum_ssm.bench.data import load_valence
         >>> lines = "1\t3.2\tA joy.\n2\t-2.5\tDull.\n3\t0.2\tIt is a film.\n"
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "movieReviewSnippets_GroundTruth.txt").write_text(lines)
@@ -165,7 +145,7 @@ def load_lexicon(path: str | Path | None = None) -> dict[str, float]:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from captum_ssm.bench.tasks import load_lexicon
+        >>> from captum_ssm.bench.data import load_lexicon
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "vader_sentiment_lexicon.txt")
         ...     _ = file.write_text("good\t1.9\n:(\t-1.9\n")
@@ -203,7 +183,7 @@ def _rated(place: Path, source: str) -> tuple[RatedText, ...]:
     for number, line in _lines(place, name):
         parts = line.split("\t")
         if len(parts) != 3 or not parts[2].strip():
-            raise broken(place / name, number, "is not ID, valence and text with tabs between")
+            raise broken_line(place / name, number, "is not ID, valence and text with tabs between")
         valence = _valence(parts[1], place / name, number)
         found.append(RatedText(f"{source}/{parts[0]}", parts[2].strip(), valence))
     return tuple(found)
@@ -215,7 +195,7 @@ def _lexicon(place: Path) -> Mapping[str, float]:
     for number, line in _lines(place, LEXICON, "cp1252"):
         parts = line.split("\t")
         if len(parts) < 2 or not parts[0]:
-            raise broken(place / LEXICON, number, "is not a word and its valence")
+            raise broken_line(place / LEXICON, number, "is not a word and its valence")
         found[parts[0]] = _valence(parts[1], place / LEXICON, number)
     return found
 
@@ -226,7 +206,7 @@ def _valence(written: str, path: Path, number: int) -> float:
     except ValueError:
         valence = math.nan
     if not abs(valence) <= _GREATEST:
-        raise broken(path, number, f"has the valence {written!r}, not one from -4 to 4")
+        raise broken_line(path, number, f"has the valence {written!r}, not one from -4 to 4")
     return valence
 
 

@@ -25,14 +25,15 @@ from ...attr.engine.sharing import Kept, shared_forward
 from ...metrics import average_precision, roc_auc
 from ...metrics.text_perturbation import Texts, text_activation, text_perturbation, text_pruning
 from ...models.bundled import weights_of
+from ...models.folders import VOCABULARY
+from ...models.sentences import TextReader
 from ...models.vocabulary import UNKNOWN, WordVocabulary
 from ...tracing import repaired_scans, trace
 from ..data.valence import RatedText, load_lexicon
 from ..harness.experiment import Cell, Column, Experiment, Subject
 from ..harness.records import Rows
 from ..harness.subjects import bundled
-from ..tasks.class_texts import TextReader
-from ..training.text_recipes import TEXT_RECIPES, VOCABULARY, RatedTexts
+from ..training.text_recipes import TEXT_RECIPES, RatedTexts
 from .linked_texts import device_of
 from .token_maps import (
     ABLATIONS,
@@ -51,7 +52,7 @@ HIDDEN = 0.2
 
 
 @dataclass(frozen=True)
-class Example:
+class RatedExample:
     """One text.
 
     Attributes:
@@ -104,18 +105,20 @@ class TextClasses(Experiment):
     def cells(self) -> Sequence[Cell]:
         return [*self._maps, WORD_WEIGHTS, RANDOM]
 
-    def example(self, subject: Subject, index: int, seed: int) -> Example:
+    def example(self, subject: Subject, index: int, seed: int) -> RatedExample:
         text = self._drawn(seed)[index % len(self._texts)]
         return example_of(text, f"{seed}/{index}", self._reader(subject.name), self._lexicon)
 
-    def measure(self, model: nn.Module, example: Example, cell: Cell) -> Rows:
+    def measure(self, model: nn.Module, example: RatedExample, cell: Cell) -> Rows:
         maps = self._relevance(model, example, cell)
-        return scores(model, example, maps) if maps else {}
+        return text_scores(model, example, maps) if maps else {}
 
     def together(self) -> AbstractContextManager[None]:
         return shared_forward(Kept("all", streams=True))
 
-    def _relevance(self, model: nn.Module, example: Example, cell: Cell) -> Mapping[str, Tensor]:
+    def _relevance(
+        self, model: nn.Module, example: RatedExample, cell: Cell
+    ) -> Mapping[str, Tensor]:
         """The relevance of each token, (L,), by row; none, if another cell says the same."""
         if cell == RANDOM:
             return {"": _random(example)}
@@ -171,7 +174,7 @@ class TextClasses(Experiment):
 
 def example_of(
     text: RatedText, name: str, reader: TextReader, lexicon: Mapping[str, float]
-) -> Example:
+) -> RatedExample:
     """A text as an example.
 
     Args:
@@ -187,10 +190,10 @@ def example_of(
     reasons[words] = torch.tensor(
         [sign * lexicon.get(word, 0) > 0 for word in text.words[: reader.longest]]
     )
-    return Example(text, name, reader, ids, words, reasons)
+    return RatedExample(text, name, reader, ids, words, reasons)
 
 
-def scores(model: nn.Module, example: Example, maps: Mapping[str, Tensor]) -> Rows:
+def text_scores(model: nn.Module, example: RatedExample, maps: Mapping[str, Tensor]) -> Rows:
     """The numbers of each map (L,), by row.
 
     Args:
@@ -255,7 +258,7 @@ def says_more(cell: Cell, components: frozenset[str]) -> bool:
     return bool(kept) and kept not in [parse_components(each) & components for each in before]
 
 
-def _random(example: Example) -> Tensor:
+def _random(example: RatedExample) -> Tensor:
     """Relevance by chance, the same for all models."""
     chance = random.Random(example.name)
     drawn = torch.zeros(example.ids.shape[1])

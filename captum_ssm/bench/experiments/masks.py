@@ -32,11 +32,11 @@ BACKGROUND_SCORES = (0.25, 0.5, 0.75)
 
 
 def counts_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of the numbers of some classes, three for each; see :func:`counted`."""
+    """The names of the numbers of some classes, three for each; see :func:`pixel_counts`."""
     return tuple(f"{what} {name}" for name in names for what in ("right", "true", "given"))
 
 
-def counted(given: Tensor, gold: Tensor, names: Sequence[str]) -> Numbers:
+def pixel_counts(given: Tensor, gold: Tensor, names: Sequence[str]) -> Numbers:
     """How many pixels of each class are right, are of it in truth, and are given it.
 
     Args:
@@ -49,13 +49,13 @@ def counted(given: Tensor, gold: Tensor, names: Sequence[str]) -> Numbers:
     return dict(zip(counts_of(names), parts.flatten().tolist(), strict=True))
 
 
-def accuracy(sums: Tensor, _: Tensor) -> Tensor:
+def summed_accuracy(sums: Tensor, _: Tensor) -> Tensor:
     """The share of right pixels, of summed counts (..., 3 K)."""
     right, true, _given = _by_class(sums).sum(-2).unbind(-1)
     return (right / true)[..., None]
 
 
-def mean_iou(sums: Tensor, _: Tensor) -> Tensor:
+def summed_mean_iou(sums: Tensor, _: Tensor) -> Tensor:
     """The mean over classes of intersection over union, of summed counts (..., 3 K)."""
     right, true, given = _by_class(sums).unbind(-1)
     return (right / (true + given - right)).nanmean(-1, keepdim=True)
@@ -71,8 +71,8 @@ class Segmenting(ByMaps):
     name = "segmentation"
     title = "Finding the object's pixels (after HA tables 2, 5, 6 and UN tables 3, 4)"
     columns = (
-        Column("mIoU", counts_of((BACKGROUND, OBJECT)), statistic=mean_iou),
-        Column("pixel accuracy", counts_of((BACKGROUND, OBJECT)), statistic=accuracy),
+        Column("mIoU", counts_of((BACKGROUND, OBJECT)), statistic=summed_mean_iou),
+        Column("pixel accuracy", counts_of((BACKGROUND, OBJECT)), statistic=summed_accuracy),
         Column("mAP", ("ap",)),
         Column("mF1", ("f1",)),
     )
@@ -81,18 +81,18 @@ class Segmenting(ByMaps):
         found = explain(model, image, [predicted(model, image)])
         gold = (example.masks > 0).long()
         _, height, width = gold.shape
-        return {"": scores(pixel_relevance(found.cpu(), (height, width)), gold)}
+        return {"": mask_scores(pixel_relevance(found.cpu(), (height, width)), gold)}
 
     @cached_property
     def maps(self) -> dict[Cell, ImageMap]:
         return image_maps()
 
 
-def scores(found: Tensor, gold: Tensor) -> Numbers:
+def mask_scores(found: Tensor, gold: Tensor) -> Numbers:
     """The numbers of one map (1, H, W), where gold (1, H, W) is 1 for the object and else 0."""
     given = foreground(found).long()
     return {
-        **counted(given, gold, (BACKGROUND, OBJECT)),
+        **pixel_counts(given, gold, (BACKGROUND, OBJECT)),
         "ap": float(segmentation_average_precision(found, gold)),
         "f1": float(f1(confusion(given, gold, 2))[0, 1]),
     }
@@ -112,8 +112,8 @@ class PseudoMasks(ByMaps):
         super().__init__(models, SceneTask(objects=2) if task is None else task)
         self._names = (BACKGROUND, *SCENES.classes)
         self.columns = (
-            Column("mIoU", counts_of(self._names), statistic=mean_iou),
-            *(Column(name, counts_of([name]), statistic=mean_iou) for name in self._names),
+            Column("mIoU", counts_of(self._names), statistic=summed_mean_iou),
+            *(Column(name, counts_of([name]), statistic=summed_mean_iou) for name in self._names),
         )
 
     def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
@@ -122,7 +122,7 @@ class PseudoMasks(ByMaps):
         _, height, width = example.masks.shape
         sized = pixel_relevance(found, (height, width))  # (len(shown), H, W)
         return {
-            f"background {score}": counted(
+            f"background {score}": pixel_counts(
                 masks(sized, shown, len(self._names), score), example.masks, self._names
             )
             for score in BACKGROUND_SCORES

@@ -14,7 +14,7 @@ from ...tracing import repaired_scans
 from ..harness.experiment import Cell, Column, Subject
 from ..harness.records import Rows
 from ..tasks.linked import LinkedBatch
-from ..tasks.long_texts import PasskeyTask
+from ..tasks.retrieval import PasskeyTask
 from .linked_texts import LinkedTexts, device_of
 
 _ANSWER = "the model's answer"

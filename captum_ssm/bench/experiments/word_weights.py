@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...models.sentences import TextReader
 from ...models.vocabulary import WordVocabulary
 from ..data.valence import RatedText
-from ..tasks.class_texts import TextReader
 
 #: Weight of the loss against that of the squared weights, scikit-learn's C.
 TRUST = 3.0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from .experiment import Experiment
-from .tables import Line, counted, labels_of
+from .tables import Line, labels_of, sample_size
 
 #: Rows of each model.
 ROWS = 12
@@ -77,7 +77,7 @@ def as_text(experiment: Experiment, table: Sequence[Line]) -> str:
         for line in excerpt(experiment, own):
             values = (str(entry).partition(" ")[0] for entry in line.entries.values())
             rows.append([*(getattr(line, name) for name in labels), *values])
-        parts += [f"{model}, {counted(own)}", *(f"  {row}" for row in _aligned(rows))]
+        parts += [f"{model}, {sample_size(own)}", *(f"  {row}" for row in _aligned(rows))]
     return "\n".join(parts)
 
 

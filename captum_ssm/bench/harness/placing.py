@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._files import optional
+from ..._optional import optional
 from ...errors import OptionError
 from ...tracing import find_mixers
 

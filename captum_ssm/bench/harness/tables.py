@@ -134,7 +134,7 @@ def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
         labels = labels_of(own)
         head = [*labels, *(column.name for column in experiment.columns)]
         best = {column.name: _best(column, own) for column in experiment.columns}
-        parts += ["", f"## {model}, {counted(own)}", ""]
+        parts += ["", f"## {model}, {sample_size(own)}", ""]
         parts += [_row(head), _row(["---"] * len(head))]
         for line in own:
             cells = [getattr(line, name) for name in labels]
@@ -240,7 +240,7 @@ def picture(experiment: Experiment, table: Sequence[Line]) -> Figure:
     return plot_intervals(groups, heads, title=experiment.title)[0]
 
 
-def counted(table: Sequence[Line]) -> str:
+def sample_size(table: Sequence[Line]) -> str:
     """How many examples, and of how many trainings if there are several."""
     trainings = max(line.trainings for line in table)
     of = f" of {trainings} trainings" if trainings > 1 else ""

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, OptionError
-from ...models.vocabulary import WordVocabulary
+from ...models.vocabulary import PAD, WordVocabulary
 from .answers import Accuracy, SwapCheck, answer_accuracy, swap_check
-from .linked import PAD, SEPARATOR, Family, LinkedBatch, LinkedText, Links
+from .linked import SEPARATOR, Family, LinkedBatch, LinkedText, Links
 
 __all__ = [
     "LONG_COPIES",

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...models.vocabulary import WordVocabulary
 
-PAD, SEPARATOR = "<pad>", "|"
+SEPARATOR = "|"
 
 #: Words that can stand in each other's place, each as a source and what follows from it.
 Family = Sequence[tuple[str, str]]

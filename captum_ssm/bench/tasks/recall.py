@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...errors import InputError, OptionError
-from ...models.vocabulary import WordVocabulary
+from ...models.vocabulary import PAD, WordVocabulary
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-PAD, STOP, ASK, VERB, ARTICLE = "<pad>", ".", "?", "owns", "the"
+STOP, ASK, VERB, ARTICLE = ".", "?", "owns", "the"
 NAMES = _words(
     "anna bob carl dora emil fay gus hana ivan jane karl lena milo nora otto pia quinn rosa "
     "sven tina"

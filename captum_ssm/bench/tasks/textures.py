@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._files import optional
+from ..._optional import optional
 
 #: Photographs that come with scikit-image itself; nothing is downloaded.
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel")

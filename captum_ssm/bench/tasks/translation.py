@@ -17,8 +17,8 @@ from functools import cache
 import torch
 
 from ...errors import InputError, OptionError
-from ...models.vocabulary import WordVocabulary
-from .linked import PAD, SEPARATOR, Family, LinkedBatch, LinkedText
+from ...models.vocabulary import PAD, WordVocabulary
+from .linked import SEPARATOR, Family, LinkedBatch, LinkedText
 
 
 def _pairs(english: str, german: str) -> tuple[tuple[str, str], ...]:

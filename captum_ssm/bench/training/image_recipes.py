@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...models.folders import (
-    load_plain,
-    load_renamed,
-    read_config,
-    save_of_transformers,
-    save_plain,
-)
+from ...models.folders import save_of_transformers, save_vision_mamba
 from ...models.small import model_of
 from ...models.vim import VisionMamba
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
@@ -135,16 +129,11 @@ class ImageRecipe(Recipe):
     def save(self, model: nn.Module, folder: Path) -> None:
         if isinstance(model, VisionMamba):
             named = dict(enumerate(self.task.classes))
-            save_plain(model, {"id2label": named, **_vim_options(self.size, self.task)}, folder)
+            save_vision_mamba(
+                model, {"id2label": named, **_vim_options(self.size, self.task)}, folder
+            )
         else:
             save_of_transformers(model, folder)
-
-    def load(self, folder: Path) -> tuple[nn.Module, tuple[str, ...]]:
-        settings = read_config(folder)
-        classes = tuple(settings.pop("id2label").values())
-        if self.size.architecture == "vim":
-            return load_plain(VisionMamba, settings, folder), classes
-        return load_renamed(folder), classes
 
 
 def image_accuracy(model: nn.Module, scenes: SceneBatch) -> float:

@@ -11,18 +11,16 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.folders import load_of_transformers, save_of_transformers
+from ...models.folders import VOCABULARY, save_of_transformers
 from ...models.small import ModelSize, new_model
-from ...models.vocabulary import WordVocabulary
 from ..tasks.answers import Accuracy, answer_accuracy
 from ..tasks.copying import LONG_COPIES, SHORT_COPIES
 from ..tasks.linked import LinkedTask
-from ..tasks.long_texts import FREQUENT_WORD, ONE_PASSKEY, TWO_PASSKEYS
 from ..tasks.recall_task import RecallTask
+from ..tasks.retrieval import FREQUENT_WORD, ONE_PASSKEY, TWO_PASSKEYS
 from ..tasks.translation import NUMBER_WORDS
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
 
-VOCABULARY = "vocab.json"
 #: Texts that a line of progress is measured on.
 _HELD_OUT = 256
 #: Lengths that are measured one by one, where a task has more.
@@ -79,11 +77,6 @@ class LanguageRecipe(Recipe):
     def save(self, model: nn.Module, folder: Path) -> None:
         save_of_transformers(model, folder)
         self.task.vocabulary.to_json(folder / VOCABULARY)
-
-    def load(self, folder: Path) -> tuple[nn.Module, WordVocabulary]:
-        # The head shares the embedding, and a shared tensor is stored once.
-        tied = {"lm_head.weight": "backbone.embeddings.weight"}
-        return load_of_transformers(folder, tied), WordVocabulary.from_json(folder / VOCABULARY)
 
 
 def accuracy_by_length(

@@ -1,4 +1,4 @@
-"""What a recipe is: how a bundled model is made, trained, measured, saved and loaded."""
+"""What a recipe is: how a bundled model is made, trained, measured and saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """How a bundled model is made, trained, measured, saved and loaded.
+    """How a bundled model is made, trained, measured and saved.
 
     Attributes:
         task: what it learns.
@@ -64,8 +64,4 @@ class Recipe(ABC):
 
     @abstractmethod
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Writes config.json, model.safetensors and what else :meth:`load` needs to a folder."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> tuple[nn.Module, Any]:
-        """A saved model in evaluation mode on the CPU, and its key: see ``load_bundled``."""
+        """Writes the model and its key to a folder, for :func:`~.models.folders.load_folder`."""

@@ -14,20 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...models.folders import load_of_transformers, save_of_transformers
+from ...models.folders import VOCABULARY, save_of_transformers
+from ...models.sentences import TextReader, class_vocabulary
 from ...models.small import ModelSize, model_of, new_model
 from ...models.vocabulary import UNKNOWN, WordVocabulary
 from ..data.valence import SOURCES, RatedText, load_valence
-from ..tasks.class_texts import TextReader, class_vocabulary
 from .recipe import Recipe, Round, Scores
 
-VOCABULARY = "vocab.json"
-
-#: By architecture, the class of transformers, and the weights of its that are stored once.
-MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    "mamba": ("MambaForCausalLM", {"lm_head.weight": "backbone.embeddings.weight"}),
-    "rwkv": ("RwkvForCausalLM", {"head.weight": "rwkv.embeddings.weight"}),
-    "bert": ("BertForSequenceClassification", {}),
+#: By architecture, the class of transformers.
+CLASSES = {
+    "mamba": "MambaForCausalLM",
+    "rwkv": "RwkvForCausalLM",
+    "bert": "BertForSequenceClassification",
 }
 #: Texts that are measured at once, of nearly one length.
 _MEASURED = 128
@@ -52,9 +50,9 @@ class ClassifierSize:
     hidden: int = 32
 
     def __post_init__(self) -> None:
-        if self.architecture not in MODELS:
+        if self.architecture not in CLASSES:
             raise OptionError(
-                f"architecture={self.architecture!r} is not known. Use one of {tuple(MODELS)}."
+                f"architecture={self.architecture!r} is not known. Use one of {tuple(CLASSES)}."
             )
 
 
@@ -63,7 +61,7 @@ class RatedTexts:
     """The rated texts of some sources, as a task.
 
     Attributes:
-        sources: of :func:`~captum_ssm.bench.tasks.load_valence`. Default: all of them.
+        sources: of :func:`~captum_ssm.bench.data.load_valence`. Default: all of them.
         least: how often a word of the training texts must occur to be known. Default: 3.
     """
 
@@ -149,8 +147,8 @@ class TextRecipe(Recipe):
 
         words, *rest = self.steps
         rest = rest or [words]
-        by_words = partial(accuracy, partial(bag_logits, model, reader), reader, held_out)
-        by_model = partial(accuracy, partial(reader.logits, model), reader, held_out)
+        by_words = partial(class_accuracy, partial(bag_logits, model, reader), reader, held_out)
+        by_model = partial(class_accuracy, partial(reader.logits, model), reader, held_out)
         return [
             Round(words, words_loss, by_words, self.words_rate),
             *(Round(steps, loss, by_model, self.learning_rate) for steps in rest),
@@ -167,16 +165,13 @@ class TextRecipe(Recipe):
         parts = {source: load_valence(sources=[source]) for source in self.task.sources}
         parts["all"] = [text for part in parts.values() for text in part]
         return {
-            source: {"accuracy": accuracy(told, reader, part)} for source, part in parts.items()
+            source: {"accuracy": class_accuracy(told, reader, part)}
+            for source, part in parts.items()
         }
 
     def save(self, model: nn.Module, folder: Path) -> None:
         save_of_transformers(model, folder)
         self.task.vocabulary.to_json(folder / VOCABULARY)
-
-    def load(self, folder: Path) -> tuple[nn.Module, WordVocabulary]:
-        tied = MODELS[self.size.architecture][1]
-        return load_of_transformers(folder, tied), WordVocabulary.from_json(folder / VOCABULARY)
 
 
 def alike(texts: Sequence[RatedText], size: int, rng: random.Random) -> Iterator[list[RatedText]]:
@@ -219,7 +214,7 @@ def rating_loss(logits: Tensor, texts: Sequence[RatedText]) -> Tensor:
 
 
 @torch.no_grad()
-def accuracy(
+def class_accuracy(
     logits: Callable[[Tensor], Tensor], reader: TextReader, texts: Sequence[RatedText]
 ) -> float:
     """The share of texts whose class is told right.
@@ -260,7 +255,7 @@ def _plain(size: ClassifierSize, vocabulary: WordVocabulary) -> Any:
             "num_labels": 2,
         },
     }
-    return model_of(MODELS[size.architecture][0], settings | own[size.architecture])
+    return model_of(CLASSES[size.architecture], settings | own[size.architecture])
 
 
 #: By the name of the bundled model.

@@ -1,7 +1,7 @@
 """The names of ``captum.insights.attr_vis.app``."""
 
+from ..calculation import VisualizationOutput
 from ..dataset import Batch
-from ..explanation import VisualizationOutput
 from ..filters import FilterConfig
 from ..visualizer import AttributionVisualizer
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checks import check_fit, read_safetensors
+from ..checkpoints import check_fit, read_safetensors
 from .model import VisionMamba
 
 #: Image side of the released models.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attr.call.inputs import as_tuple, check_batch, cuts, single_input
+from ...attr.call.inputs import as_tuple, batch_parts, check_batch, single_input
 from ...attr.text.codec import Codec
 from ...errors import InputError
 from ...tracing import find_model
@@ -87,7 +87,7 @@ def read_examples(
     names = _names(tensor, tokens, subject.codec)
     return [
         Example(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
-        for cut, named in zip(cuts(len(tensor), 1), names, strict=True)
+        for cut, named in zip(batch_parts(len(tensor), 1), names, strict=True)
     ]
 
 
@@ -102,7 +102,7 @@ def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[Example]:
     if not texts:
         raise InputError("inputs is an empty list; pass at least one text.")
     device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
-    for text, cut in zip(texts, cuts(len(texts), 1), strict=True):
+    for text, cut in zip(texts, batch_parts(len(texts), 1), strict=True):
         ids = subject.codec.encode(text, special=True)
         if not len(ids):
             raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")

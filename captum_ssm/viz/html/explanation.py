@@ -5,46 +5,44 @@ Shapes: L tokens without padding.
 
 from __future__ import annotations
 
-import base64
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from captum.attr import Attribution
 from torch import Tensor
 
-from ...attr import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimNorm,
-    MambaAttribution,
-    TransformerAttribution,
-    compare,
-)
-from ...attr.engine.fold import shown
+from ...attr import LatimFlow, LatimLogit, compare
+from ...attr.catalogue import METHODS
 from ...errors import InputError
 from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
-from .account import Account, account_of
 from .example import Example, Subject
 from .outline import LayerOutline, Outline
-from .packing import PackedMap, pack
-from .png import png
-
-#: The token-to-token maps there are, by the name that asks for them, and what they are called.
-MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
+from .packing import MAPS, maps_of
+from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
 
 #: Methods that multiply matrices with the identity added to them.
-_ROLLOUTS = (ImplicitAttentionRollout, MambaAttribution, TransformerAttribution)
+_ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
 
-#: Elements of the matrices that are held at a time (1 GiB in float32).
-_HELD = 2**28
+
+class Account(NamedTuple):
+    """A sum: relevance, of all that the input holds, and ``bias`` and ``delta`` are ``output``.
+
+    Attributes:
+        output: the explained number.
+        bias: what biases and other constants add.
+        delta: what is missing.
+    """
+
+    output: float
+    bias: float
+    delta: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +135,13 @@ def explain(
     blocks: dict[str, bytes] = {}
     for kind in wanted.maps:
         layers = []
-        found_maps = _maps(subject, example, known, wanted, kind)
-        for index, packed in zip(wanted.shown_layers, found_maps, strict=True):
-            block = f"map-{number}-{kind}-{index}"
-            blocks[block] = packed.data
-            layers.append(_layer(known, index, packed, block))
+        taken = maps_of(
+            subject, example, known, kind, wanted.shown_layers, wanted.kept, wanted.show_progress
+        )
+        for facts_of_layer, data in taken:
+            block = f"map-{number}-{kind}-{facts_of_layer['index']}"
+            blocks[block] = data
+            layers.append(facts_of_layer | {"block": block})
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
     accounts = _accounts(subject, example, known, wanted, list(found)) if wanted.accounts else {}
     return Explanation(facts, names, known.layers, blocks, accounts)
@@ -150,12 +150,17 @@ def explain(
 def _accounts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
 ) -> dict[str, Account]:
-    """The accounts of the methods that have one."""
-    made = {
-        spelled(name): account_of(method, subject, example, known.target)
-        for name, method in zip(names, _listed(wanted.methods), strict=True)
-    }
-    return {name: account for name, account in made.items() if account is not None}
+    """The accounts of the methods that decompose the output."""
+    made = {}
+    for name, method in zip(names, _listed(wanted.methods), strict=True):
+        if isinstance(method, type):
+            method = method(subject.forward_func, subject.module, subject.layers)
+        if isinstance(method, LatimFlow | LatimLogit):
+            found = method.decompose(example.inputs, known.target, example.additional or None)
+            made[spelled(name)] = Account(
+                float(found.output), float(found.bias), float(found.delta)
+            )
+    return made
 
 
 def _listed(methods: Methods) -> list[Any]:
@@ -238,53 +243,10 @@ def _image(example: Example, known: Outline) -> dict[str, Any] | None:
     if not example.is_image:
         return None
     picture = picture_of(example.inputs[0])
-    encoded = base64.b64encode(png(picture)).decode("ascii")
     return {
-        "source": f"data:image/png;base64,{encoded}",
+        "source": f"data:image/png;base64,{in_base64(picture)}",
         "height": picture.shape[0],
         "width": picture.shape[1],
         "grid": None if known.grid is None else list(known.grid.size),
         "cells": [] if known.grid is None else known.grid.tokens.tolist(),
-    }
-
-
-def _maps(
-    subject: Subject, example: Example, known: Outline, wanted: Wanted, kind: str
-) -> Iterator[PackedMap]:
-    """The maps of the layers wanted, of which few are held at a time."""
-    method = (ImplicitAttention if kind == "attention" else LatimNorm)(
-        subject.forward_func, subject.module, subject.layers
-    )
-    take = method.matrices if isinstance(method, ImplicitAttention) else method.maps
-    tokens = max(known.layers[i].tokens for i in wanted.shown_layers)
-    together = max(1, _HELD // tokens**2)
-    starts = range(0, len(wanted.shown_layers), together)
-    for start in shown(starts, f"Report, {kind}", wanted.show_progress):
-        part = list(wanted.shown_layers[start : start + together])
-        found = take(
-            example.inputs, layers=part, additional_forward_args=example.additional or None
-        )
-        for matrix in found:
-            yield pack(_without_padding(matrix[0], known), wanted.kept)
-
-
-def _without_padding(matrix: Tensor, known: Outline) -> Tensor:
-    if len(matrix) != known.layers[0].tokens or len(known.real) == len(matrix):
-        return matrix
-    real = torch.tensor(known.real, device=matrix.device)
-    return matrix[real[:, None], real]
-
-
-def _layer(known: Outline, index: int, packed: PackedMap, block: str) -> dict[str, Any]:
-    layer = known.layers[index]
-    return {
-        "index": index,
-        "module": layer.name,
-        "family": layer.architecture,
-        "size": packed.size,
-        "kept": packed.kept,
-        "side": packed.overview_side,
-        "cell": packed.overview_cell,
-        "largest": _short(packed.largest),
-        "block": block,
     }

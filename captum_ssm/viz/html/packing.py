@@ -1,4 +1,4 @@
-"""Token-to-token maps, small enough for a page.
+"""Token-to-token maps of an example, small enough for a page.
 
 24 layers of 2,000 tokens have 96 million entries.  A page holds an overview of each map and, for
 every row, its strongest entries: which they are is exact, their values are rounded to 1/127 of the
@@ -9,8 +9,9 @@ Shapes: L tokens, K entries kept in each row, O cells along the overview's side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...attr import ImplicitAttention, LatimNorm
+from ...attr.engine.fold import shown
 from ...errors import OptionError
+from .example import Example, Subject
+from .outline import Outline
+
+#: The token-to-token maps there are, by the name that asks for them, and what they are called.
+MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
 
 #: Cells along the side of an overview.
 _OVERVIEW = 128
@@ -29,6 +37,8 @@ _ENTRY = 3
 #: Columns are counted in 16 bits.
 _MOST_TOKENS = 2**16
 _STEPS = 127
+#: Elements of the matrices that are held at a time (1 GiB in float32).
+_HELD = 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +88,67 @@ def entries_kept(sizes: Sequence[int], room: int) -> int:
     return int(kept)
 
 
+def maps_of(
+    subject: Subject,
+    example: Example,
+    known: Outline,
+    kind: str,
+    layers: Sequence[int],
+    kept: int,
+    show_progress: bool,
+) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """An example's maps: what the page is told of each, and its bytes.
+
+    Args:
+        subject: the model.
+        example: the example.
+        known: its outline.
+        kind: a key of :data:`MAPS`.
+        layers: indices of the layers.
+        kept: the most entries of each row to keep.
+        show_progress: show a progress bar.
+    """
+    maps = _matrices(subject, example, known, kind, layers, show_progress)
+    for index, matrix in zip(layers, maps, strict=True):
+        packed, layer = pack(matrix, kept), known.layers[index]
+        facts = {
+            "index": index,
+            "module": layer.name,
+            "family": layer.architecture,
+            "size": packed.size,
+            "kept": packed.kept,
+            "side": packed.overview_side,
+            "cell": packed.overview_cell,
+            "largest": float(f"{packed.largest:.5g}"),
+        }
+        yield facts, packed.data
+
+
+def _matrices(
+    subject: Subject,
+    example: Example,
+    known: Outline,
+    kind: str,
+    layers: Sequence[int],
+    show_progress: bool,
+) -> Iterator[Tensor]:
+    """The maps of the layers (L, L) without padding, of which few are held at a time."""
+    method = (ImplicitAttention if kind == "attention" else LatimNorm)(
+        subject.forward_func, subject.module, subject.layers
+    )
+    take = method.matrices if isinstance(method, ImplicitAttention) else method.maps
+    tokens = max(known.layers[i].tokens for i in layers)
+    together = max(1, _HELD // tokens**2)
+    starts = range(0, len(layers), together)
+    for start in shown(starts, f"Report, {kind}", show_progress):
+        part = list(layers[start : start + together])
+        found = take(
+            example.inputs, layers=part, additional_forward_args=example.additional or None
+        )
+        for matrix in found:
+            yield _without_padding(matrix[0], known)
+
+
 def pack(matrix: Tensor, kept: int) -> PackedMap:
     """Pack a map.
 
@@ -102,6 +173,13 @@ def pack(matrix: Tensor, kept: int) -> PackedMap:
         parts += [_little(shares.where(sums > 0, 1.0), "<f4"), _little(columns, "<u2")]
     parts += [_steps(cells, scales.max()), _steps(values, scales[:, None])]
     return PackedMap(size, kept, len(cells), cell, largest, b"".join(parts))
+
+
+def _without_padding(matrix: Tensor, known: Outline) -> Tensor:
+    if len(matrix) != known.layers[0].tokens or len(known.real) == len(matrix):
+        return matrix
+    real = torch.tensor(known.real, device=matrix.device)
+    return matrix[real[:, None], real]
 
 
 def _overview(values: Tensor) -> tuple[Tensor, int]:

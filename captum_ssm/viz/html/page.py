@@ -1,5 +1,8 @@
 """The HTML file: a fixed skeleton, style and script, and data that none of them can be made of.
 
+The folder ``assets`` holds what pages are made of, this one and that of Insights, which share
+``common.css`` and ``common.js``.
+
 Whatever comes from a model or a text stands in data blocks, as JSON without a ``<`` or as base64,
 and reaches the page as text alone.  The policy in the page's head lets no other script run than the
 one that is written here, and nothing be fetched.
@@ -16,8 +19,9 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-#: In this order they are one script.
-_SCRIPTS = ("maps.js", "colours.js", "tokens.js", "tables.js", "report.js")
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "report.css")
+_SCRIPTS = ("common.js", "maps.js", "canvases.js", "tokens.js", "tables.js", "report.js")
 
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
@@ -30,8 +34,7 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         facts: what the script reads as JSON.
         blocks: bytes that it reads when they are needed, by the id of their element.
     """
-    style = _asset("report.css")
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    style, script = ("\n".join(map(asset, names)) for names in (_STYLES, _SCRIPTS))
     data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
     for name, content in blocks.items():
         encoded = base64.b64encode(content).decode("ascii")
@@ -45,7 +48,16 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         "data": "\n".join(data),
     }
     # in one pass: what is put in is not searched again
-    return _PLACE.sub(lambda place: parts[place[1]], _asset("report.html"))
+    return _PLACE.sub(lambda place: parts[place[1]], asset("report.html"))
+
+
+def asset(name: str) -> str:
+    """A file that pages are made of.
+
+    Args:
+        name: of the file in the folder ``assets``.
+    """
+    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:
@@ -62,7 +74,3 @@ def _digest(text: str) -> str:
 def _json(facts: Mapping[str, Any]) -> str:
     """JSON that can neither end its element nor begin a comment in it."""
     return json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _asset(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")

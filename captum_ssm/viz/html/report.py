@@ -9,26 +9,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
-from ...attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
-from ...attr.call.inputs import cuts
+from ...attr.call.inputs import batch_parts
+from ...attr.catalogue import DEFAULT
 from ...attr.engine.fold import shown
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
-from .explanation import MAPS, Explanation, Methods, Wanted, explain
+from .explanation import Explanation, Methods, Wanted, explain
 from .outline import Outline, outline
-from .packing import entries_kept
+from .packing import MAPS, entries_kept
 from .page import page
-
-#: What explains if nothing else is said.
-METHODS = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
 
 
 def report(
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...] | str | Sequence[str],
-    methods: Methods = METHODS,
+    methods: Methods = DEFAULT,
     *,
     target: Any = None,
     additional_forward_args: Any = None,
@@ -153,7 +150,7 @@ def explain_all(
     kinds = _kinds(matrices)
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
-    parts = list(zip(cuts(len(examples), 1), examples, strict=True))
+    parts = list(zip(batch_parts(len(examples), 1), examples, strict=True))
     outlines = []
     for cut, example in shown(parts, "Report, forward runs", show_progress):
         with cut.counting():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from captum_ssm.bench.tasks import AlignedPair, load_gold_alignment
+from captum_ssm.bench.data import AlignedPair, load_gold_alignment
 from captum_ssm.errors import DataError, DataNotFoundError, OptionError
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from helpers.little_memory import at_most
 
-from captum_ssm.bench.data import valence as of_valence
-from captum_ssm.bench.tasks import (
+from captum_ssm.bench.data import (
     load_imagenet_segmentation,
     load_pascal_voc,
     load_ruler,
     load_valence,
 )
+from captum_ssm.bench.data import valence as of_valence
 from captum_ssm.errors import DataError
 from captum_ssm.models.image_files import check_pixels, read_image, read_labels
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from captum_ssm.bench.tasks import (
+from captum_ssm.bench.data import (
     VOC_CLASSES,
     VOC_IGNORED,
     LabelledImage,

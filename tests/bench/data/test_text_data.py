@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from captum_ssm.bench.tasks import load_arc, load_imdb, load_ruler
+from captum_ssm.bench.data import load_arc, load_imdb, load_ruler
 from captum_ssm.errors import DataError, DataNotFoundError, OptionError
 
 

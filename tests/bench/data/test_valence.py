@@ -18,9 +18,10 @@ from helpers.valence_texts import (
     write_folder,
 )
 
+from captum_ssm.bench.data import load_lexicon, load_valence
 from captum_ssm.bench.data.valence import LEXICON, SOURCES, SPLITS, VARIABLE
-from captum_ssm.bench.tasks import load_lexicon, load_valence, text_words
 from captum_ssm.errors import DataError, DataNotFoundError, OptionError
+from captum_ssm.models import text_words
 
 ALL = tuple(SOURCES)
 

@@ -149,7 +149,7 @@ def test_the_variants_are_the_rows_of_the_ablation_tables() -> None:
     assert not variants & {"s6", "unified", "exact", "linearized", "patches", "pixels", ""}
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cell(name: str) -> None:
     model, image = MODELS[name](), scene_image()

@@ -104,7 +104,7 @@ def test_better_is_a_low_positive_and_a_high_negative_area() -> None:
     assert len(better) == 6
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cell_has_its_numbers(name: str) -> None:
     model, example = MODELS[name](), scene()

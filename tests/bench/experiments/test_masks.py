@@ -21,8 +21,8 @@ from captum_ssm.bench.experiments.masks import (
     BACKGROUND_SCORES,
     PseudoMasks,
     Segmenting,
-    counted,
     masks,
+    pixel_counts,
 )
 from captum_ssm.bench.tasks.scenes import SceneBatch, SceneTask
 from captum_ssm.metrics import PseudoMaskScores, SegmentationScores, pixel_relevance, pseudo_masks
@@ -121,7 +121,7 @@ def test_pseudo_masks_are_of_the_classes_shown() -> None:
 
 def test_counts_of_perfect_masks() -> None:
     (example,) = scenes(SEVERAL, 1)
-    numbers = counted(example.masks, example.masks, NAMES)
+    numbers = pixel_counts(example.masks, example.masks, NAMES)
     assert len(numbers) == 3 * len(NAMES)
     for c, name in enumerate(NAMES):
         pixels = int((example.masks == c).sum())
@@ -159,7 +159,7 @@ def test_brightness_finds_bright_objects_and_no_others() -> None:
     assert found["random"]["mAP"] <= found["bright"]["mAP"] - 0.1
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("experiment", [SEGMENTING, PSEUDO], ids=lambda e: e.name)
 def test_every_cell_has_its_numbers(name: str, experiment: Any) -> None:

@@ -55,7 +55,7 @@ def test_the_map_is_read_at_the_occurrences(seed: int) -> None:
         assert found[f"occurrence {i}"]["multiple"] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_every_cell_has_its_numbers(seed: int) -> None:
     for subject in REPEATED.subjects():
         model, given = subject.load(torch.device("cpu")), REPEATED.example(subject, 0, seed)

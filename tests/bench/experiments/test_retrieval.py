@@ -21,7 +21,7 @@ from captum_ssm.bench.experiments.passkeys import (
     ONE,
     TWO,
 )
-from captum_ssm.bench.tasks.long_texts import IS, ONE_PASSKEY, OWNED, TWO_PASSKEYS, PasskeyTask
+from captum_ssm.bench.tasks.retrieval import IS, ONE_PASSKEY, OWNED, TWO_PASSKEYS, PasskeyTask
 
 RETRIEVAL = EXPERIMENTS["retrieval"]
 TASKS = {"passkey-mamba": ONE_PASSKEY, "two-passkeys-mamba2": TWO_PASSKEYS}

@@ -21,22 +21,22 @@ pytest.importorskip("transformers")
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, LatimLogit, MambaAttribution
 from captum_ssm.bench import EXPERIMENTS, Cell
+from captum_ssm.bench.data import RatedText, load_lexicon, load_valence
 from captum_ssm.bench.data.valence import VARIABLE
 from captum_ssm.bench.experiments.class_words import (
     RANDOM,
     WORD_WEIGHTS,
-    Example,
+    RatedExample,
     TextClasses,
     components_of,
     example_of,
     says_more,
-    scores,
+    text_scores,
 )
 from captum_ssm.bench.experiments.token_maps import STEPS, choice_maps, token_maps
 from captum_ssm.bench.experiments.word_weights import TRUST, WordWeights
-from captum_ssm.bench.tasks import RatedText, class_vocabulary, load_lexicon, load_valence
 from captum_ssm.bench.training.text_recipes import TEXT_RECIPES
-from captum_ssm.models import load_bundled
+from captum_ssm.models import class_vocabulary, load_bundled
 
 NAMES = tuple(TEXT_RECIPES)
 TEXT = RatedText("movies/1", "A dull, tedious film; good actors cannot save its awful plot.", -2.0)
@@ -44,7 +44,7 @@ LEXICON = {"dull": -1.7, "tedious": -1.0, "awful": -2.0, "good": 1.9, "plot": 0.
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def case(request: pytest.FixtureRequest) -> tuple[Any, Example]:
+def case(request: pytest.FixtureRequest) -> tuple[Any, RatedExample]:
     """A shipped model and a text as it reads it."""
     model, vocabulary = load_bundled(request.param)
     reader = TEXT_RECIPES[request.param].reader(vocabulary)
@@ -57,7 +57,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(folder))
 
 
-def test_the_gold_of_a_text(case: tuple[Any, Example]) -> None:
+def test_the_gold_of_a_text(case: tuple[Any, RatedExample]) -> None:
     _, example = case
     reader = example.reader
     tokens = reader.vocabulary.tokens(example.ids[0].tolist())
@@ -71,7 +71,7 @@ def test_the_gold_of_a_text(case: tuple[Any, Example]) -> None:
     assert index == (0 if reader.encoder else reader.vocabulary.id_of("<negative>"))
 
 
-def test_the_gold_of_the_other_class(case: tuple[Any, Example]) -> None:
+def test_the_gold_of_the_other_class(case: tuple[Any, RatedExample]) -> None:
     reader = case[1].reader
     other = example_of(RatedText("movies/2", TEXT.text, 2.0), "0/1", reader, LEXICON)
     tokens = reader.vocabulary.tokens(other.ids[0].tolist())
@@ -79,7 +79,7 @@ def test_the_gold_of_the_other_class(case: tuple[Any, Example]) -> None:
     assert other.target[1] == reader.classes[1] and other.target[0] == case[1].target[0]
 
 
-def numbers_by_hand(model: Any, example: Example, relevance: Tensor) -> dict[str, float]:
+def numbers_by_hand(model: Any, example: RatedExample, relevance: Tensor) -> dict[str, float]:
     """One changed text after the other."""
     reader, label = example.reader, example.text.label
     unknown = reader.vocabulary.id_of("<unk>")
@@ -110,28 +110,28 @@ def numbers_by_hand(model: Any, example: Example, relevance: Tensor) -> dict[str
     }
 
 
-def test_the_numbers_of_maps(case: tuple[Any, Example]) -> None:
+def test_the_numbers_of_maps(case: tuple[Any, RatedExample]) -> None:
     model, example = case
     maps = {row: torch.randn(example.ids.shape[1]) for row in ("layer 0", "mean")}
-    found = scores(model, example, maps)
+    found = text_scores(model, example, maps)
     assert list(found) == list(maps)
     for row, relevance in maps.items():
         by_hand = numbers_by_hand(model, example, relevance)
         assert found[row] == pytest.approx(by_hand, rel=1e-4, abs=1e-6)
 
 
-def test_a_perfect_map_and_its_opposite(case: tuple[Any, Example]) -> None:
+def test_a_perfect_map_and_its_opposite(case: tuple[Any, RatedExample]) -> None:
     model, example = case
     gold = example.reasons[0].float()
-    found = scores(model, example, {"right": gold, "wrong": -gold})
+    found = text_scores(model, example, {"right": gold, "wrong": -gold})
     assert found["right"]["auc"] == found["right"]["ap"] == 1
     assert found["wrong"]["auc"] == 0
     nothing = example_of(TEXT, "0/0", example.reader, {})
-    none = scores(model, nothing, {"": gold})[""]
+    none = text_scores(model, nothing, {"": gold})[""]
     assert math.isnan(none["auc"]) and math.isnan(none["ap"]) and math.isfinite(none["auac"])
 
 
-def test_a_cell_of_the_experiment(case: tuple[Any, Example]) -> None:
+def test_a_cell_of_the_experiment(case: tuple[Any, RatedExample]) -> None:
     model, example = case
     found = TextClasses().measure(model, example, Cell("LatimFlow", "frozen"))
     position, index = example.target
@@ -144,13 +144,13 @@ def test_a_cell_of_the_experiment(case: tuple[Any, Example]) -> None:
 
 
 @pytest.fixture(scope="module")
-def bert() -> tuple[Any, Example]:
+def bert() -> tuple[Any, RatedExample]:
     model, vocabulary = load_bundled("valence-bert")
     reader = TEXT_RECIPES["valence-bert"].reader(vocabulary)
     return model, example_of(TEXT, "0/0", reader, LEXICON)
 
 
-def test_maps_of_a_classifier_are_those_of_the_methods(bert: tuple[Any, Example]) -> None:
+def test_maps_of_a_classifier_are_those_of_the_methods(bert: tuple[Any, RatedExample]) -> None:
     model, example = bert
     targets = [(0, 1), (0, 0)]
     maps = token_maps()
@@ -171,7 +171,7 @@ def test_maps_of_a_classifier_are_those_of_the_methods(bert: tuple[Any, Example]
         torch.testing.assert_close(found, alone.expand(2, -1), rtol=1e-4, atol=1e-6)
 
 
-def test_captums_maps_of_a_classifier(bert: tuple[Any, Example]) -> None:
+def test_captums_maps_of_a_classifier(bert: tuple[Any, RatedExample]) -> None:
     model, example = bert
     embedded = model.get_input_embeddings()(example.ids).detach()
 
@@ -201,7 +201,7 @@ def test_captums_maps_of_a_classifier(bert: tuple[Any, Example]) -> None:
 # --- cells ---------------------------------------------------------------------------------------
 
 
-def test_which_formulations_say_more(case: tuple[Any, Example]) -> None:
+def test_which_formulations_say_more(case: tuple[Any, RatedExample]) -> None:
     model, example = case
     components = components_of(model, example.ids)
     told = {
@@ -229,7 +229,7 @@ def test_which_formulations_say_more(case: tuple[Any, Example]) -> None:
         assert says_more(cell, components) == (kind != "BertForSequenceClassification")
 
 
-def test_what_says_nothing_more_has_no_row(bert: tuple[Any, Example]) -> None:
+def test_what_says_nothing_more_has_no_row(bert: tuple[Any, RatedExample]) -> None:
     assert TextClasses().measure(*bert, Cell("ImplicitAttention", "s6")) == {}
 
 
@@ -293,7 +293,7 @@ def test_it_is_among_the_experiments(made_up: None) -> None:
     assert [subject.name for subject in valence.subjects()] == list(NAMES)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @needs_real_texts
 def test_every_cell_has_its_numbers() -> None:
     valence = TextClasses()

@@ -125,7 +125,7 @@ def test_sharing_a_run_changes_no_number(case: Case) -> None:
     check_shared({cell.method: cell for cell in token_maps()}.values(), case)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_sharing_a_run_changes_no_number_of_any_cell(case: Case) -> None:
     check_shared(token_maps(), case)
 

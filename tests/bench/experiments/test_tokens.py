@@ -11,11 +11,11 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 pytest.importorskip("transformers")
 
 from captum_ssm.bench import EXPERIMENTS
-from captum_ssm.bench.experiments.sources import Example, of_text, scores
+from captum_ssm.bench.experiments.finding_sources import LinkedExample, of_text, source_scores
 from captum_ssm.bench.tasks import SHORT_COPIES, CopyingTask
 
 
-def example(seed: int) -> Example:
+def example(seed: int) -> LinkedExample:
     return of_text(SHORT_COPIES.batch(SHORT_COPIES.draw(1, seed)))
 
 
@@ -33,7 +33,8 @@ def test_the_gold_of_a_copy(seed: int) -> None:
 
 def test_a_perfect_map_and_its_opposite(seed: int) -> None:
     given = example(seed)
-    right, wrong = scores(given.sure.float(), given), scores(-given.wide.float(), given)
+    right = source_scores(given.sure.float(), given)
+    wrong = source_scores(-given.wide.float(), given)
     assert right["top1"] == 1 and right["hit_sure"] == right["sure"] == right["predicted"]
     assert wrong["auc"] == 0 and wrong["top1"] == 0 and wrong["hit_possible"] == 0
 
@@ -41,7 +42,7 @@ def test_a_perfect_map_and_its_opposite(seed: int) -> None:
 def test_the_numbers_of_a_random_map(seed: int) -> None:
     given = example(seed)
     found = torch.randn(given.sure.shape)
-    numbers = scores(found, given)
+    numbers = source_scores(found, given)
     inside, wide = found[:, given.context], given.wide[:, given.context]
     flat = wide.flatten().numpy(), inside.flatten().numpy()
     assert numbers["auc"] == pytest.approx(roc_auc_score(*flat))
@@ -62,7 +63,7 @@ def test_examples_follow_from_seed_and_index() -> None:
     assert not torch.equal(first, other) and not torch.equal(first, seed)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_every_cell_has_its_numbers() -> None:
     copying = EXPERIMENTS["copying"]
     (subject,) = (each for each in copying.subjects() if each.name == "copying-mamba")

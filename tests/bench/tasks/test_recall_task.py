@@ -12,7 +12,6 @@ from helpers.task_solvers import Solver
 
 from captum_ssm.bench.tasks import (
     RecallTask,
-    WordVocabulary,
     answer_accuracy,
     collate,
     generate,
@@ -22,6 +21,7 @@ from captum_ssm.bench.tasks import (
     with_value,
 )
 from captum_ssm.bench.tasks.recall import ADJECTIVES, FILLERS, MAX_FACTS, MIN_FACTS, NAMES, OBJECTS
+from captum_ssm.models import WordVocabulary
 
 
 def test_gold_follows_from_the_words() -> None:

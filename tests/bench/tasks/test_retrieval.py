@@ -18,7 +18,7 @@ from captum_ssm.bench.tasks import (
     answer_accuracy,
     swap_check,
 )
-from captum_ssm.bench.tasks.long_texts import RetrievalTask
+from captum_ssm.bench.tasks.retrieval import RetrievalTask
 from captum_ssm.errors import OptionError
 
 PASSKEYS = [

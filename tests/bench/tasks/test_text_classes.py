@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from captum_ssm.bench.tasks import CLASS_WORDS, CLS, TextReader, class_vocabulary
 from captum_ssm.errors import InputError
+from captum_ssm.models import CLASS_WORDS, CLS, TextReader, class_vocabulary
 
 TEXTS = [("good", "film"), ("a", "bad", "bad", "film", "!"), ("good",)]
 

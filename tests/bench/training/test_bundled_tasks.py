@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from captum_ssm import bench, models
 from captum_ssm.errors import OptionError
 from captum_ssm.models import load_bundled
 
@@ -17,7 +18,6 @@ pytest.importorskip("safetensors")
 
 from captum_ssm.bench.tasks import LinkedTask, answer_accuracy, swap_check
 from captum_ssm.bench.training.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
-from captum_ssm.models import bundled
 from captum_ssm.models.bundled import weights_of
 
 CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
@@ -81,7 +81,7 @@ def test_accuracy_on_fresh_texts(
     assert accuracy.sequences >= CARDS[name].sequences
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_accuracy_at_every_length(
     name: str, model: torch.nn.Module, task: LinkedTask, seed: int
 ) -> None:
@@ -111,7 +111,8 @@ def test_left_padding_changes_nothing(model: torch.nn.Module, task: LinkedTask, 
 
 def test_shipped_files(name: str, task: LinkedTask) -> None:
     folder = weights_of(name).parent
-    assert folder == Path(bundled.__file__).parent / name
+    of_all, of_experiments = Path(models.__file__).parent, Path(bench.__file__).parent / "weights"
+    assert folder == (of_all if name == "recall-mamba" else of_experiments) / name
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
         "config.json",

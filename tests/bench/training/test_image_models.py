@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +26,13 @@ from captum_ssm.bench.training.image_recipes import (
     ImageRecipe,
     image_accuracy,
 )
+from captum_ssm.bench.training.loop import train, train_model
 from captum_ssm.bench.training.recipes import RECIPES
-from captum_ssm.bench.training.training import train, train_model
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, OptionError
 from captum_ssm.models import VisionMamba, load_bundled
 from captum_ssm.models.bundled import BUNDLED, weights_of
+from captum_ssm.models.folders import load_folder
 
 TINY = SceneTask(size=16, lines=1, spots=2)
 SIZES = {
@@ -94,7 +96,7 @@ def test_a_saved_model_loads_again(size: str, tmp_path: Path, seed: int) -> None
     recipe = _recipe(size)
     model = train_model(recipe, seed, log=_quiet)
     recipe.save(model, tmp_path)
-    again, classes = recipe.load(tmp_path)
+    again, classes = load_folder(tmp_path)
     assert classes == TINY.classes
     assert type(again) is type(model) and not again.training
     images = TINY.draw(3, seed).images
@@ -184,7 +186,7 @@ def test_accuracy_on_fresh_scenes(name: str, shipped: torch.nn.Module, seed: int
     assert image_accuracy(shipped, SCENES.draw(512, seed)) >= LEAST[name]
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("held_out", [False, True])
 def test_accuracy_on_known_and_new_backgrounds(
     name: str, shipped: torch.nn.Module, held_out: bool, seed: int
@@ -224,7 +226,7 @@ def test_the_card_says_how_the_model_is_made(name: str, shipped: torch.nn.Module
     assert all(f"{steps} steps" in card for steps in recipe.steps)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 @pytest.mark.parametrize("column, polarity", [(1, "random"), (2, "bright")])
 def test_the_baselines_of_the_card(
     name: str, column: int, polarity: Literal["random", "bright"], seed: int
@@ -267,10 +269,29 @@ def test_what_ships_is_known() -> None:
     assert set(SHIPPED) == set(LEAST)
 
 
-def test_a_recipe_without_weights_says_how_to_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "scenes-other", _recipe("vim"))
-    with pytest.raises(OptionError, match=r"'scenes-other': its weights.*train scenes-other"):
-        load_bundled("scenes-other")
+def test_the_weights_of_every_recipe_ship() -> None:
+    assert set(RECIPES) == set(BUNDLED)
+
+
+@pytest.mark.parametrize("vim", ["scenes-vim", "scenes-vim-first"])
+def test_a_folder_of_an_earlier_version_does_not_name_the_class(vim: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(weights_of(vim).parent, tmp_path / "earlier"))
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    assert settings.pop("architectures") == ["VisionMamba"]
+    path.write_text(json.dumps(settings))
+    assert _same(load_folder(folder)[0], load_bundled(vim)[0])
+
+
+def test_a_folder_without_a_key_is_refused(tmp_path: Path) -> None:
+    recipe = _recipe("vim")
+    recipe.save(recipe.new(), tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["id2label"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"has no key: .*vocab\.json.*id2label"):
+        load_folder(tmp_path)
 
 
 def test_a_weight_too_few_is_named(tmp_path: Path) -> None:
@@ -282,7 +303,7 @@ def test_a_weight_too_few_is_named(tmp_path: Path) -> None:
     del weights["classifier.bias"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"ViTForImageClassification.*classifier\.bias"):
-        recipe.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_both_architectures_are_of_equal_size() -> None:

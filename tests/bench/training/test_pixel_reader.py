@@ -17,9 +17,9 @@ pytest.importorskip("skimage")
 from zoo.vision import MODELS, PATCHES, SCENES, patch_places, scene_image, streams
 
 from captum_ssm.bench.training.image_recipes import ImageModelSize, ImageRecipe
+from captum_ssm.bench.training.loop import fit
 from captum_ssm.bench.training.pixel_reader import PixelReader, patch_tokens
 from captum_ssm.bench.training.recipe import Round
-from captum_ssm.bench.training.training import fit
 
 SIZES = {
     "vim": ImageModelSize("vim", layers=1, hidden=12, state=2, patch=4),

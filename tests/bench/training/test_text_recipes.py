@@ -18,22 +18,22 @@ from captum_ssm.errors import OptionError
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from captum_ssm.bench.data import load_valence
 from captum_ssm.bench.data.valence import VARIABLE
-from captum_ssm.bench.tasks import CLASS_WORDS, TextReader, WordVocabulary, load_valence
 from captum_ssm.bench.training import recipes
+from captum_ssm.bench.training.loop import fit, train_model
 from captum_ssm.bench.training.text_recipes import (
     TEXT_RECIPES,
     ClassifierSize,
     RatedTexts,
     TextRecipe,
-    accuracy,
     alike,
     bag_logits,
+    class_accuracy,
     class_weights,
     rating_loss,
 )
-from captum_ssm.bench.training.training import fit, train_model
-from captum_ssm.models import load_bundled
+from captum_ssm.models import CLASS_WORDS, TextReader, WordVocabulary, load_bundled
 from captum_ssm.models.bundled import weights_of
 
 ARCHITECTURES = ("mamba", "rwkv", "bert")
@@ -76,11 +76,11 @@ def test_words_then_the_model_are_learned(architecture: str, made_up: None, seed
     assert [line.split()[1] for line in lines] == ["60/60", "80/80"]
     reader, test = made.reader(made.task.vocabulary), made.task.texts("test")
     known = [*test, *made.task.texts("train")]
-    assert accuracy(lambda ids: bag_logits(model, reader, ids), reader, known) >= 0.8
-    assert accuracy(lambda ids: reader.logits(model, ids), reader, known) >= 0.8
+    assert class_accuracy(lambda ids: bag_logits(model, reader, ids), reader, known) >= 0.8
+    assert class_accuracy(lambda ids: reader.logits(model, ids), reader, known) >= 0.8
     scores = made.measure(model)
     assert set(scores) == {"movies", "tweets", "products", "editorials", "all"}
-    whole = accuracy(lambda ids: reader.logits(model, ids), reader, test)
+    whole = class_accuracy(lambda ids: reader.logits(model, ids), reader, test)
     assert scores["all"]["accuracy"] == pytest.approx(whole)
 
 
@@ -267,7 +267,7 @@ def test_accuracy_on_texts_held_out(shipped: tuple[str, Any, TextReader], card: 
     right = count = 0
     for source in RatedTexts().sources:
         texts = load_valence(sources=[source])
-        found = accuracy(lambda ids: reader.logits(model, ids), reader, texts)
+        found = class_accuracy(lambda ids: reader.logits(model, ids), reader, texts)
         assert f"| `{source}` | {len(texts)} | {found:.3f} |" in card
         right, count = right + round(found * len(texts)), count + len(texts)
     assert f"| all | {count} | {right / count:.3f} |" in card

@@ -32,7 +32,7 @@ from captum_ssm.bench.training.language_recipes import (
     LanguageRecipe,
     accuracy_by_length,
 )
-from captum_ssm.bench.training.training import train, train_model
+from captum_ssm.bench.training.loop import train, train_model
 from captum_ssm.models import load_bundled
 from captum_ssm.models.small import ModelSize
 

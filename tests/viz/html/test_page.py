@@ -14,7 +14,7 @@ from helpers.pictures import AWKWARD
 from matplotlib.image import imread
 
 from captum_ssm.viz.html.page import page
-from captum_ssm.viz.html.png import png
+from captum_ssm.viz.html.pictures import png
 
 HOSTILE = [
     *AWKWARD,

@@ -1,0 +1,20 @@
+"""Packages that are not needed by all, imported where they are used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def optional(name: str, package: str, need: str) -> Any:
+    """An optional package's module, imported at last.
+
+    Args:
+        name: of the module.
+        package: what pip calls it.
+        need: what it is needed for.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{need} needs {package}: pip install {package}") from error

@@ -1,0 +1,207 @@
+"""The methods, said once: what each says, what it costs and needs, and what may be set of it.
+
+The command, Insights, the report and the documentation read it.  The methods do not know of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from .call.components import PRESETS
+from .call.targets import CONTRASTS
+from .engine.method import RECIPES, ImplicitMethod
+from .flow import GATES, LatimFlow, MambaLRP
+from .implicit_attention import ImplicitAttention
+from .latim_alti import AGGREGATES, LatimALTI
+from .latim_logit import LatimLogit
+from .latim_norm import LatimNorm
+from .mamba_attribution import CLAMPS, MambaAttribution
+from .rollout import ImplicitAttentionRollout
+from .transformer_attribution import TransformerAttribution
+from .vectors.logit import MIXINGS
+
+#: Arguments of ``attribute`` that are no options: what is explained, and how it is gone about.
+_OF_EVERY_CALL = {
+    "self",
+    "inputs",
+    "target",
+    "additional_forward_args",
+    "per_token",
+    "internal_batch_size",
+    "memory_budget",
+    "return_convergence_delta",
+    "show_progress",
+    "verify",
+}
+#: The words that an option takes, of whichever method; some take more than words.
+_WORDS: dict[str, Collection[str]] = {
+    "aggregate": AGGREGATES,
+    "clamp": CLAMPS,
+    "components": PRESETS,
+    "contrast": CONTRASTS,
+    "gate": GATES,
+    "mixing": MIXINGS,
+    "query": ("last", "mean", "cls"),
+    "recipe": RECIPES,
+    "reduce": ("mean", "max", "min", "product"),
+}
+#: The smallest and the largest number that an option takes; None where there is none.
+_LIMITS: dict[str, tuple[float | None, float | None]] = {
+    "discard_ratio": (0.0, 0.999),
+    "start_layer": (0, None),
+}
+
+
+class Option(NamedTuple):
+    """An argument of ``attribute`` that is a method's own.
+
+    Attributes:
+        name: of the argument.
+        default: its default.
+        words: the words that it takes, None among them where that is the default; empty where it
+            takes none.
+        limits: the smallest and the largest number that it takes; None where it takes none.
+    """
+
+    name: str
+    default: Any
+    words: tuple[str | None, ...]
+    limits: tuple[float | None, float | None] | None
+
+
+class Cost(NamedTuple):
+    """What a method does beside the model's forward run.
+
+    Attributes:
+        makes: what it makes of the mixers' operators; empty for nothing.
+        backward: how many backward runs it takes. Default: 0.
+        linear: whether time and memory grow with the number of tokens alone. Default: False, with
+            its square.
+
+    Example:
+        >>> from captum_ssm.attr.catalogue import Cost
+        >>> str(Cost("1 row per layer", backward=1, linear=True))
+        '1 row per layer, 1 backward, linear'
+    """
+
+    makes: str
+    backward: int = 0
+    linear: bool = False
+
+    def __str__(self) -> str:
+        passes = f"{self.backward} backward" if self.backward else ""
+        return ", ".join(filter(None, (self.makes, passes, "linear" if self.linear else "")))
+
+
+class Entry(NamedTuple):
+    """What is said of a method.
+
+    Attributes:
+        method: its class.
+        cost: what it does.
+        says: what its numbers are.
+        needs: what it asks for beside the inputs.
+        holds_identity: whether it multiplies matrices to which the identity is added, so that the
+            asking token's own entry says nothing of any source. Default: False.
+    """
+
+    method: type[ImplicitMethod]
+    cost: Cost
+    says: str
+    needs: tuple[str, ...]
+    holds_identity: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its class."""
+        return self.method.__name__
+
+    @property
+    def options(self) -> list[Option]:
+        """What may be set of it, in the order of its signature.
+
+        Example:
+            >>> from captum_ssm.attr.catalogue import METHODS
+            >>> [option.name for option in METHODS[0].options], METHODS[0].options[1].words
+            (['contrast', 'gate', 'zero_bias'], (None, 'frozen', 'half'))
+        """
+        accepted = inspect.signature(self.method.attribute).parameters.values()
+        return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]
+
+
+def _option(name: str, default: Any) -> Option:
+    words: tuple[str | None, ...] = tuple(_WORDS.get(name, ()))
+    if words and default is None:
+        words = (None, *words)
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    return Option(name, default, words, _LIMITS.get(name, (None, None)) if is_number else None)
+
+
+_GRADIENT = ("a target", "gradients")
+_ROW = ("a position",)
+
+#: The methods, in the order in which they are listed.
+METHODS: tuple[Entry, ...] = (
+    Entry(
+        LatimFlow,
+        Cost("", backward=1, linear=True),
+        "what each token adds to an output, exactly",
+        _GRADIENT,
+    ),
+    Entry(
+        MambaLRP,
+        Cost("", backward=1, linear=True),
+        "layer-wise relevance propagation",
+        _GRADIENT,
+    ),
+    Entry(
+        ImplicitAttentionRollout,
+        Cost("1 row", linear=True),
+        "the query's row through all layers",
+        _ROW,
+        holds_identity=True,
+    ),
+    Entry(
+        ImplicitAttention,
+        Cost("1 row", linear=True),
+        "the query's row, mean over layers",
+        _ROW,
+    ),
+    Entry(
+        MambaAttribution,
+        Cost("1 L x L map per layer", backward=1),
+        "rollout weighted by the gradient",
+        _GRADIENT,
+        holds_identity=True,
+    ),
+    Entry(
+        TransformerAttribution,
+        Cost("1 L x L map per head", backward=2),
+        "rollout weighted by relevance and gradient",
+        _GRADIENT,
+        holds_identity=True,
+    ),
+    Entry(
+        LatimNorm,
+        Cost("1 row of vectors per layer", linear=True),
+        "how long contribution vectors are",
+        _ROW,
+    ),
+    Entry(
+        LatimLogit,
+        Cost("all rows of vectors of earlier layers"),
+        "additions to an output, by layer",
+        _GRADIENT,
+    ),
+    Entry(
+        LatimALTI,
+        Cost("all rows of vectors of every layer"),
+        "which tokens a token is made of",
+        _ROW,
+    ),
+)
+
+#: What explains if nothing else is said: exact, by gradient, and class-agnostic.
+DEFAULT = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)

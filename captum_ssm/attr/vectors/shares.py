@@ -1,0 +1,170 @@
+"""ALTI's mixing: what share of a token comes from each token of the stream before (LATIM, eq. 6).
+
+    P[i, j] proportional to relu(sum over features of |y_i| - |y_i - T_i(x_j)|),
+
+rows summing to 1, where y_i = sum over j of T_i(x_j).  With the residual stream, x_i is added to
+y_i and to T_i(x_i) (LATIM, eq. 4).  Constants belong to no token and are left out, as in the paper
+(footnotes 1 and 4).
+
+A mixing of tokens that is linear in L: the share of each source in what a token has become.
+
+    P[i, j] = <T_i(x_j), y_i> / |y_i|^2,      y_i = sum over j of T_i(x_j)
+
+with the residual stream among the sources.  Rows sum to 1 by themselves.  Entries are signed, and
+large where sources cancel; but no more than one adjoint of the operator is ever needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...operators.kernels.arithmetic import underflow_flushed
+from ...tracing import Layer
+from .contributions import Contributions, tiles
+from .latim import weighted_rows
+
+#: The residual stream entering each layer's block, (B, L, E); None where a mixer stands alone.
+Streams = Mapping[Layer, Tensor | None]
+
+
+class AltiShares:
+    """The mixing of the layers that act on one residual stream together; see :func:`.fold.stages`.
+
+    What parallel mixers write adds up.  A layer that feeds the next one does not write to the
+    stream: the next one's sources are then what the first one, with the stream beside it, makes of
+    the tokens, so that the mixing is diag(r) + C P, where C and r are the shares of these sources
+    and of the stream, and P the mixing of the layer that feeds.
+
+    A row whose entries are all zero before they are divided by their sum, as that of a padded
+    token, leaves the token to itself: it is 1 at the token's own place.
+
+    Args:
+        stage: the layers.
+        streams: the stream entering each layer's block.
+        residual: whether the stream counts. Default: True.
+        activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
+            ``"linearized"``.
+        mask: True for real tokens (B, L); padded ones take part in nothing. Default: None, all
+            are real.
+    """
+
+    def __init__(
+        self,
+        stage: Sequence[Layer],
+        streams: Streams,
+        *,
+        residual: bool = True,
+        activation: str = "linearized",
+        mask: Tensor | None = None,
+    ) -> None:
+        writers, feeders = stage_parts(stage)
+        self._parts = [Contributions(w, activation, w.linear.branch_scale) for w in writers]
+        self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
+        self._stream: Tensor | None = None
+        if residual:
+            self._stream = stream_of(writers[-1], streams, self._output)
+            self._output = self._output + self._stream
+        self._before: Tensor | None = None  # what the feeding layers make of the tokens (B, L, L)
+        for feeder in feeders:
+            fed = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
+            self._before = fed if self._before is None else fed @ self._before
+        self._mask = None if mask is None else mask.to(self._output.device)
+
+    @underflow_flushed()
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
+        tokens = self._output.shape[1]
+        shares = self._output.new_zeros(*index.shape, tokens)
+        output = _at_queries(self._output, index)[:, :, None]  # (B, Q, 1, E)
+        kept = self._stream if self._before is None else None
+        for tile in tiles(self._parts, index, kept):
+            shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
+        if self._mask is not None:
+            real = self._mask.to(shares)
+            shares *= real[:, None] * real.gather(1, index)[..., None]
+        own = index[..., None] == torch.arange(tokens, device=index.device)
+        if self._before is not None:
+            shares = shares @ self._before
+            if self._stream is not None:
+                stream = _at_queries(self._stream, index)[:, :, None]
+                shares = shares + _share(output, stream) * own
+        total = shares.sum(-1, keepdim=True)
+        return torch.where(total > 0, shares / total.where(total > 0, 1), own.to(shares))
+
+    def matrix(self) -> Tensor:
+        """All rows, (B, L, L)."""
+        batch, tokens = self._output.shape[:2]
+        return self.rows(torch.arange(tokens, device=self._output.device).expand(batch, -1))
+
+    def rmatvec(self, row: Tensor) -> Tensor:
+        """Rows (..., B, L) times the mixing, of which no more than some rows exist at once."""
+        return weighted_rows(row, self.rows)
+
+
+def _share(output: Tensor, vectors: Tensor) -> Tensor:
+    """relu(|y|_1 - |y - T|_1), summed from differences, so that T = 0 has a share of exactly 0."""
+    return (output.abs() - (output - vectors).abs()).sum(-1).relu()
+
+
+def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
+    """The layers of a stage that write to the stream, and those that feed them."""
+    writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
+    return writers, [layer for layer in stage if layer not in writers]
+
+
+def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
+    """The stream entering the layer's block, which what it returns (``like``) is added to."""
+    stream = streams.get(layer)
+    if stream is None or stream.shape != like.shape:
+        found = "stands alone" if stream is None else f"stands in one of {tuple(stream.shape)}"
+        raise InputError(
+            f"Layer {layer.name!r} returns {tuple(like.shape)}, to be added to a residual stream, "
+            f"but {found}. Use residual=False for the mixers' own maps."
+        )
+    return stream.to(like)
+
+
+def _at_queries(x: Tensor, index: Tensor) -> Tensor:
+    """The entries of ``x`` (B, L, ...) at tokens ``index`` (B, Q), as (B, Q, ...)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+class ProjectionShares:
+    """The mixing of the layers that act on one residual stream together.
+
+    Args:
+        stage: the layers; of those that feed the next one, that one's sources are what they, with
+            the stream beside them, make of the tokens.
+        streams: the stream entering each layer's block.
+        activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`. Default:
+            ``"linearized"``.
+    """
+
+    def __init__(
+        self, stage: Sequence[Layer], streams: Streams, *, activation: str = "linearized"
+    ) -> None:
+        writers, feeders = stage_parts(stage)
+        self._parts = [Contributions(w, activation, w.linear.branch_scale) for w in writers]
+        self._before = [
+            ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
+        ]
+        mixed = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
+        stream = stream_of(writers[-1], streams, mixed)
+        output = mixed + stream
+        size = output.square().sum(-1, keepdim=True)
+        # a token that has become nothing, such as a padded one, stays with itself
+        self._direction = output / size.where(size > 0, 1)
+        kept = (stream * self._direction).sum(-1)
+        self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
+
+    def rmatvec(self, row: Tensor) -> Tensor:
+        """Rows (..., B, L) times the mixing."""
+        direction = row[..., None] * self._direction
+        mixed = torch.stack([part.toward(direction) for part in self._parts]).sum(0)
+        for feeder in reversed(self._before):
+            mixed = feeder.rmatvec(mixed)
+        return mixed + row * self._kept

@@ -1,0 +1,70 @@
+"""The experiments that the package brings, by name."""
+
+from __future__ import annotations
+
+from ..harness.experiment import Experiment
+from ..tasks.linked import LinkedTask
+from ..training.language_recipes import LANGUAGE_RECIPES
+from .class_words import TextClasses
+from .decomposition_errors import DecompositionErrors
+from .finding_sources import FindingSources
+from .masks import PseudoMasks, Segmenting
+from .passkeys import Retrieval
+from .pixel_removal import ImagePerturbation
+from .repeated_words import RepeatedWords
+from .vision_layers import ClsInfluence, Oversmoothing
+
+_TITLES = {
+    "copying": "Sources of copied tokens (after LATIM, table 2)",
+    "translation": "Alignment of number words in two languages (after LATIM, table 3)",
+    "passkey": "Sources of a passkey in filler text (after LATIM, figures 3 and 8)",
+    "two-passkeys": "Sources of the passkey asked for, of two (after LATIM, figures 3 and 8)",
+    "frequent-word": "Occurrences of the most frequent word (after LATIM, figures 3 and 9)",
+    "recall": "Sources of recalled facts",
+}
+
+
+def _tasks(*names: str) -> dict[str, LinkedTask]:
+    """By the name of a bundled model, what it was trained on."""
+    return {
+        each: recipe.task
+        for each, recipe in LANGUAGE_RECIPES.items()
+        if each.rpartition("-mamba")[0] in names
+    }
+
+
+_ON_TEXTS: tuple[Experiment, ...] = (
+    *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
+    DecompositionErrors(
+        "decomposition-error",
+        "Shares that LATIM's decomposition misses of a mixer's output (after LATIM, figure 4)",
+        {name: recipe.task for name, recipe in LANGUAGE_RECIPES.items()},
+    ),
+    RepeatedWords(
+        "repeated-words",
+        "Relevance of a word each time it occurs again (after LATIM, figure 9)",
+        _tasks("frequent-word"),
+    ),
+    Retrieval(
+        "retrieval",
+        "Answers to texts with one or more passkeys (after LATIM, tables 5 and 6)",
+        _tasks("passkey", "two-passkeys"),
+    ),
+)
+
+_ON_SCENES: tuple[Experiment, ...] = (
+    ImagePerturbation(),
+    Segmenting(),
+    PseudoMasks(),
+    ClsInfluence(),
+    Oversmoothing(),
+)
+
+#: Last, since it asks for texts of others, without which a run of all experiments ends there.
+_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (TextClasses(),)
+
+#: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
+#: them.
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_TEXTS_OF_OTHERS)
+}

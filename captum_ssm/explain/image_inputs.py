@@ -1,0 +1,85 @@
+"""Image files as models take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InputError
+from ..models import VisionMamba
+from ..models.image_files import read_image
+
+#: Mean and standard deviation of the colours of ImageNet, which Vision Mamba was trained with.
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+#: Images are resized to this multiple of the model's side, and their middle is cut out.
+_MARGIN = 256 / 224
+#: The most that an image's longer side may be of its shorter one.
+_LONGEST = 100
+
+
+def processed(processor: Any, files: Sequence[Path]) -> Tensor:
+    """Images (B, C, H, W) as a classifier of transformers takes them."""
+    pictures = [_read(file).numpy() for file in files]
+    found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    return found
+
+
+def scene(file: Path, side: int) -> Tensor:
+    """An image (3, S, S) as the bundled image classifiers take it, from -1 to 1."""
+    image = _read(file)[None].float() / 255
+    resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
+    return 2 * resized - 1
+
+
+def side_of(model: Any) -> int:
+    """The side S of the square images that a bundled image classifier takes."""
+    side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
+    return side
+
+
+def for_vim(model: VisionMamba, file: Path) -> Tensor:
+    """An image (3, H, W) as Vision Mamba was trained to see it: resized, its middle, normalised."""
+    projection = model.patch_embed.proj
+    if projection.in_channels != 3:
+        raise InputError(
+            f"The model takes images of {projection.in_channels} colour channels; files are read "
+            "with three. Prepare the image in Python and use captum_ssm.report."
+        )
+    height, width = _size(model)
+    image = _read(file)[None].float() / 255  # (1, 3, h, w)
+    scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
+    size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]
+    resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    middle = resized[:, top : top + height, left : left + width]
+    mean, deviation = (torch.tensor(x)[:, None, None] for x in (_MEAN, _DEVIATION))
+    return (middle - mean) / deviation
+
+
+def _size(model: VisionMamba) -> tuple[int, int]:
+    """Height and width of the images whose patches a model has positions for."""
+    projection = model.patch_embed.proj
+    height, width = (
+        (cells - 1) * stride + patch
+        for cells, stride, patch in zip(
+            model.grid, projection.stride, projection.kernel_size, strict=True
+        )
+    )
+    return height, width
+
+
+def _read(file: Path) -> Tensor:
+    """An image (3, h, w), uint8, of sides so alike that scaling one up leaves the other small."""
+    image = read_image(file)
+    height, width = image.shape[1:]
+    if max(height, width) > _LONGEST * min(height, width):
+        raise InputError(
+            f"{file} is of {width} x {height} pixels: one side is more than {_LONGEST} times the "
+            "other, so that little of it would be seen. Crop it."
+        )
+    return image

@@ -1,0 +1,189 @@
+"""Files of models that others made: refused with a reason before anything is allocated for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._optional import optional
+from ..errors import CaptumSSMError, CheckpointError, DataNotFoundError
+
+#: The most layers, experts and classes that a configuration may ask for.  A model's modules are
+#: made one by one, so that these numbers cost time and memory before any weight is looked at.
+_MOST = {
+    "num_hidden_layers": 4096,
+    "num_layers": 4096,
+    "n_layers": 4096,
+    "n_layer": 4096,
+    "depth": 4096,
+    "num_experts": 65_536,
+    "num_local_experts": 65_536,
+    "n_routed_experts": 65_536,
+    "num_labels": 1_000_000,
+}
+#: Keys that an error names at most.
+_SHOWN = 8
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The object.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        CheckpointError: when it is not JSON.
+    """
+    if not path.is_file():
+        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+
+
+def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
+    """The weights of a file of safetensors, by name.
+
+    Args:
+        path: the file.
+        need: what safetensors is needed for, should it not be installed.
+
+    Returns:
+        The tensors on the CPU.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        CheckpointError: when its header does not fit it: sizes are checked before memory is taken.
+        ImportError: when safetensors is not installed.
+    """
+    safetensors = optional("safetensors", '"captum-ssm[hf]"', need)
+    if not path.is_file():
+        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+    try:
+        found: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a whole file of safetensors: {error}. Fetch or save it again."
+        ) from error
+    return found
+
+
+def check_counts(settings: object, where: str) -> dict[str, Any]:
+    """The settings, unless they ask for more modules than any model has.
+
+    Args:
+        settings: of a configuration; dicts within are looked through too.
+        where: names them in errors.
+
+    Returns:
+        The same settings.
+
+    Raises:
+        CheckpointError: when they are no dict, or ask for too many layers, experts or classes.
+    """
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where} holds a {type(settings).__name__}, not settings by name.")
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            check_counts(value, where)
+        elif name in _MOST and isinstance(value, int | float) and not value <= _MOST[name]:
+            raise CheckpointError(
+                f"{where} has {name} = {value}; at most {_MOST[name]} are accepted. "
+                "Is the file damaged?"
+            )
+    return settings
+
+
+def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise, naming the keys, unless both hold the same names and shapes.
+
+    Args:
+        wanted: a model's weights, which may be on the meta device.
+        found: those of a file.
+
+    Raises:
+        CheckpointError: when they differ.
+    """
+    complaints = [
+        _listed("it lacks", [repr(k) for k in wanted if k not in found]),
+        _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
+        _listed(
+            "shapes differ in",
+            [
+                f"{k!r} ({tuple(found[k].shape)} instead of {tuple(w.shape)})"
+                for k, w in wanted.items()
+                if k in found and found[k].shape != w.shape
+            ],
+        ),
+    ]
+    if any(complaints):
+        raise CheckpointError("; ".join(c for c in complaints if c) + ".")
+
+
+def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
+    """Raise for weights that a checkpoint lacks, which transformers fills at random.
+
+    Args:
+        model: the model that was loaded.
+        loading_info: what transformers says of it, with ``output_loading_info=True``; weights that
+            are tied to others it does not count as missing.
+        where: names the checkpoint in the error.
+
+    Raises:
+        CheckpointError: naming the weights, and those whose shape is another than the model's.
+    """
+    kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
+    complaints = [
+        _listed("they lack", [repr(k) for k in sorted(loading_info["missing_keys"]) if k in kept]),
+        _listed("shapes differ in", _misshapen(model, loading_info.get("mismatched_keys", ()))),
+    ]
+    if any(complaints):
+        raise CheckpointError(
+            f"{where}: its weights do not fill its {type(model).__name__}, whose rest would be "
+            f"random: {'; '.join(c for c in complaints if c)}. Was it saved without its head, or "
+            "by another class? Save the whole model, or name its class in config.json."
+        )
+
+
+def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
+    """Names and shapes of weights; transformers 4 tells the names alone."""
+    named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
+    own = model.state_dict()
+    return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let whatever other packages say of a broken model name it.
+
+    Args:
+        what: the beginning of the message.
+
+    Raises:
+        CheckpointError: in place of any error but those of this package, of a package that is
+            missing, of the system and of memory.
+    """
+    try:
+        yield
+    except (CaptumSSMError, ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _listed(what: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{what} {', '.join(items[:_SHOWN])}{more}"

@@ -1,0 +1,173 @@
+"""How a classifier reads a sentence: its words, and one mark at which the classes are told.
+
+A language model reads the mark last and tells the class as its next word; an encoder reads the
+mark first and tells it in a head of its own.
+
+Shapes: B texts, L tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .vocabulary import PAD, UNKNOWN, WordVocabulary
+
+#: The mark at which the classes are told.
+CLS = "<cls>"
+#: The words that language models tell negative and positive by.
+CLASS_WORDS = ("<negative>", "<positive>")
+
+#: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
+
+
+def text_words(text: str) -> tuple[str, ...]:
+    """The words, numbers and runs of marks of a text, in small letters.
+
+    Args:
+        text: as it is written.
+
+    Returns:
+        The words in their order.
+
+    Example:
+        >>> from captum_ssm.models import text_words
+        >>> text_words("It's good :-)")
+        ("it's", 'good', ':-)')
+    """
+    return tuple(_WORD.findall(text.lower()))
+
+
+def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVocabulary:
+    """The words of texts, after the words that are not theirs: padding, unknown, mark, classes.
+
+    Args:
+        texts: the words of each.
+        least: how often a word must occur; rarer ones are unknown. Default: 1.
+
+    Returns:
+        The vocabulary; the words of the texts are in alphabetical order.
+
+    Example:
+        >>> from captum_ssm.models import class_vocabulary
+        >>> texts = [("a", "good", "film"), ("a", "dull", "film")]
+        >>> class_vocabulary(texts, least=2).vocab
+        ['<pad>', '<unk>', '<cls>', '<negative>', '<positive>', 'a', 'film']
+    """
+    counts = Counter(word for words in texts for word in words)
+    kept = sorted(word for word, count in counts.items() if count >= least)
+    return WordVocabulary([PAD, UNKNOWN, CLS, *CLASS_WORDS, *kept])
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """What a classifier reads of a text, and where it tells the class.
+
+    Attributes:
+        vocabulary: made by :func:`class_vocabulary`.
+        encoder: whether the model reads the mark first and has a head for the classes, or is a
+            language model.
+        longest: words that are read of a text; the rest is left out. Default: 190.
+
+    Example:
+        >>> from captum_ssm.models import TextReader, class_vocabulary
+        >>> vocabulary = class_vocabulary([("a", "good", "film"), ("a", "dull", "film")])
+        >>> reader = TextReader(vocabulary, encoder=False)
+        >>> ids = reader.ids([("a", "good", "film"), ("dull", "plot")])
+        >>> [vocabulary.decode(row) for row in ids]
+        ['a good film <cls>', 'dull <unk> <cls> <pad>']
+        >>> reader.mark(ids).tolist()
+        [3, 2]
+    """
+
+    vocabulary: WordVocabulary
+    encoder: bool
+    longest: int = 190
+
+    @property
+    def classes(self) -> tuple[int, int]:
+        """Where in the model's output at the mark negative and positive are told."""
+        if self.encoder:
+            return 0, 1
+        negative, positive = (self.vocabulary.id_of(word) for word in CLASS_WORDS)
+        return negative, positive
+
+    def ids(self, texts: Sequence[Sequence[str]], device: torch.device | str = "cpu") -> Tensor:
+        """The ids of texts with the mark, padded on the right, (B, L).
+
+        Args:
+            texts: the words of each, at least one text.
+            device: where the tensor goes. Default: ``"cpu"``.
+
+        Returns:
+            (B, L), int64; L counts the mark.
+
+        Raises:
+            InputError: when there is no text.
+        """
+        if not texts:
+            raise InputError("texts is empty: pass the words of one text or more.")
+        mark, word_id = [self.mark_id], self.vocabulary.id_of
+        rows = []
+        for words in texts:
+            read = [word_id(word) for word in words[: self.longest]]
+            rows.append(mark + read if self.encoder else read + mark)
+        width = max(map(len, rows))
+        padded = [row + [self.vocabulary.pad_id] * (width - len(row)) for row in rows]
+        return torch.tensor(padded, device=device)
+
+    @property
+    def mark_id(self) -> int:
+        """The id of the mark."""
+        return self.vocabulary.id_of(CLS)
+
+    def mark(self, ids: Tensor) -> Tensor:
+        """Where the mark stands in each text, (B,).
+
+        Args:
+            ids: as of :meth:`ids`, (B, L).
+
+        Returns:
+            Positions from 0, (B,).
+        """
+        return (ids == self.mark_id).long().argmax(-1)
+
+    def words(self, ids: Tensor) -> Tensor:
+        """Which tokens are words of the text: neither padding nor the mark.
+
+        Args:
+            ids: as of :meth:`ids`, (B, L).
+
+        Returns:
+            (B, L) of booleans.
+        """
+        return (ids != self.vocabulary.pad_id) & (ids != self.mark_id)
+
+    def logits(self, model: Any, ids: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """What a model says of negative and positive, (B, 2).
+
+        Args:
+            model: of transformers.
+            ids: as of :meth:`ids`.  What stands right of a language model's mark it has not read
+                when it tells the class, so padding there needs no mask.
+            embedded: read in place of the ids' own embeddings, (B, L, E). Default: None.
+
+        Returns:
+            (B, 2), negative first.
+        """
+        given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
+        if self.encoder:
+            mask = (ids != self.vocabulary.pad_id).long()
+            found: Tensor = model(**given, attention_mask=mask).logits
+            return found
+        logits: Tensor = model(**given, use_cache=False).logits
+        rows = torch.arange(len(ids), device=ids.device)
+        return logits[rows, self.mark(ids)][:, list(self.classes)]

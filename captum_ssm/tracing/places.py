@@ -1,0 +1,574 @@
+"""Of every tensor in a run, from which tokens of which source each of its elements comes.
+
+Folds of layers take it for granted that layers are a chain: that what a mixer reads is what those
+before it left, token by token.  Here is what tells.  A *source* is something whose tokens are
+numbered: the explained input, or what a mixer returned.  While the model runs, mixers aside, every
+function of torch says what becomes of the tokens: views and reorderings move them, norms and
+products with weights leave them where they are, and whatever brings several together, be it
+attention, a pool or a function nobody knows, leaves a tensor that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..operators.kernels.arithmetic import unseen
+from .place_rules import (
+    EMPTY,
+    HANDING,
+    RULES,
+    SUMS,
+    WRITING,
+    Call,
+    Group,
+    Groups,
+    TokensMeet,
+    joined,
+    kept,
+    plain,
+    tensors,
+    thinned,
+)
+
+#: What a rule raises where torch cannot do to places what it did to numbers.
+_CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What first brought several tokens together.
+
+    Attributes:
+        function: torch's name of it.
+        module: the module that was running.
+        pooled: whether it pooled all tokens by a sum, a mean or a maximum. Default: False.
+        joined: whether the result was added to, or written into, a tensor whose tokens were apart,
+            as a mixer adds its output to the residual stream. Default: False.
+
+    Example:
+        >>> from captum_ssm.tracing.places import Mixed
+        >>> Mixed("softmax", "blocks.0.attention").joined
+        False
+    """
+
+    function: str
+    module: str
+    pooled: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One way in which a source enters a tensor.
+
+    Attributes:
+        places: with as many dimensions as the tensor, and size 1 along those that do not tell
+            tokens apart: the flat index b * L + t of the source's token, or -1 for none.
+        skip: the weight with which the source itself is a term of the tensor, unchanged but for the
+            order of what it holds; 0 if the tensor is only a function of it.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing.places import Entry
+        >>> Entry(torch.arange(4).view(1, 4, 1), skip=1.0).places.shape
+        torch.Size([1, 4, 1])
+    """
+
+    places: Tensor
+    skip: float
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the elements of a tensor come from, as :meth:`Places.origin` returns it.
+
+    Attributes:
+        shape: the tensor's.
+        groups: the places, and the sources that share them.
+        sizes: batch and tokens (B, L) of every source.
+        unseen: by negative number, the modules in which memory was filled out of torch's sight.
+        blend: what mixed tokens in torch's sight, or None.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing.places import Places
+        >>> x = torch.randn(1, 3, 2)
+        >>> with Places(lambda: "model") as places:
+        ...     places.begin(x)
+        ...     y, z = x + torch.relu(x.flip(1)), x.softmax(1)
+        >>> [(e.places.flatten().tolist(), e.skip) for e in places.origin(y).sources[0]]
+        [([0, 1, 2], 1.0), ([2, 1, 0], 0.0)]
+        >>> places.origin(z).mixed
+        Mixed(function='softmax', module='model', pooled=False, joined=False)
+    """
+
+    shape: torch.Size
+    groups: Groups
+    sizes: dict[int, tuple[int, int]]
+    unseen: dict[int, str]
+    blend: Mixed | None = None
+
+    @property
+    def mixed(self) -> Mixed | None:
+        """What brought several tokens together, or may have; None if nothing did."""
+        hidden = [s for g in self.groups for s in g.skips if s < 0 and bool((g.places >= 0).any())]
+        if self.blend is None and hidden:
+            return Mixed("empty", self.unseen[hidden[0]], joined=bool(self.sources))
+        return self.blend
+
+    @property
+    def sources(self) -> dict[int, list[Entry]]:
+        """How each source enters; nothing where tokens are mixed."""
+        with unseen():
+            out: dict[int, list[Entry]] = {}
+            for places, skips in self.groups:
+                if bool((places >= 0).any()):
+                    for source, skip in skips.items():
+                        if source >= 0:
+                            out.setdefault(source, []).append(Entry(places, skip))
+        return dict(sorted(out.items()))
+
+    def tokens(self, source: int) -> list[Tensor] | None:
+        """Places of a source over the tensor's first two dimensions (B, L), one for each entry.
+
+        None if they differ along others.
+        """
+        with unseen():
+            found = [token_places(self.shape, e.places) for e in self.sources.get(source, [])]
+        return None if any(p is None for p in found) else [p for p in found if p is not None]
+
+    def is_identity(self, source: int) -> bool:
+        """Whether every token comes from the source's own, and all of these are there."""
+        order = self.permutation(source)
+        with unseen():
+            return order is not None and bool(
+                (order == torch.arange(order.shape[1], device=order.device)).all()
+            )
+
+    def permutation(self, source: int) -> Tensor | None:
+        """Which of the source's tokens each token comes from (B, L).
+
+        None if that is not each of them once, within its own example.
+        """
+        tokens, (batch, length) = self.tokens(source), self.sizes.get(source, (0, 0))
+        if not tokens or len(tokens) > 1 or tokens[0].shape != (batch, length):
+            return None
+        with unseen():
+            steps = torch.arange(batch * length, device=tokens[0].device).view(batch, length)
+            if not torch.equal(tokens[0].long().sort(1).values, steps):
+                return None
+            return tokens[0].long() - steps[:, :1]
+
+
+def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
+    """Places over the first two dimensions of a tensor (B, L, ...); None if others differ, too.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing.places import token_places
+        >>> token_places((1, 3, 8), torch.tensor([[[0], [1], [2]]]))
+        tensor([[0, 1, 2]])
+    """
+    if len(shape) < 2 or any(size > 1 for size in places.shape[2:]):
+        return None
+    return places.flatten(2)[..., 0].expand(*shape[:2]) if len(shape) > 2 else places.expand(shape)
+
+
+@dataclass(eq=False)
+class _Record:
+    """A tensor's origin, and how often its memory had been written to by then."""
+
+    origin: Origin | None
+    writes: int
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What was written in place to memory that tensors may share: how it lies there, its origin."""
+
+    alive: StorageWeakRef
+    writes: list[tuple[tuple[Any, ...], Origin | None]]
+
+
+class Places(TorchFunctionMode):
+    """While this mode is on, tensors that are computed from a source are followed.
+
+    Nothing raises that would not raise without it.  Not followed is what torch's functions are not
+    told of: what runs out of sight of modes (``unseen``), in ``torch.vmap``, in scripted code, or
+    by way of numpy.  A tensor that ought to come from a source and has no origin went such a way.
+
+    Args:
+        where: returns the name of the module that is running.
+        ids_only: whether ids alone are followed, and no numbers. Default: False.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing.places import Places
+        >>> ids, table = torch.tensor([[4, 0, 7]]), torch.randn(9, 2)
+        >>> with Places(lambda: "model") as places:
+        ...     places.begin(ids)
+        ...     x = torch.cat([torch.zeros(1, 1, 2), table[ids]], 1)
+        >>> places.origin(x).tokens(0)[0].tolist(), places.origin(x).is_identity(0)
+        ([[-1, 0, 1, 2]], False)
+    """
+
+    def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
+        super().__init__()
+        self.where = where
+        self._ids_only = ids_only
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._unseen: dict[int, str] = {}
+        self._records = WeakIdKeyDictionary()
+        self._memories: dict[int, _Memory] = {}
+        self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._paused = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a source was declared."""
+        return bool(self._sizes)
+
+    def pause(self) -> None:
+        """Look away until :meth:`resume` is called as often."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        """Look on again."""
+        self._paused -= 1
+
+    def begin(self, tensor: Tensor, source: int = 0) -> None:
+        """Declare ids (B, L) or embeddings (B, L, E) to be a source.
+
+        Args:
+            tensor: the source itself.
+            source: its number. Default: 0, the explained input.
+        """
+        self.declare(tensor, source)
+
+    def declare(
+        self,
+        tensor: Tensor,
+        source: int,
+        order: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        """Declare what a mixer returned to be a source.
+
+        Args:
+            tensor: what it returned, (B, L, ...).
+            source: its number, from 1 on.
+            order: the source's token b * L + t at every place of the tensor's first dimensions,
+                for one whose tokens lie in another order. Default: None, that of the tensor.
+            size: batch and tokens (B, L) of the source. Default: None, those of the tensor.
+        """
+        with unseen(), torch.no_grad():
+            batch, length = size or (tensor.shape[0], tensor.shape[1])
+            if order is None:
+                order = self._identity(batch, length, tensor.device)
+            order = order.to(tensor.device, torch.int32)
+            self._sizes[source] = batch, length
+            places = order.reshape(order.shape + (1,) * (tensor.dim() - order.dim()))
+            self._record(tensor, self._origin(tensor, (Group(places, {source: 1.0}),)))
+
+    def through(self, result: Tensor, *operands: Tensor) -> None:
+        """Declare that a tensor was computed from others token by token, out of sight.
+
+        Args:
+            result: the tensor.
+            operands: the others, that broadcast to it.
+        """
+        with unseen(), torch.no_grad():
+            self._apply("mul", torch.mul, operands, {}, [result])
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Where the tensor's elements come from; None if they come from no source."""
+        record = self._records.get(tensor)
+        origin = None if record is None else record.origin
+        if not self._memories:
+            return origin
+        memory = self._memories.get(_storage(tensor))
+        done = 0 if record is None else record.writes
+        if memory is None or done == len(memory.writes):
+            return origin
+        with unseen(), torch.no_grad():
+            for lies, written in memory.writes[done:]:
+                origin = self._overwritten(tensor, origin, lies, written)
+            self._record(tensor, origin)
+        return origin
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__iter__":  # what it returns are views that torch says nothing of
+            return iter(self.__torch_function__(torch.unbind, types, args))
+        out = func(*args, **kwargs)
+        if not self._sizes or self._paused:
+            return out
+        if self._ids_only and not any(map(_is_ids, tensors((out,)))):
+            return out
+        if name in ("__get__", "__set__"):
+            attribute = func.__self__.__name__  # type: ignore[attr-defined]
+            if name == "__set__" and attribute != "data":
+                return out
+            name = attribute if name == "__get__" else name
+        if isinstance(out, Tensor | tuple | list) and type(out) is not torch.Size:
+            results = list(tensors((out,)))
+        else:
+            results = list(_written_by(func, name, args, kwargs))
+        if results:
+            with unseen(), torch.no_grad():
+                self._apply(name, func, args, kwargs, results)
+        return out
+
+    def _apply(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[Tensor],
+    ) -> None:
+        """Note where what a function returned, or wrote to, comes from."""
+        name = plain(name)
+        if name in EMPTY and "out" not in kwargs:
+            self._fill(results[0])
+            return
+        in_place = name[-1] == "_" != name[-2]
+        if in_place and name not in RULES:
+            name = plain(name[:-1])
+        into = kwargs.get("out")
+        if into is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+        known = {}
+        for x in tensors((*args, *kwargs.values())):
+            if id(x) not in known and not isinstance(x, torch.nn.Parameter):
+                found = self.origin(x)
+                if found is not None:
+                    known[id(x)] = x, found
+        writes = in_place or into is not None or name in ("__setitem__", "__set__")
+        if not known and not writes:
+            return
+        origins = self._origins(name, func, args, kwargs, results, known)
+        rule = RULES.get(name)
+        for result, origin in zip(results, origins, strict=True):
+            changed = writes or (id(result) in known and name not in HANDING)
+            if changed and rule is not kept:
+                self._write(result, origin)
+            elif origin is not None:
+                self._record(result, origin)
+
+    def _origins(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[Tensor],
+        known: dict[int, tuple[Tensor, Origin]],
+    ) -> list[Origin | None]:
+        rule = RULES.get(name)
+        sizes = {key: (origin.shape, origin.groups) for key, (_, origin) in known.items()}
+        call = Call(name, func, args, kwargs, results, sizes, self._length)
+        live = [r.numel() > 0 and _is_followed(r, name, known.values()) for r in results]
+        if not any(live):
+            return [None] * len(results)
+        blend = self._blend(call, known)
+        groups: Sequence[Groups] = [()] * len(results)
+        if blend is None and known:
+            try:
+                if rule is None or _is_indexed_by_ids(name, known.values(), results[0]):
+                    raise TokensMeet
+                groups = rule(call)
+            except TokensMeet as met:
+                blend = Mixed(name, self.where(), met.pooled)
+            except _CANNOT:
+                blend = Mixed(name, self.where())
+        return [
+            self._origin(result, found, blend) if is_live and (found or blend) else None
+            for result, found, is_live in zip(results, groups, live, strict=True)
+        ]
+
+    def _blend(self, call: Call, known: dict[int, tuple[Tensor, Origin]]) -> Mixed | None:
+        """What mixed the tokens of an operand already, if the function hands that on."""
+        operands = list(known.values())
+        if call.name in HANDING and call.name not in WRITING and call.args:
+            # of a list all tensors count; of others that are handed over the first alone
+            heads = {id(x) for x in tensors(call.args[:1])}
+            if call.name == "where":
+                heads = set(known)
+            operands = [o for o in operands if id(o[0]) in heads]
+        elif RULES.get(call.name) is RULES["zeros_like"]:
+            return None
+        blends = [(x, o.blend) for x, o in operands if o.blend is not None]
+        if not blends:
+            return None
+        blend = blends[0][1]
+        onto = [o for _, o in operands if o.blend is None and o.shape == call.results[0].shape]
+        if (call.name in WRITING and onto) or any(b.joined for _, b in blends):
+            return replace(blend, joined=True)
+        return blend
+
+    def _origin(self, tensor: Tensor, groups: Groups, blend: Mixed | None = None) -> Origin:
+        if blend is not None:
+            groups = ()
+        elif any(g.places.device != tensor.device for g in groups):
+            groups = tuple(Group(p.to(tensor.device), skips) for p, skips in groups)
+        return Origin(tensor.shape, groups, self._sizes, self._unseen, blend)
+
+    def _identity(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """The places of a source's own tokens, the same tensor for all sources of one size."""
+        key = batch, length, device
+        if key not in self._steps:
+            steps = torch.arange(batch * length, dtype=torch.int32, device=device)
+            self._steps[key] = steps.view(batch, length)
+        return self._steps[key]
+
+    def _length(self, source: int) -> int:
+        return self._sizes[source][1] if source >= 0 else 1
+
+    def _fill(self, tensor: Tensor) -> None:
+        """Note that whatever comes to be in new memory has come there out of sight."""
+        if not _is_number(tensor) or not tensor.numel():
+            return
+        module = self.where()
+        source = next((s for s, name in self._unseen.items() if name == module), None)
+        if source is None:
+            source = -1 - len(self._unseen)
+            self._unseen[source] = module
+        places = torch.zeros((1,) * tensor.dim(), dtype=torch.int32, device=tensor.device)
+        self._record(tensor, self._origin(tensor, (Group(places, {source: 0.0}),)))
+
+    # --- memory that several tensors share ----------------------------------------------------
+
+    def _record(self, tensor: Tensor, origin: Origin | None) -> None:
+        memory = self._memories.get(_storage(tensor)) if self._memories else None
+        self._records[tensor] = _Record(origin, 0 if memory is None else len(memory.writes))
+
+    def _write(self, tensor: Tensor, origin: Origin | None) -> None:
+        """Note what a tensor holds after a function changed it in place.
+
+        Others that share its memory learn of it when they are asked for.
+        """
+        key = _storage(tensor)
+        if key not in self._memories:
+            if len(self._memories) >= 64:
+                gone = [k for k, m in self._memories.items() if m.alive.expired()]
+                for k in gone:
+                    del self._memories[k]
+            self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()), [])
+        self._memories[key].writes.append((_lies(tensor), origin))
+        self._record(tensor, origin)
+
+    def _overwritten(
+        self, tensor: Tensor, origin: Origin | None, lies: tuple[Any, ...], new: Origin | None
+    ) -> Origin | None:
+        """The origin of a tensor, of whose memory a part was written to.
+
+        Args:
+            tensor: the tensor.
+            origin: its origin before that.
+            lies: where in memory the part lies.
+            new: the part's origin.
+        """
+        if lies == _lies(tensor):
+            return None if new is None else replace(new, shape=tensor.shape)
+        if origin is None and new is None:
+            return None
+        if lies[-1] != tensor.element_size():
+            return self._origin(tensor, (), Mixed("view", self.where()))
+        size, device = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.device
+        cells = torch.arange(size, device=device)
+        part = cells.as_strided(*lies[:3])
+        owner = torch.full((size,), -1, device=device)
+        owner[part.flatten()] = torch.arange(part.numel(), device=device)
+        ours = owner[cells.as_strided(*_lies(tensor)[:3])]
+        hit = ours >= 0
+        if not bool(hit.any()):
+            return origin
+        blends = [o.blend for o in (origin, new) if o is not None and o.blend is not None]
+        if blends:
+            apart = any(o is not None and o.blend is None for o in (origin, new))
+            return self._origin(tensor, (), replace(blends[0], joined=apart or blends[0].joined))
+
+        def combine(pieces: Sequence[Tensor | None]) -> Tensor:
+            like = next(p for p in pieces if p is not None)
+            old, put = (like.new_full((), -1) if p is None else p for p in pieces)
+            put = put.expand(lies[0]).flatten()[ours.clamp_min(0)]
+            return thinned(torch.where(hit, put, old))
+
+        try:
+            groups = joined([() if o is None else o.groups for o in (origin, new)], combine)
+        except TokensMeet:
+            return self._origin(tensor, (), Mixed("copy", self.where()))
+        return self._origin(tensor, groups) if groups else None
+
+
+def _written_by(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """The tensors that a function which returns none has written to."""
+    if name in ("__setitem__", "__set__"):
+        yield args[0]
+    elif name.startswith("_foreach_"):
+        yield from tensors(args[:1])
+    elif isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = func if isinstance(func, torch._ops.OpOverloadPacket) else func.overloadpacket
+        for overload in packet.overloads():
+            declared = getattr(packet, overload)._schema.arguments
+            for i, argument in enumerate(declared):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[i] if i < len(args) else kwargs.get(argument.name)
+                    yield from tensors((given,))
+
+
+def _is_ids(x: Tensor) -> bool:
+    return x.dtype in (torch.int64, torch.int32)
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _is_followed(result: Tensor, name: str, operands: Iterable[tuple[Tensor, Origin]]) -> bool:
+    """Whether a result is: numbers are, and ids that are handed on as they are."""
+    if _is_number(result):
+        return True
+    ids = any(not _is_number(x) for x, _ in operands)
+    return ids and name in HANDING and result.dtype != torch.bool
+
+
+def _is_indexed_by_ids(
+    name: str, operands: Iterable[tuple[Tensor, Origin]], result: Tensor
+) -> bool:
+    """Whether followed ids say where numbers are put."""
+    looks_up = name in ("__getitem__", "index_select")
+    if not _is_number(result) or looks_up or name in SUMS or RULES.get(name) is kept:
+        return False
+    return name in HANDING | WRITING and any(not _is_number(x) for x, _ in operands)
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number that tensors have in common which share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in memory: shape, strides, where it begins, bytes of an element."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.element_size()

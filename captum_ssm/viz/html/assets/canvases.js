@@ -1,0 +1,39 @@
+'use strict';
+
+/* Small pictures of many numbers. */
+
+/** The theme's colours as numbers, for canvases. */
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const numbers = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
+  return { more: numbers('--more'), less: numbers('--less') };
+}
+
+/** Fill a canvas of width x height cells with values in rows; opaque is the largest. */
+function paintCells(canvas, values, width, height, largest, densest = 0.9) {
+  canvas.width = width;
+  canvas.height = height;
+  const context = canvas.getContext('2d');
+  const image = context.createImageData(width, height);
+  const { more, less } = palette();
+  for (let i = 0; i < values.length; i++) {
+    const value = values[i];
+    if (!value || !largest) continue;
+    image.data.set(value > 0 ? more : less, 4 * i);
+    image.data[4 * i + 3] = 255 * densest * Math.min(1, Math.abs(value) / largest);
+  }
+  context.putImageData(image, 0, 0);
+}
+
+/** Cells that a strip has at most; narrower ones would not be seen. */
+const STRIP = 320;
+
+/** Fill a canvas with a row of values, the strongest of neighbours where there are many. */
+function paintStrip(canvas, values, largest) {
+  const cell = Math.ceil(values.length / STRIP);
+  const cells = [];
+  for (let start = 0; start < values.length; start += cell) {
+    cells.push(strongestOf(values.slice(start, start + cell)));
+  }
+  paintCells(canvas, cells, cells.length, 1, largest);
+}

@@ -1,0 +1,197 @@
+'use strict';
+
+/* Examples as elements. Whatever comes from data or a model is set as text, never as markup. */
+
+/** Characters that have no picture, or that turn the direction of others. */
+const UNSEEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u115f\u1160\u3164\uffa0]/u;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
+
+/** An emoji may be several joined ones, anything else is cut into its characters. */
+const PICTURE = String.raw`\p{Extended_Pictographic}\ufe0f?`;
+const CHARACTERS = new RegExp(`${PICTURE}(?:\u200d${PICTURE})*|[^]`, 'gu');
+
+/** A text as pairs of a character and whether it has to be spelled out. */
+function characters(text) {
+  return (text.match(CHARACTERS) ?? []).map((c) => {
+    const spell = UNSEEN.test(c) && Array.from(c).length === 1;
+    return [spell ? `\\u{${c.codePointAt(0).toString(16)}}` : c, spell];
+  });
+}
+
+/** A text in which every character is seen. */
+function readable(text) {
+  return characters(text).map(([shown]) => shown).join('');
+}
+
+function written(text) {
+  const spelled = (shown) => make('span', { className: 'spelled' }, shown);
+  const parts = characters(text).map(([shown, spell]) => (spell ? spelled(shown) : shown));
+  return parts.length ? parts : [spelled('(empty)')];
+}
+
+const number = (value) => (value === null ? 'not a number' : value.toFixed(3));
+
+/** The bar of a percentage, which runs from the middle to its side. */
+function bar(percent) {
+  const made = make('span', { className: 'bar' });
+  if (percent) {
+    const width = Math.min(100, Math.abs(percent)) / 2;
+    made.style.width = `${width}%`;
+    made.style.marginInlineStart = `${percent > 0 ? 50 : 50 - width}%`;
+    made.style.backgroundColor = tint(Math.sign(percent), 1);
+  }
+  return made;
+}
+
+function rows(labels, percents) {
+  return labels.map((label, i) => {
+    const percent = percents[i] ?? null;
+    return make(
+      'tr',
+      {},
+      make('th', { scope: 'row', dir: 'auto' }, ...written(label)),
+      make('td', { className: 'number' }, number(percent)),
+      make('td', { className: 'scale' }, bar(percent)),
+    );
+  });
+}
+
+function table(labels, percents) {
+  return make('table', {}, make('tbody', {}, ...rows(labels, percents)));
+}
+
+/** The pixels of a small image stay squares. */
+const SMALL = 192;
+
+function picture(png, alt) {
+  const made = make('img', { alt });
+  made.addEventListener('load', () => {
+    made.classList.toggle('small', made.naturalWidth < SMALL);
+  });
+  made.src = `data:image/png;base64,${png}`;
+  return made;
+}
+
+const FEATURES = {
+  image(feature) {
+    const base = () => picture(feature.base, `${feature.name}: the input`);
+    const heat = picture(feature.modified, `${feature.name}: the relevance of its pixels`);
+    const shown = [
+      ['Input', base()],
+      ['Relevance', make('div', { className: 'stack' }, base(), heat)],
+    ].map(([caption, image]) =>
+      make('figure', {}, image, make('figcaption', {}, caption)),
+    );
+    return [make('div', { className: 'gallery' }, ...shown)];
+  },
+  text(feature) {
+    const words = feature.base.map((word, i) => {
+      const percent = feature.modified[i] ?? null;
+      const made = makeToken(number(percent), ...written(word));
+      made.style.backgroundColor = tint(percent, 100);
+      made.classList.toggle('unknown', percent === null);
+      return made;
+    });
+    const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
+    const paragraph = make('p', { className: 'flow' }, ...spaced);
+    if (RIGHT_TO_LEFT.test(feature.base.join(' '))) paragraph.dir = 'auto';
+    const numbers = make('details', {}, make('summary', {}, 'Numbers'));
+    numbers.addEventListener(
+      'toggle',
+      () => {
+        const scrolled = make('div', { className: 'numbers', tabIndex: 0 });
+        scrolled.append(table(feature.base, feature.modified));
+        numbers.append(scrolled);
+      },
+      { once: true },
+    );
+    return [paragraph, numbers];
+  },
+  general: (feature) => [table(feature.base, feature.modified)],
+  empty: () => [],
+};
+
+function drawFeature(feature) {
+  const draw = FEATURES[feature.type];
+  const drawn = draw ? draw(feature) : [`This page cannot draw features of type ${feature.type}.`];
+  return make('div', {}, make('h4', {}, readable(feature.name)), ...drawn);
+}
+
+function shares(features) {
+  if (features.length < 2) return [];
+  const names = features.map((feature) => feature.name);
+  const percents = features.map((f) => (f.contribution === null ? null : 100 * f.contribution));
+  return [make('h4', {}, 'Share of each input'), table(names, percents)];
+}
+
+function classButtons(output, explain) {
+  const offered = [...output.predicted];
+  const actual = output.actual;
+  if (actual && !offered.some((score) => score.index === actual.index)) offered.push(actual);
+  const buttons = offered.map((score, i) => {
+    const label = i < output.predicted.length ? number(score.score) : 'the label';
+    const made = make('button', { type: 'button' }, `${readable(score.label)} (${label})`);
+    made.dataset.index = score.index;
+    made.setAttribute('aria-pressed', String(score.index === output.active_index));
+    made.addEventListener('click', () => explain(score.index));
+    return made;
+  });
+  const group = make('div', { className: 'predicted' }, ...buttons);
+  group.setAttribute('role', 'group');
+  group.setAttribute('aria-label', 'Explain the class');
+  return group;
+}
+
+function verdict(output) {
+  const best = output.predicted[0];
+  if (!best || !output.actual) return '';
+  return best.index === output.actual.index ? ', correct' : ', incorrect';
+}
+
+/** What a model says of an example; `explain` is called with the index of a class. */
+function drawModel(output, title, explain) {
+  const made = make('section', {});
+  made.setAttribute('aria-label', title);
+  if (output === undefined) {
+    made.append(make('h3', {}, title), make('p', {}, 'Does not pass the filter.'));
+  } else if (output.error !== undefined) {
+    made.append(
+      make('h3', {}, title),
+      make('p', { className: 'error' }, readable(output.error)),
+    );
+  } else {
+    made.append(
+      make('h3', {}, title + verdict(output)),
+      classButtons(output, explain),
+      ...shares(output.feature_outputs),
+      ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
+    );
+  }
+  return made;
+}
+
+/** An example, with a section for each model. */
+function drawExample(example, models, explain) {
+  const labelled = example.models.find((output) => output.actual);
+  const label = labelled ? `: ${readable(labelled.actual.label)}` : '';
+  const sections = models.map((name, index) => {
+    const title = models.length > 1 ? `Model ${index + 1}, ${name}` : name;
+    const draw = (output) => {
+      const section = drawModel(output, title, async (target) => {
+        const answer = await explain(example.id, index, target);
+        if (answer === undefined) return;
+        const renewed = draw(answer);
+        section.replaceWith(renewed);
+        renewed.querySelector('[aria-pressed="true"]')?.focus();
+      });
+      return section;
+    };
+    return draw(example.models.find((output) => output.model_index === index));
+  });
+  return make(
+    'article',
+    {},
+    make('h2', {}, `Example ${example.number}${label}`),
+    make('div', { className: 'models' }, ...sections),
+  );
+}

@@ -1,0 +1,107 @@
+'use strict';
+
+/* Token-to-token maps; packing.py says how their bytes lie. */
+
+/** Values are whole numbers of this share of the largest. */
+const STEPS = 127;
+
+/** The bytes of a data block of the page. */
+function bytesOf(id) {
+  const text = atob(byId(id).textContent);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+/** One layer's map; its bytes are read when it is first looked at. */
+class LayerMap {
+  constructor(facts) {
+    this.facts = facts;
+    this.size = facts.size;
+    this.kept = facts.kept;
+    this.whole = facts.kept === facts.size;
+    this.parts = null;
+  }
+
+  read() {
+    if (this.parts) return this.parts;
+    const bytes = bytesOf(this.facts.block);
+    const { size, kept } = this;
+    const cells = this.facts.side * this.facts.side;
+    let at = 0;
+    const next = (kind, count) => {
+      const end = at + count * kind.BYTES_PER_ELEMENT;
+      const part = new kind(bytes.buffer.slice(at, end));
+      at = end;
+      return part;
+    };
+    this.parts = {
+      scales: next(Float32Array, size),
+      shares: next(Float32Array, size),
+      columns: this.whole ? null : next(Uint16Array, size * kept),
+      overview: next(Int8Array, cells),
+      values: next(Int8Array, size * kept),
+    };
+    return this.parts;
+  }
+
+  /** What token i takes from each token. */
+  row(i) {
+    const { scales, columns, values } = this.read();
+    const row = new Float32Array(this.size);
+    const unit = scales[i] / STEPS;
+    for (let k = 0, at = i * this.kept; k < this.kept; k++, at++) {
+      row[columns ? columns[at] : k] = values[at] * unit;
+    }
+    return row;
+  }
+
+  /** What each token takes from token j. */
+  column(j) {
+    const { scales, columns, values } = this.read();
+    const column = new Float32Array(this.size);
+    for (let i = 0; i < this.size; i++) {
+      const start = i * this.kept;
+      if (!columns) {
+        column[i] = values[start + j] * scales[i] / STEPS;
+        continue;
+      }
+      for (let at = start; at < start + this.kept; at++) {
+        if (columns[at] === j && values[at]) column[i] = values[at] * scales[i] / STEPS;
+      }
+    }
+    return column;
+  }
+
+  /** The share of row i's absolute sum that is kept. */
+  share(i) {
+    return this.read().shares[i];
+  }
+
+  /** The overview's cells, in shares of the map's largest entry. */
+  overview() {
+    return Float32Array.from(this.read().overview, (value) => value / STEPS);
+  }
+}
+
+/** The largest absolute value; missing ones do not count. */
+function largestOf(values) {
+  let largest = 0;
+  for (const value of values) if (value !== null) largest = Math.max(largest, Math.abs(value));
+  return largest;
+}
+
+/** The entry that is largest in absolute value, with its sign; 0 if there is none. */
+function strongestOf(values) {
+  let best = 0;
+  for (const value of values) if (Math.abs(value) > Math.abs(best)) best = value;
+  return best;
+}
+
+/** The indices of the entries that are largest in absolute value and not zero, largest first. */
+function strongest(values, count) {
+  const indices = [];
+  for (let i = 0; i < values.length; i++) if (values[i]) indices.push(i);
+  indices.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]));
+  return indices.slice(0, count);
+}

@@ -1,0 +1,75 @@
+'use strict';
+
+/* Numbers, and tables of them: predictions, partners of a token, and all numbers. */
+
+/** A share in percent, with one digit; what would round to nothing or to all is told apart. */
+function percent(share) {
+  if (share > 0 && share < 5e-4) return '< 0.1%';
+  if (share < 1 && share > 0.9995) return '> 99.9%';
+  return `${(100 * share).toFixed(1)}%`;
+}
+
+/** A number in few digits. */
+function short(value) {
+  if (value === null) return '–';
+  if (value === 0) return '0';
+  const size = Math.abs(value);
+  const digits = size >= 1e-3 && size < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(2);
+  return (value > 0 ? '+' : '') + digits.replace('e+', 'e').replaceAll('-', '−');
+}
+
+/** How many partners of a token are named. */
+const PARTNERS = 6;
+
+/** Replace the rows of a table's body; a cell is text, a value (number or null), or {number}. */
+function fillRows(body, rows) {
+  body.replaceChildren(
+    ...rows.map((cells) => make('tr', {}, ...cells.map(cellOf))),
+  );
+}
+
+function cellOf(cell) {
+  const number = (text) => make('td', { className: 'number' }, text);
+  if (typeof cell === 'number' || cell === null) return number(short(cell));
+  if (typeof cell === 'object') return number(String(cell.number));
+  return make('td', {}, make('bdi', {}, cell));
+}
+
+/** What the model says. */
+function showPredictions(table, predictions) {
+  table.hidden = predictions.length === 0;
+  fillRows(
+    table.tBodies[0],
+    predictions.map((p) => [p.label, { number: percent(p.probability) }, p.logit]),
+  );
+}
+
+/** The tokens with the largest values. */
+function showPartners(table, tokens, values) {
+  const best = strongest(values, PARTNERS);
+  fillRows(
+    table.tBodies[0],
+    best.length ? best.map((i) => [{ number: i }, tokens[i], values[i]]) : [['none']],
+  );
+}
+
+/** One row per token, one column per method. */
+function numbersTable(example) {
+  const table = make('table');
+  table.append(make('caption', {}, `Relevance of each token to ${example.explained}`));
+  const head = make('tr');
+  for (const name of ['Position', 'Token', ...example.methods.map((method) => method.name)]) {
+    const className = name === 'Token' ? '' : 'number';
+    head.append(make('th', { scope: 'col', className }, name));
+  }
+  table.createTHead().append(head);
+  fillRows(
+    table.createTBody(),
+    example.tokens.map((token, position) => [
+      { number: position },
+      token,
+      ...example.methods.map((method) => method.values[position]),
+    ]),
+  );
+  return table;
+}

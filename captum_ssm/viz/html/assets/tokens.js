@@ -1,0 +1,225 @@
+'use strict';
+
+/* Tokens: as text that folds, or as patches over an image; one of them has the focus. */
+
+/** Texts of more tokens than this fold into parts of this size. */
+const UNFOLDED = 400;
+const PART = 200;
+
+/** An image with its colours, beside what the model says of it. */
+function showImage(holder, image) {
+  holder.replaceChildren();
+  if (!image) return;
+  holder.append(
+    make('img', { src: image.source, alt: 'the image that is explained, in colour' }),
+  );
+}
+
+/** The tokens of one example.
+ *
+ * `act(kind, index)` is told "point" (index null when the pointer or focus leaves), "keep" and
+ * "layer" (index +1 or -1).
+ */
+class TokenView {
+  constructor(text, picture, example, act) {
+    this.example = example;
+    this.act = act;
+    this.text = text;
+    this.picture = picture;
+    this.elements = [];
+    this.colours = example.tokens.map(() => ['', '']); // of each background and bar
+    this.parts = [];
+    this.reachable = 0;
+    text.replaceChildren();
+    picture.replaceChildren();
+    picture.hidden = true;
+    text.dir = example.direction;
+    example.tokens.forEach((token, index) => this.elements.push(this.element(token, index)));
+    const placed = new Set();
+    if (example.image) this.layPatches(placed);
+    const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
+    if (placed.size && rest.length) {
+      const said = 'Tokens that are no patches, such as one for the class:';
+      text.append(make('p', { className: 'note' }, said));
+    }
+    if (rest.length > UNFOLDED) this.layFolds(rest);
+    else this.layFlow(text, rest);
+    this.reach(0);
+  }
+
+  element(token, index) {
+    const element = makeToken(`token ${index}`, token);
+    element.dataset.index = index;
+    element.dir = 'auto';
+    element.tabIndex = -1;
+    element.setAttribute('role', 'button');
+    element.setAttribute('aria-pressed', 'false');
+    return element;
+  }
+
+  layFlow(parent, indices) {
+    const flow = make('div', { className: 'flow' });
+    const breaks = new Set(this.example.breaks);
+    for (const index of indices) {
+      flow.append(this.elements[index]);
+      if (breaks.has(index)) flow.append(make('br'));
+    }
+    parent.append(flow);
+  }
+
+  layFolds(indices) {
+    for (let start = 0; start < indices.length; start += PART) {
+      const inside = indices.slice(start, start + PART);
+      const fold = make('details');
+      const summary = make('summary', {}, `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
+      const beginning = inside.slice(0, 12).map((i) => this.example.tokens[i]).join(' ');
+      summary.append(make('bdi', { className: 'beginning' }, `${beginning} …`));
+      const strip = make('canvas');
+      strip.setAttribute('aria-hidden', 'true');
+      summary.append(strip);
+      fold.append(summary);
+      this.layFlow(fold, inside);
+      fold.open = start === 0 || start + PART >= indices.length;
+      this.text.append(fold);
+      this.parts.push({ fold, strip, inside });
+    }
+  }
+
+  layPatches(placed) {
+    const { source, width, height, grid, cells } = this.example.image;
+    this.picture.append(
+      make('img', { src: source, width, height, alt: 'the image that is explained' }),
+    );
+    this.picture.hidden = false;
+    if (!grid) return;
+    const layer = make('div', { className: 'grid' });
+    layer.style.gridTemplate = `repeat(${grid[0]}, 1fr) / repeat(${grid[1]}, 1fr)`;
+    for (const index of cells) {
+      const element = this.elements[index];
+      element.setAttribute('aria-label', this.example.tokens[index]);
+      element.textContent = '';
+      layer.append(element);
+      placed.add(index);
+    }
+    this.picture.append(layer);
+  }
+
+  /** Let handlers of the page's two token containers know which token an event is about. */
+  static listen(container, view) {
+    const indexOf = (event) => {
+      const element = event.target.closest('.token');
+      return element ? Number(element.dataset.index) : null;
+    };
+    container.addEventListener('pointerover', (event) => {
+      const index = indexOf(event);
+      // between tokens the latest one stays
+      if (index !== null && event.pointerType !== 'touch') view().act('point', index);
+    });
+    container.addEventListener('pointerleave', () => view().act('point', null));
+    container.addEventListener('click', (event) => {
+      const index = indexOf(event);
+      if (index === null) return;
+      view().reach(index);
+      view().act('keep', index);
+    });
+    container.addEventListener('focusin', (event) => {
+      const index = indexOf(event);
+      if (index === null) return;
+      view().reach(index);
+      if (event.target.matches(':focus-visible')) view().act('point', index);
+    });
+    container.addEventListener('focusout', () => view().act('point', null));
+    container.addEventListener('keydown', (event) => {
+      const index = indexOf(event);
+      if (index !== null && view().press(event.key, index)) event.preventDefault();
+    });
+  }
+
+  /** What a key does on a token; whether it did anything. */
+  press(key, index) {
+    const last = this.elements.length - 1;
+    const forward = this.example.direction === 'rtl' ? 'ArrowLeft' : 'ArrowRight';
+    const backward = forward === 'ArrowLeft' ? 'ArrowRight' : 'ArrowLeft';
+    if (key === forward) this.focus(Math.min(last, index + 1));
+    else if (key === backward) this.focus(Math.max(0, index - 1));
+    else if (key === 'ArrowDown') this.focus(this.beside(index, 1));
+    else if (key === 'ArrowUp') this.focus(this.beside(index, -1));
+    else if (key === 'Home') this.focus(0);
+    else if (key === 'End') this.focus(last);
+    else if (key === 'Enter' || key === ' ') this.act('keep', index);
+    else if (key === 'Escape') this.act('keep', null);
+    else if (key === 'PageUp') this.act('layer', 1);
+    else if (key === 'PageDown') this.act('layer', -1);
+    else return false;
+    return true;
+  }
+
+  /** The token in the line above (-1) or below (1) that lies nearest. */
+  beside(index, step) {
+    const from = this.elements[index].getBoundingClientRect();
+    const middle = from.left + from.width / 2;
+    let best = index;
+    let distance = Infinity;
+    let line = null;
+    for (let i = index + step; i >= 0 && i < this.elements.length; i += step) {
+      const box = this.elements[i].getBoundingClientRect();
+      if (!box.width) return best === index ? i : best; // in a fold that is closed
+      if (Math.abs(box.top - from.top) < box.height / 2) continue;
+      if (line !== null && Math.abs(box.top - line) > box.height / 2) break;
+      line = box.top;
+      const apart = Math.abs(box.left + box.width / 2 - middle);
+      if (apart < distance) [best, distance] = [i, apart];
+    }
+    return best;
+  }
+
+  /** Make this token the one that Tab comes to. */
+  reach(index) {
+    this.elements[this.reachable].tabIndex = -1;
+    this.reachable = index;
+    this.elements[index].tabIndex = 0;
+  }
+
+  /** Show a token and give it the focus. */
+  focus(index) {
+    const fold = this.elements[index].closest('details');
+    if (fold) fold.open = true;
+    this.reach(index);
+    this.elements[index].focus();
+  }
+
+  /** Open or close all parts. */
+  foldAll(open) {
+    for (const part of this.parts) part.fold.open = open;
+  }
+
+  /** Open the parts that hold these tokens. */
+  unfold(indices) {
+    for (const part of this.parts) {
+      if (indices.some((index) => part.inside.includes(index))) part.fold.open = true;
+    }
+  }
+
+  /** Colour the tokens by values, and bars below them by others, or by none. */
+  paint(values, bars, current, kept) {
+    const largest = largestOf(values);
+    const highest = bars ? largestOf(bars) : 0;
+    this.elements.forEach((element, index) => {
+      const colours = [tint(values[index], largest), bars ? tint(bars[index], highest) : ''];
+      const before = this.colours[index];
+      if (before[0] !== colours[0]) element.style.backgroundColor = colours[0];
+      if (before[1] !== colours[1]) element.style.borderBottomColor = colours[1];
+      this.colours[index] = colours;
+    });
+    for (const { strip, inside } of this.parts) {
+      paintStrip(strip, inside.map((i) => values[i]), largest);
+    }
+    if (this.current !== undefined) this.elements[this.current].classList.remove('current');
+    this.current = current === null ? undefined : current;
+    if (current !== null) this.elements[current].classList.add('current');
+    if (this.pressed !== undefined) this.elements[this.pressed].setAttribute('aria-pressed', 'false');
+    this.pressed = kept === null ? undefined : kept;
+    if (kept !== null) this.elements[kept].setAttribute('aria-pressed', 'true');
+    return largest;
+  }
+}

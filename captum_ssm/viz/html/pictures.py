@@ -1,0 +1,98 @@
+"""Images and their relevance as PNG files, for pages."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..figure import scale
+
+#: The share of the pixels with relevance that lie beyond the end of the colour scale, so that a few
+#: extreme ones do not leave the others pale.
+_BEYOND = 0.02
+#: The grey of pixels that hold no number.
+_NO_NUMBER = 128 / 255
+
+
+def png(picture: Tensor) -> bytes:
+    """An image (H, W, 3) in [0, 1] as a PNG file of 8 bits per colour."""
+    height, width, _ = picture.shape
+    rows = (picture * 255).round().clamp(0, 255).to(torch.uint8).flatten(1)  # (H, 3 W)
+    rows[1:] -= rows[:-1].clone()  # filter 2: what differs from the row above, modulo 256
+    plain = torch.cat([torch.full_like(rows[:, :1], 2), rows], dim=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    pixels = zlib.compress(plain.contiguous().numpy().tobytes(), 9)
+    parts = (_chunk(b"IHDR", header), _chunk(b"IDAT", pixels), _chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def in_base64(picture: Tensor) -> str:
+    """An image (H, W, 3) in [0, 1] as base64 of a PNG file."""
+    return base64.b64encode(png(picture)).decode("ascii")
+
+
+def photograph(image: Tensor) -> str:
+    """An image (C, H, W) or (1, C, H, W) as base64 of a PNG.
+
+    Three channels are red, green and blue; the mean of any other number is shown in grey.  Integers
+    run to 255, as do floats beyond 1 of which none is negative; floats that are negative somewhere
+    are stretched from their smallest to their largest.
+    """
+    pixels = torch.nan_to_num(_as_image(image).double(), 0.0, 1.0, 0.0)
+    low, high = _ends(pixels, image.dtype)
+    pixels = (pixels - low) / ((high - low) or 1.0)
+    if len(pixels) != 3:
+        pixels = pixels.mean(0, keepdim=True).expand(3, -1, -1)
+    return in_base64(pixels.permute(1, 2, 0))
+
+
+def heat(relevance: Tensor) -> str:
+    """The relevance of an image, (C, H, W) or (1, C, H, W), summed over C, as base64 of a PNG.
+
+    Colours are white at zero; pixels that are not a number are grey.
+    """
+    from matplotlib import colormaps
+
+    summed = _as_image(relevance).double().sum(0)
+    known = summed.isfinite()
+    values = torch.where(known, summed, 0.0)
+    end = _end_of_scale(values)
+    colours, low, high = scale(values.clamp(-end, end))
+    shares = (values.clamp(low, high) - low) / (high - low)
+    pixels = torch.from_numpy(colormaps[colours](shares.numpy())[..., :3])
+    return in_base64(torch.where(known[..., None], pixels, _NO_NUMBER))
+
+
+def _end_of_scale(values: Tensor) -> float:
+    sizes = values[values != 0].abs().sort().values
+    return float(sizes[math.ceil((1 - _BEYOND) * (len(sizes) - 1))]) if len(sizes) else 0.0
+
+
+def _ends(pixels: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """What is shown as black and as white."""
+    low, high = float(pixels.min()), float(pixels.max())
+    if low < 0:
+        return low, high
+    in_bytes = high > 1 or not (dtype.is_floating_point or dtype == torch.bool)
+    return 0.0, 255.0 if in_bytes else 1.0
+
+
+def _as_image(image: Tensor) -> Tensor:
+    pixels = image.detach().cpu()
+    pixels = pixels[0] if pixels.dim() == 4 and len(pixels) == 1 else pixels
+    if pixels.dim() != 3 or pixels.numel() == 0:
+        raise InputError(
+            f"a tensor of shape {tuple(image.shape)} cannot be shown as an image; an ImageFeature "
+            "needs (1, C, H, W). Its visualization_transform may change the shape."
+        )
+    return pixels
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

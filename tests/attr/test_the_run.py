@@ -1,0 +1,276 @@
+"""Explanations are of what ``forward_func`` computed, set up as it was when it ran.
+
+Each case is held to the same network set up for good: what a function does for the time of its call
+must be explained as if the model had always been so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from zoo.mamba import transformers_model
+from zoo.mamba2 import make_model
+
+import captum_ssm
+from captum_ssm import ImplicitAttention
+from captum_ssm.errors import InputError, NotLinearError, ReconstructionError
+
+NAMES = (
+    "ImplicitAttention",
+    "ImplicitAttentionRollout",
+    "LatimALTI",
+    "LatimFlow",
+    "LatimLogit",
+    "LatimNorm",
+    "MambaAttribution",
+    "MambaLRP",
+    "TransformerAttribution",
+)
+TARGET = (-1, 3)
+MODELS: dict[str, Callable[[], Any]] = {
+    "mamba": transformers_model,
+    "mamba2": lambda: make_model("mamba2"),
+}
+
+
+@pytest.fixture(params=NAMES)
+def method(request: pytest.FixtureRequest) -> Any:
+    return getattr(captum_ssm, request.param)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 19, (2, 9))
+
+
+def other_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value + 0.3 * torch.randn_like(value)).detach()
+        if value.dim() > 1
+        else value.detach()
+        for name, value in model.named_parameters()
+        if "A_log" not in name
+    }
+
+
+def assert_same(method: Any, forward: Callable[[Tensor], Any], model: nn.Module, same: Any) -> None:
+    """What the method says of ``forward`` over ``model`` is what it says of ``same``."""
+    ids = tokens()
+    torch.testing.assert_close(forward(ids), same(ids).logits)
+    found = method(forward, model).attribute(ids, target=TARGET)
+    expected = method(same).attribute(ids, target=TARGET)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    usual = method(model).attribute(ids, target=TARGET)
+    assert (usual - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_weights_handed_over_for_the_call(method: Any, family: str) -> None:
+    model = MODELS[family]()
+    weights = other_weights(model)
+    same = copy.deepcopy(model)
+    same.load_state_dict(weights, strict=False)
+    assert_same(method, lambda ids: functional_call(model, weights, (ids,)).logits, model, same)
+
+
+@pytest.fixture
+def tuned() -> Any:
+    """A model with an adapter on the projections of its mixers."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, target_modules=["in_proj", "x_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers_model("mamba"), config).eval()
+
+
+def test_an_adapter_switched_off(method: Any, tuned: Any) -> None:
+    same = copy.deepcopy(tuned).unload()
+
+    def forward(ids: Tensor) -> Tensor:
+        with tuned.disable_adapter():
+            return tuned(ids).logits
+
+    assert_same(method, forward, tuned, same)
+
+
+def test_adapters_named_for_each_example(method: Any, tuned: Any) -> None:
+    same = copy.deepcopy(tuned).unload()
+
+    def forward(ids: Tensor) -> Tensor:
+        return tuned(ids, adapter_names=["__base__"] * len(ids)).logits
+
+    assert_same(method, forward, tuned, same)
+
+
+def test_a_hook_for_the_time_of_the_call(method: Any) -> None:
+    model = transformers_model("mamba")
+    same = copy.deepcopy(model)
+    with torch.no_grad():
+        same.backbone.layers[1].mixer.in_proj.weight.mul_(-2)
+
+    def forward(ids: Tensor) -> Tensor:
+        projection = model.backbone.layers[1].mixer.in_proj
+        handle = projection.register_forward_hook(lambda module, args, out: -2 * out)
+        try:
+            return model(ids).logits
+        finally:
+            handle.remove()
+
+    assert_same(method, forward, model, same)
+
+
+def test_matrices_are_those_of_the_run() -> None:
+    model = make_model("mamba2")
+    weights = other_weights(model)
+    same = copy.deepcopy(model)
+    same.load_state_dict(weights, strict=False)
+    ids = tokens()
+    found = ImplicitAttention(lambda x: functional_call(model, weights, (x,)), model).matrices(ids)
+    for matrix, expected in zip(found, ImplicitAttention(same).matrices(ids), strict=True):
+        torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- operators are held to their modules by default --------------------------------------------
+
+
+class Backwards(nn.Module):
+    """A mixer that reads its tokens from the other end, too, which its class does not tell."""
+
+    def __init__(self, mixer: Any) -> None:
+        super().__init__()
+        kind = type(mixer)
+
+        def forward(own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plain = kind.forward(own, hidden_states, *args, **kwargs)
+            return plain + kind.forward(own, hidden_states.flip(1), *args, **kwargs).flip(1)
+
+        mixer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def test_a_subclass_is_held_to_its_own_output(method: Any) -> None:
+    model = transformers_model("mamba")
+    Backwards(model.backbone.layers[0].mixer)
+    with pytest.raises(ReconstructionError, match=r"layers\.0\.mixer"):
+        method(model).attribute(tokens(), target=TARGET)
+
+
+def test_held_to_their_modules_unless_told_otherwise(method: Any) -> None:
+    model = make_model("mamba2")
+    Backwards(model.backbone.layers[1].mixer)
+    method(model).attribute(tokens(), target=TARGET, verify=False)
+
+
+def test_the_logit_is_held_to_its_parts() -> None:
+    """A function of its own in the head is nothing that direct paths see."""
+    model = transformers_model("mamba")
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x + 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    def forward(ids: Tensor) -> Tensor:
+        found: Tensor = Doubled.apply(model(ids).logits)  # type: ignore[no-untyped-call]
+        return found
+
+    for name in ("LatimFlow", "LatimLogit"):
+        with pytest.raises(NotLinearError):
+            getattr(captum_ssm, name)(forward, model).attribute(tokens()[:1], target=TARGET)
+
+
+def test_the_random_numbers_of_others_stay(method: Any) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    torch.manual_seed(5)
+    method(model).attribute(ids, target=TARGET)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+# --- hooks of the user's -------------------------------------------------------------------------
+
+
+def zeroed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return torch.zeros_like(out)
+
+
+def doubled_here(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    factor = torch.ones(1, out.shape[1], 1)
+    factor[:, 2::3] = -2
+    return out * factor
+
+
+def steered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out + torch.linspace(-1, 1, out.shape[-1])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mixer_ablated_by_a_hook_is_one_without_output(method: Any, inside: bool) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    same = copy.deepcopy(model)
+    same.backbone.layers[1].mixer.out_proj.weight.data.zero_()
+    if same.backbone.layers[1].mixer.out_proj.bias is not None:
+        same.backbone.layers[1].mixer.out_proj.bias.data.zero_()
+    mixer = model.backbone.layers[1].mixer
+
+    def forward(x: Tensor) -> Any:
+        if not inside:
+            return model(x).logits
+        handle = mixer.register_forward_hook(zeroed)
+        try:
+            return model(x).logits
+        finally:
+            handle.remove()
+
+    if not inside:
+        mixer.register_forward_hook(zeroed)
+    torch.testing.assert_close(forward(ids), same(ids).logits)
+    found = method(forward, model).attribute(ids, target=TARGET)
+    expected = method(same).attribute(ids, target=TARGET)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    if method.__name__ in ("LatimLogit", "LatimFlow"):
+        _, delta = method(forward, model).attribute(
+            ids, target=TARGET, return_convergence_delta=True
+        )
+        assert delta.abs().max() < 1e-5
+
+
+def test_a_hook_that_scales_tokens(method: Any) -> None:
+    """As a block that scales what the mixer returns, which sums tell from one that does not."""
+    model, ids = transformers_model("mamba"), tokens()
+    model.backbone.layers[0].mixer.register_forward_hook(doubled_here)
+    found = method(model).attribute(ids, target=TARGET)
+    assert bool(found.isfinite().all())
+    if method.__name__ in ("LatimLogit", "LatimFlow"):
+        _, delta = method(model).attribute(ids, target=TARGET, return_convergence_delta=True)
+        assert delta.abs().max() < 1e-5
+    if method.__name__ in ("LatimALTI", "LatimNorm"):
+        maps = method(model).maps(ids)[0]
+        plain = transformers_model("mamba")
+        plain.load_state_dict(model.state_dict())
+        expected = method(plain).maps(ids)[0]
+        if method.__name__ == "LatimNorm":
+            expected[:, 2::3] *= 2
+            torch.testing.assert_close(maps, expected)
+        else:
+            kept = torch.arange(9) % 3 != 2
+            torch.testing.assert_close(maps[:, kept], expected[:, kept])
+            assert (maps - expected)[:, ~kept].abs().max() > 1e-3
+
+
+def test_a_hook_that_adds_is_explained_or_refused_by_name(method: Any) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    model.backbone.layers[0].mixer.register_forward_hook(steered)
+    vectors = ("LatimALTI", "LatimLogit", "LatimNorm", "TransformerAttribution")
+    if method.__name__ not in vectors:
+        method(model).attribute(ids, target=TARGET)
+        return
+    with pytest.raises(InputError, match=r"layers\.0\.mixer': a forward hook .* LatimFlow"):
+        method(model).attribute(ids, target=TARGET)

@@ -1,0 +1,88 @@
+"""Which session of pytest runs a test; CONTRIBUTING.md says how to ask for one.
+
+The quick session takes of every file the first cases in which every test is run, and every value
+of every parameter is tried once. All other cases are marked ``full``. Tests of another session are
+run there as a whole, so nothing is chosen among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Folders whose tests all belong to one session, which has the folder's name.
+ROOMS = ("bench", "browser", "fuzz")
+#: Marks of cases that the quick session leaves to others, or cannot run without what they need.
+OTHERS = ("full", "bench", "processes", "browser", "fuzz", "gpu", "timm", "mambavision", "captum08")
+
+#: A value of a parameter, or one row of values of several.
+Value = tuple[tuple[str, ...], tuple[Hashable, ...]]
+
+
+def full(*values: Any) -> list[Any]:
+    """Values of a parameter that the quick session leaves out."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Values of a parameter, of which the quick session tries only some."""
+    return [value if value in quick else full(value)[0] for value in values]
+
+
+def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
+    """Mark every collected test with the session that runs it."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if not item.path.is_relative_to(tests):
+            continue
+        room = item.path.relative_to(tests).parts[0]
+        if room in ROOMS:
+            item.add_marker(room)
+        if not any(item.get_closest_marker(name) for name in OTHERS):
+            files.setdefault(item.path, []).append(item)
+    for cases in files.values():
+        chosen = _each_value_once(cases)
+        for item in cases:
+            if item not in chosen:
+                item.add_marker("full")
+
+
+def _each_value_once(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases of one file: one of every test, and more while they bring values not yet tried."""
+    chosen: set[pytest.Item] = set()
+    tried: set[Value] = set()
+    tests: dict[str, list[tuple[pytest.Item, frozenset[Value]]]] = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        tests.setdefault(name, []).append((item, _values(item)))
+    # in turn, so that the values are spread over the tests
+    while tests:
+        for name, cases in list(tests.items()):
+            case, values = max(cases, key=lambda each: len(each[1] - tried))
+            if values <= tried and any(each in chosen for each, _ in cases):
+                del tests[name]
+                continue
+            chosen.add(case)
+            tried |= values
+    return chosen
+
+
+def _values(item: pytest.Item) -> frozenset[Value]:
+    params: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    rows = [_names(mark) for mark in item.iter_markers("parametrize")]
+    named = {name for row in rows for name in row}
+    rows += [(name,) for name in params if name not in named]
+    return frozenset((row, tuple(_key(params[name]) for name in row)) for row in rows)
+
+
+def _names(parametrize: pytest.Mark) -> tuple[str, ...]:
+    names = parametrize.args[0] if parametrize.args else parametrize.kwargs["argnames"]
+    return tuple(x.strip() for x in names.split(",")) if isinstance(names, str) else tuple(names)
+
+
+def _key(value: Any) -> Hashable:
+    """The same for equal numbers and names, and for one and the same object."""
+    return value if isinstance(value, (str, int, float, type(None))) else id(value)
