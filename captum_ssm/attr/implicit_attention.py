@@ -262,7 +262,8 @@ class ImplicitAttention(ImplicitMethod):
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            found = self._run(tensor, None, additional, "mean", stack, verify=verify).layers
+            run = self._run(tensor, None, additional, "mean", stack, verify=verify, folds=False)
+            found = run.layers
             wanted = range(len(found)) if layers is None else [_index(i, found) for i in layers]
             made = {
                 i: make(found[i]).to(tensor.device)

@@ -62,4 +62,13 @@ def layer_of(operator: Operator, module: nn.Module | None) -> Any:
     """A recorded layer as far as contributions look at it, for any operator."""
     values = torch.randn(operator.shape)
     linear = LinearMixer(values, operator, lambda y: y.flatten(2))
-    return SimpleNamespace(linear=linear, mixer=SimpleNamespace(module=module))
+    return Unhooked(linear=linear, mixer=SimpleNamespace(module=module))
+
+
+class Unhooked(SimpleNamespace):
+    """What a mixer writes is what it returns."""
+
+    @property
+    def written(self) -> LinearMixer:
+        linear: LinearMixer = self.linear
+        return linear

@@ -97,7 +97,7 @@ class LatimMethod(ImplicitMethod):
         with torch.inference_mode(False), ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
-            run = self._run(tensor, None, additional, "mean", stack, verify=verify)
+            run = self._run(tensor, None, additional, "mean", stack, verify=verify, folds=False)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
