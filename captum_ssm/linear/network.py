@@ -23,7 +23,7 @@ from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, repaired_scans, require_real_tokens
 from ..tracing.eager import eagerly
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import hooked, without_caches
+from ..tracing.hooks import Running, hooked, without_caches
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
 from ..tracing.verification import relative_error, require_same, tolerance_for
@@ -191,7 +191,7 @@ def under_rules(
     Args:
         model, inputs, gate, constants: as for :func:`linearised`.
     """
-    running = _Running(model)
+    running = Running(model)
     mode = Linearising(
         None if inputs.is_floating_point() else inputs, gate, running.name, constants
     )
@@ -243,30 +243,3 @@ def _block_hook(entering: dict[nn.Module, tuple[Tensor, ...]], mode: Linearising
         entering[module] = tuple(x for x in given if mode is not None and mode.is_live(x))
 
     return hook
-
-
-class _Running:
-    """The names of the modules that are running, innermost last."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names: list[str] = []
-
-    def name(self) -> str:
-        return self._names[-1] if self._names else type(self._model).__name__
-
-    def watch(self, stack: ExitStack) -> None:
-        for name, module in self._model.named_modules():
-            enter, leave = self._hooks(name)
-            stack.enter_context(hooked(module.register_forward_pre_hook, enter))
-            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
-
-    def _hooks(self, name: str) -> tuple[Any, Any]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._names.append(name)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._names and self._names[-1] == name:  # else a hook before ours raised
-                self._names.pop()
-
-        return enter, leave

@@ -18,25 +18,8 @@ An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and
 channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
 dimensions are free: a stack of vectors is mapped at once.
 
-Everything in :class:`Operator` is derived from :meth:`Operator.apply` and its adjoint.  These
-generic versions are slow and obvious; subclasses override what they can do faster, and tests hold
-the two together in float64.
-
-How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
-
-The theorem asks of a layer whether the part that mixes its tokens depends on the data.  S4 and
-DSS convolve with a fixed kernel; GSS and Hyena put gates, one factor per token, around such a
-kernel; in S6, as in attention, the data enters the mixing itself.
-
-The answer follows from the parts an operator is made of, whatever numbers they hold:
-
-- A product of fixed mixing with gates between, such as two steps of Hyena (gate . conv . gate .
-  conv), is data-controlled: what reaches token i from token j depends on the tokens between.  The
-  theorem, too, speaks of a single step.
-- A recurrence whose decays follow from the data is data-controlled even with a single state.  Each
-  of its matrices is a constant one between two diagonals, but these hold products of decays over
-  the whole past, not factors of single tokens.
-- Which tokens are padding is no data.
+Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjoint, as
+:mod:`.generic` derives it; subclasses override what they can do faster.
 """
 
 from __future__ import annotations
@@ -48,20 +31,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from . import generic
 from .kernels.arithmetic import linear_map
-from .kernels.bands import Band, add_shifted
-from .kernels.portions import SMALL, Portion, Stream, channel_mean
-from .kernels.rows import (
-    Positions,
-    Strip,
-    at_positions,
-    in_stacks,
-    per_example,
-    total,
-    unit_vectors,
-)
-from .reduction import Reduce, by_channel, goes_by_channel, reduce_channels
+from .kernels.bands import Band
+from .kernels.portions import SMALL, Portion, Stream
+from .kernels.rows import Positions, Strip
+from .reduction import Reduce
 
 
 class Shape(NamedTuple):
@@ -85,12 +60,50 @@ class Shape(NamedTuple):
     per_head: int
 
 
+class Mixing(Enum):
+    """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
+
+    The theorem asks of a layer whether the part that mixes its tokens depends on the data.  S4 and
+    DSS convolve with a fixed kernel; GSS and Hyena put gates, one factor per token, around such a
+    kernel; in S6, as in attention, the data enters the mixing itself.
+
+    The answer follows from the parts an operator is made of, whatever numbers they hold:
+
+    - A product of fixed mixing with gates between, such as two steps of Hyena (gate . conv . gate .
+      conv), is data-controlled: what reaches token i from token j depends on the tokens between.
+      The theorem, too, speaks of a single step.
+    - A recurrence whose decays follow from the data is data-controlled even with a single state.
+      Each of its matrices is a constant one between two diagonals, but these hold products of
+      decays over the whole past, not factors of single tokens.
+    - Which tokens are padding is no data.
+
+    Attributes:
+        NONE: no output reads another token.
+        FIXED: by one matrix per channel, the same for every input (S4, DSS).
+        GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
+        CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
+        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
+        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
+        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
+        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
+        ('fixed', 'gated')
+    """
+
+    NONE = "none"
+    FIXED = "fixed"
+    GATED = "gated"
+    CONTROLLED = "controlled"
+
+
 class Operator:
     """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
 
     The base of all operators.  A subclass defines :meth:`apply`, :meth:`tensors`, :meth:`select`
-    and the attributes; everything else follows, if slowly.  Shapes: B batch, L tokens, H heads,
-    P value channels per head, C = H P channels.
+    and the attributes; everything else follows, if slowly.
 
     Attributes:
         component: name of the part of a mixer this operator stands for (``"scan"``, ``"gate"``,
@@ -164,47 +177,11 @@ class Operator:
             return Mixing.NONE
         return Mixing.CONTROLLED if self.data_dependent else Mixing.FIXED
 
-    # --- derived; override for speed -------------------------------------------------------
+    # --- the parts it is made of -----------------------------------------------------------
 
-    def transpose(self, u: Tensor) -> Tensor:
-        """The adjoint: every channel's transposed matrix times ``u``.
-
-        For all u and v, the sum of ``u * apply(v)`` is that of ``transpose(u) * v``.
-
-        Args:
-            u: (..., B, L, H, P); leading dimensions are free.
-
-        Returns:
-            alpha-transposed u, in the shape of ``u``.
-        """
-        with torch.inference_mode(False), torch.enable_grad():
-            v = torch.zeros_like(u, requires_grad=True)
-            out = self.apply(v)
-            if not out.requires_grad:  # every token is mapped to zero
-                return torch.zeros_like(u)
-            (result,) = torch.autograd.grad(out, v, u.clone())
-        return result
-
-    def offset(self) -> Tensor | None:
-        """The constant term that biases inside the operator add to its output.
-
-        Returns:
-            (B, L, H, P), or None if there is none.
-        """
-        return None
-
-    def affine(self, v: Tensor) -> Tensor:
-        """alpha v + offset: what the real module computes before its output projection.
-
-        Args:
-            v: values (..., B, L, H, P).
-
-        Returns:
-            (..., B, L, H, P).
-        """
-        offset = self.offset()
-        out = self.apply(v)
-        return out if offset is None else out + offset
+    def leaves(self) -> Iterator[Operator]:
+        """The elementary operators this one is made of."""
+        yield self
 
     def restrict(self, components: Collection[str]) -> Operator | None:
         """This operator with only the named components; all others become the identity.
@@ -216,10 +193,6 @@ class Operator:
             The operator, or None if only the identity is left.
         """
         return self if self.component is None or self.component in components else None
-
-    def leaves(self) -> Iterator[Operator]:
-        """The elementary operators this one is made of."""
-        yield self
 
     def per_channel(self) -> Operator:
         """This operator with what mixes channels reduced to each channel's own share.
@@ -240,129 +213,30 @@ class Operator:
         """
         return None
 
-    def contract(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L).
+    # --- the map, its adjoint and its constant term ----------------------------------------
+
+    def transpose(self, u: Tensor) -> Tensor:
+        """The adjoint: every channel's transposed matrix times ``u``.
+
+        For all u and v, the sum of ``u * apply(v)`` is that of ``transpose(u) * v``.
 
         Args:
-            left: row factors (B, L, H, P), broadcastable.
-            right: column factors (B, L, H, P), broadcastable.
+            u: (..., B, L, H, P); leading dimensions are free.
 
         Returns:
-            (B, L, L).
+            alpha-transposed u, in the shape of ``u``.
         """
-        return Operator.strip(self, left, right, range(self.shape.tokens)).entries
+        return generic.transpose(self, u)
 
-    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Some rows of :meth:`contract`, without forming the others.
+    def offset(self) -> Tensor | None:
+        """The constant term that biases inside add to the output (B, L, H, P); None for none."""
+        return None
 
-        Args:
-            left, right: as in :meth:`contract`.
-            rows: neighbouring rows, ascending; at least one.
-
-        Returns:
-            Their entries (B, R, W), with the rows and the columns that they stand for.
-        """
-        tokens = self.shape.tokens
-        out = self._zeros(self.shape.batch, len(rows), tokens, factor=left)
-        for chunk in self._chunks(rows):
-            found = self.unit_rows(chunk, at_positions(left, chunk)) * right  # (Q, B, L, H, P)
-            top = chunk.start - rows.start
-            out[:, top : top + len(chunk)] = found.sum((-1, -2)).transpose(0, 1)
-        return Strip(out, rows, range(tokens))
-
-    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
-
-        Args:
-            left: row factors (B, L, H, P), broadcastable.
-            band: what acts before this operator, column factors included.
-            rows: as in :meth:`strip`.
-
-        Returns:
-            As of :meth:`strip`.
-        """
-        tokens = self.shape.tokens
-        shares = (
-            self.strip(left, factor, rows).moved(0, -lag, tokens) for lag, factor in band.items()
-        )
-        return total(shares, rows)
-
-    def reduced_strip(self, rows: range, reduce: Reduce = "mean") -> Strip:
-        """Some rows of ``dense(reduce)``, without forming the others.
-
-        Args:
-            rows: as in :meth:`strip`.
-            reduce: how channels become one matrix; neither None nor ``"heads"``. Default:
-                ``"mean"``.
-
-        Returns:
-            As of :meth:`strip`.
-        """
-        if reduce == "mean":
-            one = self._ones(1, 1, 1, 1)
-            return self.strip(one / (self.shape.heads * self.shape.per_head), one, rows)
-        return Strip(self.rows(rows, reduce), rows, range(self.shape.tokens))
-
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        """As :meth:`contract`, but the sum over the channels of each head.
-
-        Args:
-            left, right: as in :meth:`contract`.
-
-        Returns:
-            (B, H, L, L).
-        """
-        parts = []
-        for chunk in self._chunks(range(self.shape.tokens)):
-            found = self.unit_rows(chunk, at_positions(left, chunk)) * right  # (Q, B, L, H, P)
-            parts.append(found.sum(-1).permute(1, 3, 0, 2))
-        return torch.cat(parts, -2)
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        """As :meth:`strip_of_product`, but all rows, and the sum over the channels of each head.
-
-        Args:
-            left, band: as in :meth:`strip_of_product`.
-
-        Returns:
-            (B, H, L, L).
-        """
-        tokens = self.shape.tokens
-        out = self._zeros(self.shape.batch, self.shape.heads, tokens, tokens, factor=left)
-        for lag, factor in band.items():
-            add_shifted(out, self.contract_heads(left, factor), 0, lag)
-        return out
-
-    def add_heads(self, out: Tensor, left: Tensor, band: Band) -> None:
-        """Add :meth:`heads_of_product` to ``out``, in place.
-
-        Args:
-            out: (B, H, L, L).
-            left, band: as in :meth:`strip_of_product`.
-        """
-        out += self.heads_of_product(left, band)
-
-    def mean_matvec(self, x: Tensor) -> Tensor:
-        """(mean over channels of alpha) x, without forming a matrix.
-
-        Args:
-            x: one number per token (B, L).
-
-        Returns:
-            (B, L).
-        """
-        return linear_map(x, self._mean_forward, self._mean_adjoint)
-
-    def mean_rmatvec(self, r: Tensor) -> Tensor:
-        """r (mean over channels of alpha), without forming a matrix.
-
-        Args:
-            r: a row vector (B, L).
-
-        Returns:
-            (B, L).
-        """
-        return linear_map(r, self._mean_adjoint, self._mean_forward)
+    def affine(self, v: Tensor) -> Tensor:
+        """alpha v + offset: what the real module computes before its output projection."""
+        offset = self.offset()
+        out = self.apply(v)
+        return out if offset is None else out + offset
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         """This operator, or its adjoint, on a few tokens at a time.
@@ -382,6 +256,16 @@ class Operator:
         """How many tokens to feed to a :meth:`stream` at a time."""
         return SMALL
 
+    def mean_matvec(self, x: Tensor) -> Tensor:
+        """(mean over channels of alpha) x, for ``x`` (B, L), without forming a matrix."""
+        return linear_map(x, self._mean_forward, self._mean_adjoint)
+
+    def mean_rmatvec(self, r: Tensor) -> Tensor:
+        """r (mean over channels of alpha), for a row vector (B, L), without forming a matrix."""
+        return linear_map(r, self._mean_adjoint, self._mean_forward)
+
+    # --- its matrices, by rows or whole ----------------------------------------------------
+
     def rows(self, positions: Positions, reduce: Reduce = "mean") -> Tensor:
         """Rows of the implicit attention matrices.
 
@@ -398,12 +282,7 @@ class Operator:
             QueryError: for positions outside the sequence.
             OptionError: for a reduction that is not known.
         """
-        index = per_example(positions, self.shape.batch, self.shape.tokens, self.device)  # (B, Q)
-        parts = []
-        for chunk in self._chunks(range(index.shape[1])):
-            stack = self.unit_rows(index[:, chunk.start : chunk.stop].T)
-            parts.append(reduce_channels(stack, reduce))  # (Q, B, [C or H,] L)
-        return torch.cat(parts).movedim(0, -2)
+        return generic.rows(self, positions, reduce)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P).
@@ -412,9 +291,7 @@ class Operator:
             positions: which rows.
             weight: factors on the rows (Q, B, 1, H, P), broadcastable. Default: None, no factors.
         """
-        unit = unit_vectors(positions, self.shape.tokens, self._example())
-        unit = unit.expand(len(positions), *self.shape)
-        return self.transpose(unit if weight is None else unit * weight)
+        return generic.unit_rows(self, positions, weight)
 
     def dense(self, reduce: Reduce = "mean", heads: Sequence[int] | None = None) -> Tensor:
         """The implicit attention matrices, entry (i, j) saying what token i takes from token j.
@@ -429,19 +306,61 @@ class Operator:
         Raises:
             OptionError: for a head or a reduction that does not exist.
         """
-        if heads is not None:
-            count = self.shape.heads
-            if not len(heads) or not all(-count <= head < count for head in heads):
-                raise OptionError(f"heads must lie in [{-count}, {count}), got {list(heads)}.")
-            return self.select([head % count for head in heads]).dense(reduce)
-        one = self._ones(1, 1, 1, 1)
-        if reduce == "mean":
-            return self.contract(one / (self.shape.heads * self.shape.per_head), one)
-        if reduce == "heads":
-            return self.contract_heads(one / self.shape.per_head, one)
-        if goes_by_channel(self, reduce):
-            return by_channel(self, reduce)
-        return self.rows(range(self.shape.tokens), reduce)
+        return generic.dense(self, reduce, heads)
+
+    # --- sums over channels of its matrices with factors -----------------------------------
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L).
+
+        Args:
+            left: row factors (B, L, H, P), broadcastable.
+            right: column factors (B, L, H, P), broadcastable.
+        """
+        return generic.contract(self, left, right)
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """Some rows of :meth:`contract`, without forming the others.
+
+        Args:
+            left, right: as in :meth:`contract`.
+            rows: neighbouring rows, ascending; at least one.
+
+        Returns:
+            Their entries (B, R, W), with the rows and the columns that they stand for.
+        """
+        return generic.strip(self, left, right, rows)
+
+    def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
+        """Some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j].
+
+        Args:
+            left, rows: as in :meth:`strip`.
+            band: what acts before this operator, column factors included.
+        """
+        return generic.strip_of_product(self, left, band, rows)
+
+    def reduced_strip(self, rows: range, reduce: Reduce = "mean") -> Strip:
+        """Some rows of ``dense(reduce)``, without forming the others.
+
+        Args:
+            rows: as in :meth:`strip`.
+            reduce: how channels become one matrix; neither None nor ``"heads"``. Default:
+                ``"mean"``.
+        """
+        return generic.reduced_strip(self, rows, reduce)
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        """As :meth:`contract`, but the sum over the channels of each head, (B, H, L, L)."""
+        return generic.contract_heads(self, left, right)
+
+    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
+        """As :meth:`strip_of_product`, but all rows, by head: (B, H, L, L)."""
+        return generic.heads_of_product(self, left, band)
+
+    def add_heads(self, out: Tensor, left: Tensor, band: Band) -> None:
+        """Add :meth:`heads_of_product` to ``out`` (B, H, L, L), in place."""
+        out += self.heads_of_product(left, band)
 
     # --- helpers ---------------------------------------------------------------------------
 
@@ -456,10 +375,10 @@ class Operator:
         return self._example().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        return channel_mean(self, x, transposed=False)
+        return generic.channel_mean(self, x, transposed=False)
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
-        return channel_mean(self, r, transposed=True)
+        return generic.channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
         coefficients = (t for leaf in self.leaves() for t in leaf.tensors().values())
@@ -477,31 +396,3 @@ class Operator:
 
     def _ones(self, *size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)
-
-    def _chunks(self, rows: range) -> Iterator[range]:
-        return in_stacks(rows, torch.Size(self.shape).numel())
-
-
-class Mixing(Enum):
-    """How tokens are mixed, in one word.
-
-    Attributes:
-        NONE: no output reads another token.
-        FIXED: by one matrix per channel, the same for every input (S4, DSS).
-        GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
-        CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
-        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
-        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
-        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
-        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
-        ('fixed', 'gated')
-    """
-
-    NONE = "none"
-    FIXED = "fixed"
-    GATED = "gated"
-    CONTROLLED = "controlled"

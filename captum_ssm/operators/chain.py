@@ -1,8 +1,8 @@
 """Products of operators.
 
-Means over channels of products of operators, where heads have channels in common.
-
-Matrices head by head, of operators between what acts over a few lags.
+Diagonals and short convolutions around a core become factors and shifts of its own fast versions;
+reorderings move to the ends.  Where heads have channels in common, means over channels are taken of
+one channel a head for as long as channels are alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from .base import Mixing, Operator
-from .combine import Composite, Sum, added
+from .combine import Composite, Sum
 from .diagonal import Diagonal
+from .generic import all_streams, channel_mean, channel_sums
 from .heads import HeadOperator
+from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
-from .kernels.portions import Stream, all_streams, channel_mean, channel_sums
-from .kernels.rows import Positions, Strip, clipped, total
+from .kernels.portions import Stream
+from .kernels.rows import Positions, Strip, clipped, sum_strips
 from .reorder import Permute, outermost
 
 #: Elements of one factor over all tokens (4 MiB in float32).
@@ -115,19 +117,19 @@ class Chain(Composite):
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
         """Reorders vectors rather than channels, so that what is left can be a stream."""
         if any(isinstance(leaf, HeadOperator) for leaf in self.leaves()):
-            if tells_heads_apart(self.parts) and self.stream(transposed, 1) is not None:
+            if _tells_heads_apart(self.parts) and self.stream(transposed, 1) is not None:
                 return self._mean_in_turn(x, transposed)
-            return mean_at_once(self.parts, x, transposed)
+            return _mean_at_once(self.parts, x, transposed)
         if not any(isinstance(leaf, Permute) for leaf in self.leaves()):
             return self._mean_in_turn(x, transposed)
         summands = self._summands()
         if len(summands) > 1:
-            return added(summand._mean(x, transposed) for summand in summands)
+            return sum_tensors(summand._mean(x, transposed) for summand in summands)
         ahead, inside, after = outermost(self.parts)
         first, last = (ahead, after) if transposed else (after[::-1], ahead[::-1])
-        x = reordered(first, x, transposed)
+        x = _reorder(first, x, transposed)
         x = Chain(*inside)._mean_in_turn(x, transposed) if inside else x
-        return reordered(last, x, transposed)
+        return _reorder(last, x, transposed)
 
     def _mean_in_turn(self, x: Tensor, transposed: bool) -> Tensor:
         """From a few tokens at a time; what a convolution at the end does is done to sums.
@@ -142,7 +144,7 @@ class Chain(Composite):
         weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)
         sums = channel_sums(rest, x, transposed, weights / weights.shape[1])
         moved = (-lag if transposed else lag for lag in taps)
-        return added(
+        return sum_tensors(
             shift_tokens(of_tap[..., None, None], lag)[..., 0, 0]
             for lag, of_tap in zip(moved, sums.unbind(-1), strict=True)
         )
@@ -200,7 +202,7 @@ class Chain(Composite):
         if isinstance(last, Permute):
             right = last.apply(right.expand(self.shape))
             return last.columns_of_strip(self._of(self.parts[:-1]).strip(left, right, rows))
-        return total(self._by_blocks(left, right, rows), rows)
+        return sum_strips(self._by_blocks(left, right, rows), rows)
 
     def _by_blocks(self, left: Tensor, right: Tensor, rows: range) -> Iterator[Strip]:
         """The shares of blocks of channels, whose factors over all tokens are small.
@@ -234,7 +236,7 @@ class Chain(Composite):
                 strips.append(inner.strip_of_product(factors, band, asked).moved(ahead, 0, tokens))
         if not strips:  # all that the rows read lies beyond the ends
             return Strip(self._zeros(self.shape.batch, len(rows), 0), rows, range(0))
-        return total(strips, rows)
+        return sum_strips(strips, rows)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         first, last = self.parts[0], self.parts[-1]
@@ -248,7 +250,7 @@ class Chain(Composite):
         if len(core) > 1:
             return super().contract_heads(left, right)
         inner = core[0] if core else self._of(())
-        return folded_heads(inner, left, before, band)
+        return _folded_heads(inner, left, before, band)
 
     def _of(self, parts: Sequence[Operator]) -> Operator:
         """The product of some of the parts; of none, the identity."""
@@ -278,14 +280,14 @@ def _flat(part: Operator) -> tuple[Operator, ...]:
     return part.parts if isinstance(part, Chain) else (part,)
 
 
-def tells_heads_apart(parts: Sequence[Operator]) -> bool:
+def _tells_heads_apart(parts: Sequence[Operator]) -> bool:
     """Whether channels of a head differ both before and after what they have in common."""
     apart = [i for i, part in enumerate(parts) if not _alike(part)]
     inside = parts[apart[0] : apart[-1] + 1] if apart else ()
     return any(isinstance(leaf, HeadOperator) for part in inside for leaf in part.leaves())
 
 
-def mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
+def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
     """The mean over channels of a product, or of its adjoint, times ``x`` (B, L).
 
     From all tokens at once, and of each head one channel as long as its channels are alike: they
@@ -312,7 +314,7 @@ def mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tens
     return x.mean((-1, -2))
 
 
-def reordered(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
+def _reorder(permutes: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
     """Vectors (B, L) reordered by one permutation after the other, or by their adjoints.
 
     Args:
@@ -335,7 +337,7 @@ def _alike(part: Operator) -> bool:
     return isinstance(part, HeadOperator | Permute)
 
 
-def folded_heads(core: Operator, left: Tensor, before: Band, columns: Band) -> Tensor:
+def _folded_heads(core: Operator, left: Tensor, before: Band, columns: Band) -> Tensor:
     """By head, the sum over channels of left[i, c] (before_c core_c columns_c)[i, j].
 
     Args:

@@ -1,16 +1,8 @@
-"""Operators made of other operators: sums, and parts side by side on heads of their own.
-
-What operators made of other operators have in common.
-
-Sums of operators on the same values.
-
-Operators side by side, where some channels are mixed in another way than others.
-"""
+"""Operators made of other operators: sums of them, and parts side by side on heads of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -19,9 +11,11 @@ from torch import Tensor
 
 from .base import Mixing, Operator
 from .diagonal import Diagonal
+from .generic import all_streams
+from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
-from .kernels.portions import Portion, Stream, all_streams
-from .kernels.rows import Positions, Strip, by_query, total
+from .kernels.portions import Portion, Stream
+from .kernels.rows import Positions, Strip, by_query, sum_strips
 
 
 class Composite(Operator):
@@ -73,16 +67,16 @@ class Sum(Composite):
         self.shape = parts[0].shape
 
     def apply(self, v: Tensor) -> Tensor:
-        return added(part.apply(v) for part in self.parts)
+        return sum_tensors(part.apply(v) for part in self.parts)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return added(part.transpose(u) for part in self.parts)
+        return sum_tensors(part.transpose(u) for part in self.parts)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         scalings, others = self._by_kind()
         if not others:
             return super().unit_rows(positions, weight)
-        out = added(part.unit_rows(positions, weight) for part in others)
+        out = sum_tensors(part.unit_rows(positions, weight) for part in others)
         out = out.contiguous()  # heads may have said it once for all their channels
         index = by_query(positions, out.device)
         query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
@@ -92,10 +86,10 @@ class Sum(Composite):
         return out
 
     def mean_matvec(self, x: Tensor) -> Tensor:
-        return added(part.mean_matvec(x) for part in self.parts)
+        return sum_tensors(part.mean_matvec(x) for part in self.parts)
 
     def mean_rmatvec(self, r: Tensor) -> Tensor:
-        return added(part.mean_rmatvec(r) for part in self.parts)
+        return sum_tensors(part.mean_rmatvec(r) for part in self.parts)
 
     def stream(self, transposed: bool, longest: int) -> Stream | None:
         scalings, others = self._by_kind()
@@ -104,7 +98,7 @@ class Sum(Composite):
             return None
 
         def summed(x: Tensor, part: slice) -> Tensor:
-            out = added(stream(x, part) for stream in streams)
+            out = sum_tensors(stream(x, part) for stream in streams)
             for scaling in scalings:  # without a tensor of what each of them adds
                 out = torch.addcmul(out, scaling.factors(part), x)
             return out
@@ -118,7 +112,7 @@ class Sum(Composite):
 
     def offset(self) -> Tensor | None:
         terms = [t for part in self.parts if (t := part.offset()) is not None]
-        return added(terms) if terms else None
+        return sum_tensors(terms) if terms else None
 
     def restrict(self, components: Collection[str]) -> Operator | None:
         kept = [p for part in self.parts if (p := part.restrict(components)) is not None]
@@ -137,7 +131,7 @@ class Sum(Composite):
         return self.strip(left, right, range(tokens)).whole(tokens)
 
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        return total((part.strip(left, right, rows) for part in self.parts), rows)
+        return sum_strips((part.strip(left, right, rows) for part in self.parts), rows)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         return self.heads_of_product(left, {0: right})
@@ -149,12 +143,7 @@ class Sum(Composite):
         return out
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        return total((part.strip_of_product(left, band, rows) for part in self.parts), rows)
-
-
-def added(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
-    return reduce(torch.add, terms)
+        return sum_strips((part.strip_of_product(left, band, rows) for part in self.parts), rows)
 
 
 class DirectSum(Composite):
@@ -213,7 +202,7 @@ class DirectSum(Composite):
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))
         shares = zip(self.parts, *factors, strict=True)
-        return total((part.strip(above, aside, rows) for part, above, aside in shares), rows)
+        return sum_strips((part.strip(above, aside, rows) for part, above, aside in shares), rows)
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         factors = (self._shares(factor.expand(self.shape)) for factor in (left, right))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .base import Operator, Shape
 from .kernels.arithmetic import Scratch
-from .kernels.bands import Band, some_heads
-from .kernels.portions import LARGE, Portion, Stream
+from .kernels.bands import Band
+from .kernels.portions import LARGE, Portion, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
 

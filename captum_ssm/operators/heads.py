@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .base import Operator, Shape
 from .diagonal import Diagonal
-from .kernels.arithmetic import full_precision, times, underflow_flushed
-from .kernels.rows import Positions, Strip, by_query, unit_vectors
+from .kernels.arithmetic import full_precision, matmul, underflow_flushed
+from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
 _STRIP_ELEMENTS = 2**18
@@ -87,14 +87,8 @@ def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tenso
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:
         return None
-    times = shape.per_head if left.shape[-1] == right.shape[-1] else 1
-    return (times * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
-
-
-def row_slices(rows: range, height: int) -> Iterator[slice]:
-    """The rows cut into slices of at most ``height``."""
-    for start in range(rows.start, rows.stop, height):
-        yield slice(start, min(start + height, rows.stop))
+    count = shape.per_head if left.shape[-1] == right.shape[-1] else 1
+    return (count * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
 
 
 def _unexpanded(x: Tensor) -> Tensor:
@@ -139,11 +133,11 @@ class DenseHeads(HeadOperator):
 
     def apply(self, v: Tensor) -> Tensor:
         with full_precision(v.device):
-            return times(self.matrices, v.transpose(-3, -2)).transpose(-3, -2)
+            return matmul(self.matrices, v.transpose(-3, -2)).transpose(-3, -2)
 
     def transpose(self, u: Tensor) -> Tensor:
         with full_precision(u.device):
-            return times(self.matrices.mT, u.transpose(-3, -2)).transpose(-3, -2)
+            return matmul(self.matrices.mT, u.transpose(-3, -2)).transpose(-3, -2)
 
     def _head_rows(self, positions: Positions) -> Tensor:
         example = torch.arange(self.shape.batch, device=self.device)
@@ -158,7 +152,7 @@ class DenseHeads(HeadOperator):
 
     def _mean_forward(self, x: Tensor) -> Tensor:
         """All heads' rows times one vector: a single product, and several times as fast as many."""
-        found = times(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
+        found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
@@ -189,7 +183,7 @@ class DenseHeads(HeadOperator):
         out = self._zeros(batch, len(rows), tokens)
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
         height = max(1, _STRIP_ELEMENTS // (batch * tokens))
-        for into, at in zip(torch.split(out, height, 1), row_slices(rows, height), strict=True):
+        for into, at in zip(torch.split(out, height, 1), slices(rows, height), strict=True):
             factors = left[:, at].permute(2, 0, 1, 3), columns, self.matrices[..., at, :].unbind(1)
             for row, column, matrix in zip(*factors, strict=True):
                 into.addcmul_(row @ column, matrix)

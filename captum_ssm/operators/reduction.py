@@ -1,7 +1,4 @@
-"""How the matrices of many channels become one (hidden-attention paper, table 5).
-
-Matrices of single channels, some of them at a time, and what they reduce to.
-"""
+"""How the matrices of many channels become one (hidden-attention paper, table 5)."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from ..errors import OptionError
 if TYPE_CHECKING:
     from .base import Operator
 
+# --- rows of all channels at once --------------------------------------------------------------
 
 #: ``"mean"``, ``"max"``, ``"min"``, ``"product"``, ``"heads"``, None, or a function that reduces
 #: the last dimension of a tensor.
@@ -81,6 +79,8 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
 
     return mean_of_largest
 
+
+# --- matrices channel by channel, where heads are quicker made whole ---------------------------
 
 #: Elements of the matrices that exist at a time (64 MiB in float32), if they are not asked for.
 _ELEMENTS = 2**24

@@ -1,9 +1,4 @@
-"""Reorderings of the tokens, and windows within which an operator mixes them.
-
-Reorderings of the tokens.
-
-Windows: tokens cut into groups of equal size, within which an operator mixes them.
-"""
+"""Reorderings of the tokens, and windows within which an operator mixes them."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from torch import Tensor
 from .base import Mixing, Operator, Shape
 from .diagonal import Diagonal
 from .kernels.rows import Positions, Strip, by_query
+
+# --- reorderings -------------------------------------------------------------------------------
 
 
 class Permute(Operator):
@@ -160,6 +157,9 @@ def _neighbours(positions: Tensor) -> range | None:
         return range(0)
     first, last = int(positions.min()), int(positions.max())
     return range(first, last + 1) if last - first < len(positions) else None
+
+
+# --- windows: groups of equal size, within which tokens are mixed ------------------------------
 
 
 class Windows:

@@ -150,3 +150,32 @@ def _without_cache(
 def _parameters(function: Callable[..., Any]) -> list[str]:
     """Names of a method's parameters, self included."""
     return list(inspect.signature(function).parameters)
+
+
+class Running:
+    """The names of the modules that are running, innermost last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names: list[str] = []
+
+    def name(self) -> str:
+        """That of the module that runs, or of the model's class where none does."""
+        return self._names[-1] if self._names else type(self._model).__name__
+
+    def watch(self, stack: ExitStack) -> None:
+        """Follow which modules run, until the stack is left."""
+        for name, module in self._model.named_modules():
+            enter, leave = self._hooks(name)
+            stack.enter_context(hooked(module.register_forward_pre_hook, enter))
+            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
+
+    def _hooks(self, name: str) -> tuple[Any, Any]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._names.append(name)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._names and self._names[-1] == name:  # else a hook before ours raised
+                self._names.pop()
+
+        return enter, leave

@@ -227,6 +227,20 @@ class Places(TorchFunctionMode):
         self._records = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._paused = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a source was declared."""
+        return bool(self._sizes)
+
+    def pause(self) -> None:
+        """Look away until :meth:`resume` is called as often."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        """Look on again."""
+        self._paused -= 1
 
     def begin(self, tensor: Tensor, source: int = 0) -> None:
         """Declare ids (B, L) or embeddings (B, L, E) to be a source.
@@ -300,7 +314,7 @@ class Places(TorchFunctionMode):
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
         out = func(*args, **kwargs)
-        if not self._sizes:
+        if not self._sizes or self._paused:
             return out
         if name in ("__get__", "__set__"):
             attribute = func.__self__.__name__  # type: ignore[attr-defined]

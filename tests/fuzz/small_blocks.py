@@ -49,8 +49,8 @@ def blocks(small: bool) -> Iterator[None]:
 def _constants() -> list[tuple[ModuleType, str, int]]:
     """Every constant that sizes blocks, wherever it is imported, and what it is set to."""
     found = []
-    for info in pkgutil.iter_modules(operators.__path__):
-        module = importlib.import_module(f"{operators.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(operators.__path__, f"{operators.__name__}."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             size = _SIZES.get(name.rpartition("_")[2])
             if size is not None and isinstance(value, int):

@@ -11,7 +11,7 @@ from helpers.sessions import full
 from oracles import relative_error, times
 from torch import Tensor
 
-from captum_ssm.operators import Operator
+from captum_ssm.operators import generic
 from captum_ssm.operators.kernels import rows as query_positions
 
 # "max|a - b| / max|b|" of results that took different roads in float64
@@ -51,7 +51,7 @@ def test_transpose_is_the_adjoint(build: Callable[[int], Any], tokens: int) -> N
 def test_generic_transpose_agrees(build: Callable[[int], Any]) -> None:
     case = build(9)
     u = randn(*case.shape)
-    found = Operator.transpose(case.operator, u)
+    found = generic.transpose(case.operator, u)
     assert not found.requires_grad
     assert relative_error(found, times(case.matrices.mT, u)) <= EXACT
 
@@ -61,9 +61,9 @@ def test_generic_transpose_works_where_autograd_is_off(build: Callable[[int], An
     u = randn(*case.shape)
     wanted = times(case.matrices.mT, u)
     with torch.no_grad():
-        assert relative_error(Operator.transpose(case.operator, u), wanted) <= EXACT
+        assert relative_error(generic.transpose(case.operator, u), wanted) <= EXACT
     with torch.inference_mode():
-        assert relative_error(Operator.transpose(case.operator, u.clone()), wanted) <= EXACT
+        assert relative_error(generic.transpose(case.operator, u.clone()), wanted) <= EXACT
 
 
 def test_stacks_of_vectors_are_mapped_at_once(build: Callable[[int], Any]) -> None:
@@ -218,7 +218,7 @@ def test_contract_agrees_with_the_generic_one(build: Callable[[int], Any], token
     case = build(tokens)
     left, right = randn(*case.shape), randn(*case.shape)
     found = case.operator.contract(left, right)
-    assert relative_error(found, Operator.contract(case.operator, left, right)) <= EXACT
+    assert relative_error(found, generic.contract(case.operator, left, right)) <= EXACT
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 17, 33])
@@ -227,7 +227,7 @@ def test_contract_is_the_weighted_sum(build: Callable[[int], Any], tokens: int) 
     left, right = randn(*case.shape), randn(*case.shape)
     wanted = contracted(case.matrices, left, right, case.shape)
     assert relative_error(case.operator.contract(left, right), wanted) <= EXACT
-    assert relative_error(Operator.contract(case.operator, left, right), wanted) <= EXACT
+    assert relative_error(generic.contract(case.operator, left, right), wanted) <= EXACT
 
 
 def test_contract_broadcasts(build: Callable[[int], Any]) -> None:
@@ -238,7 +238,7 @@ def test_contract_broadcasts(build: Callable[[int], Any]) -> None:
         wanted = contracted(case.matrices, left, right, case.shape)
         kept = left.clone(), right.clone()
         assert relative_error(case.operator.contract(left, right), wanted) <= EXACT
-        assert relative_error(Operator.contract(case.operator, left, right), wanted) <= EXACT
+        assert relative_error(generic.contract(case.operator, left, right), wanted) <= EXACT
         assert torch.equal(left, kept[0]) and torch.equal(right, kept[1])
 
 

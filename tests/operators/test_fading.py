@@ -9,7 +9,7 @@ import torch
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import ElementwiseRecurrence, Operator, SelectiveScan
+from captum_ssm.operators import ElementwiseRecurrence, SelectiveScan, generic
 from captum_ssm.operators.recurrences.base import TREE_LAGS, FadingRecurrence
 
 EXACT = 1e-12
@@ -38,7 +38,7 @@ def test_bands_with_gaps(
     operator = make(batch)
     left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in lags}
     kept = {lag: factor.clone() for lag, factor in band.items()}
-    wanted = Operator.heads_of_product(operator, left, band)
+    wanted = generic.heads_of_product(operator, left, band)
     assert relative_error(operator.heads_of_product(left, band), wanted) <= EXACT
     for rows in (range(TOKENS), range(5, 9)):
         found = operator.strip_of_product(left, band, rows).whole(TOKENS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.operators.kernels.portions import fitting
+from captum_ssm.operators.kernels.portions import as_memory_allows
 
 #: What devices and the processor's allocator say, as torch raises it.
 OUT_OF_MEMORY = [
@@ -25,7 +25,7 @@ def test_parts_are_halved_until_they_fit(error: RuntimeError, most: int) -> None
             raise error
         return list(part)
 
-    made = list(fitting(range(5, 36), 11, form))
+    made = list(as_memory_allows(range(5, 36), 11, form))
     assert [place for part in made for place in part] == list(range(5, 36))
     assert max(map(len, made)) <= most
     assert [size for size in tried if size > most] == [s for s in (11, 5, 2) if s > most]
@@ -36,7 +36,7 @@ def test_what_does_not_fit_alone_is_an_error() -> None:
         raise OUT_OF_MEMORY[0]
 
     with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-        list(fitting(range(9), 4, form))
+        list(as_memory_allows(range(9), 4, form))
 
 
 def test_other_errors_pass() -> None:
@@ -44,7 +44,7 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        list(fitting(range(9), 4, form))
+        list(as_memory_allows(range(9), 4, form))
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
@@ -52,4 +52,4 @@ def test_a_real_allocation_that_fails_is_recognised() -> None:
         size = 2**55 if len(part) > 1 else 1
         return torch.empty(size, dtype=torch.uint8)
 
-    assert len(list(fitting(range(3), 3, form))) == 3
+    assert len(list(as_memory_allows(range(3), 3, form))) == 3

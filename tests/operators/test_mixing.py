@@ -311,8 +311,8 @@ def test_single_states_are_rescalings(make: Callable[[], OfData]) -> None:
 
 
 def test_every_kind_is_held_against_its_matrices() -> None:
-    for module in pkgutil.iter_modules(operators.__path__):
-        import_module(f"{operators.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(operators.__path__, f"{operators.__name__}."):
+        import_module(module.name)
     made = {
         kind
         for case in CASES.values()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles import relative_error
+from oracles.kernels import banded_semiseparable
 from torch import Tensor
 
 from captum_ssm.operators.kernels import pivot_tree as semiseparable
-from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip, semiseparable_sum
+from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 
 Factors = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -19,21 +20,6 @@ def drawn(batch: int, tokens: int, lags: int, width: int = 3) -> Factors:
     decay = decay.where(torch.rand_like(decay) > 0.1, torch.randint_like(decay, 2))
     rows, *columns = torch.randn(lags + 1, batch, tokens, width, dtype=torch.float64)
     return decay, rows, columns
-
-
-def written_out(factors: Factors, first_lag: int) -> Tensor:
-    """Token by token: every column's state fades, gains what is written to it, and is read."""
-    decay, rows, columns = factors
-    batch, tokens, width = decay.shape
-    states = decay.new_zeros(batch, tokens, width)  # of each column
-    out = decay.new_zeros(batch, tokens, tokens)
-    for i in range(tokens):
-        states *= decay[:, i, None]
-        for lag, column in enumerate(columns, first_lag):
-            if 0 <= i - lag < tokens:
-                states[:, i - lag] += column[:, i]
-        out[:, i] = (states * rows[:, i, None]).sum(-1)
-    return out
 
 
 def strip_of(factors: list[Factors], rows: range, first_lag: int) -> Tensor:
@@ -52,16 +38,15 @@ def strip_of(factors: list[Factors], rows: range, first_lag: int) -> Tensor:
 def test_any_length_and_batch(batch: int, tokens: int) -> None:
     """Even and ragged trees; products by example and by pair."""
     factors = [drawn(batch, tokens, 1, width) for width in (3, 3, 2)]
-    copies = ((decay.clone(), u.clone(), v.clone()) for decay, u, (v,) in factors)
-    wanted = sum(written_out(f, 0) for f in factors)
-    assert relative_error(semiseparable_sum(copies, batch, tokens), wanted) <= 1e-12
+    wanted = sum(banded_semiseparable(*f, 0) for f in factors)
+    assert relative_error(strip_of(factors, range(tokens), 0), wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("first_lag, lags", [(0, 4), (-2, 3), (2, 2), (-1, 1), (1, 1), (-9, 5)])
 @pytest.mark.parametrize("tokens", [1, 3, 6, 17])
 def test_band(tokens: int, first_lag: int, lags: int) -> None:
     factors = [drawn(2, tokens, lags) for _ in range(2)]
-    wanted = sum(written_out(f, first_lag) for f in factors)
+    wanted = sum(banded_semiseparable(*f, first_lag) for f in factors)
     found = strip_of(factors, range(tokens), first_lag)
     assert float((found - wanted).abs().max()) <= 1e-12 * (1 + float(wanted.abs().max()))
 
@@ -72,27 +57,26 @@ def test_band(tokens: int, first_lag: int, lags: int) -> None:
 @pytest.mark.parametrize("first_lag", [-1, 0, 2])
 def test_some_rows(rows: range, first_lag: int) -> None:
     factors = drawn(2, 13, 3)
-    wanted = written_out(factors, first_lag)[:, rows.start : rows.stop]
+    wanted = banded_semiseparable(*factors, first_lag)[:, rows.start : rows.stop]
     found = strip_of([factors], rows, first_lag)
     assert float((found - wanted).abs().max()) <= 1e-12 * (1 + float(wanted.abs().max()))
 
 
 def test_factors_in_any_memory_layout() -> None:
-    decay, u, (v,) = (x.mT.contiguous().mT if isinstance(x, Tensor) else x for x in drawn(3, 9, 1))
-    wanted = written_out((decay, u, [v]), 0)
-    copies = [tuple(x.clone() for x in (decay, u, v.mT.contiguous().mT))]
-    assert relative_error(semiseparable_sum(copies, 3, 9), wanted) <= 1e-12
+    decay, u, (v,) = drawn(3, 9, 1)
+    wanted = banded_semiseparable(decay, u, [v], 0)
+    decay, u, v = (x.mT.contiguous().mT for x in (decay, u, v))
+    found = semiseparable_strip([(decay, u, [v])], 3, 9, range(9)).entries
+    assert relative_error(found, wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("tokens", [255, 257])
 def test_float32_is_accurate(tokens: int) -> None:
     decay, u, (v,) = drawn(1, tokens, 1, 16)
     decay = 1 - decay * torch.logspace(-4, 0, 16).double()
-    single = [tuple(x.float() for x in (decay, u, v))]
-    wanted = semiseparable_sum(
-        [(decay.float().double(), u.float().double(), v.float().double())], 1, tokens
-    )
-    assert relative_error(semiseparable_sum(single, 1, tokens), wanted) <= 2e-6
+    decay, u, v = (x.float() for x in (decay, u, v))
+    wanted = banded_semiseparable(decay.double(), u.double(), [v.double()], 0)
+    assert relative_error(strip_of([(decay, u, [v])], range(tokens), 0), wanted) <= 2e-6
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
@@ -115,7 +99,7 @@ def test_what_is_forgotten(
 
     monkeypatch.setattr(semiseparable._Tree, "near", noted)
     factors = [fading, lasting, fading]
-    wanted = sum(written_out(f, first_lag) for f in factors)
+    wanted = sum(banded_semiseparable(*f, first_lag) for f in factors)
     assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
     # of the three blocks of channels, those that fade fast enough
     assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
@@ -123,4 +107,4 @@ def test_what_is_forgotten(
 
 def test_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        semiseparable_sum([], 1, 3)
+        semiseparable_strip([], 1, 3, range(3))

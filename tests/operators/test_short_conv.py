@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from captum_ssm.operators import Chain, Operator, Shape, ShortConv
+from captum_ssm.operators import Chain, Shape, ShortConv, generic
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 7])
@@ -60,4 +60,4 @@ def test_taps_that_cross_both_ends(tokens: int) -> None:
                     wanted[t, source] += factor * weight
     assert torch.equal(chain.dense()[0], wanted)
     one = torch.ones(1, 1, 1, 1).double()
-    assert torch.equal(Operator.contract(chain, one, one)[0], wanted)
+    assert torch.equal(generic.contract(chain, one, one)[0], wanted)

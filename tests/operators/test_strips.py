@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import Operator
 from captum_ssm.operators import chain as compose
-from captum_ssm.operators.kernels.rows import Strip, clipped, total
+from captum_ssm.operators import generic
+from captum_ssm.operators.kernels.rows import Strip, clipped, sum_strips
 from captum_ssm.operators.recurrences import scalar_decay as decay_heads
 
 EXACT = 1e-12
@@ -69,7 +69,7 @@ def test_generic_strips_are_rows(build: Build) -> None:
     left, right = randn(*case.shape), randn(*case.shape)
     wanted = contracted(case, left, right)
     for rows in row_ranges(10, 4):
-        check_rows(Operator.strip(case.operator, left, right, rows), rows, wanted)
+        check_rows(generic.strip(case.operator, left, right, rows), rows, wanted)
 
 
 def test_factors_are_broadcast_and_kept(build: Build) -> None:
@@ -187,6 +187,6 @@ def test_moved_strips(rows: range, columns: range, down: int, right: int) -> Non
 def test_totals(places: list[tuple[range, range]]) -> None:
     strips = [Strip(randn(2, len(r), len(c)), r, c) for r, c in places]
     wanted = torch.stack([placed(strip, 12) for strip in strips]).sum(0)
-    found = total(iter(strips), range(12))
+    found = sum_strips(iter(strips), range(12))
     assert found.rows == range(12)
     torch.testing.assert_close(placed(found, 12), wanted)

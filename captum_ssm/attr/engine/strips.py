@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...operators import Operator, Reduce
-from ...operators.kernels.arithmetic import times
-from ...operators.kernels.portions import fitting
+from ...operators.kernels.arithmetic import matmul
+from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
 from ...operators.reduction import goes_by_channel
 from ...tracing.memory import free_memory
@@ -68,7 +68,7 @@ def in_strips(
                 strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
             return strip, change(strip)
 
-        return fitting(within, budget.height(operator, reduce), form)
+        return as_memory_allows(within, budget.height(operator, reduce), form)
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
@@ -80,7 +80,7 @@ def in_strips(
         out = torch.zeros_like(column)
         for strip, entries in strips(range(tokens)):
             values = column[:, strip.columns.start : strip.columns.stop]
-            _of_rows(out, strip).copy_(times(entries, values.unsqueeze(-1)).squeeze(-1))
+            _of_rows(out, strip).copy_(matmul(entries, values.unsqueeze(-1)).squeeze(-1))
         return out
 
     def normalized(row: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import UnsupportedMixerError
 from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
 from ...operators.kernels.bands import overlap, shift_tokens
-from ...operators.kernels.portions import fitting
+from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import at_positions
 from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...tracing import Layer
@@ -163,7 +163,7 @@ def _tiles_by_query(
         asked = index[:, queries]
         return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
 
-    for queries, rows in fitting(range(index.shape[1]), count, rows_of):
+    for queries, rows in as_memory_allows(range(index.shape[1]), count, rows_of):
         asked = index[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
@@ -177,7 +177,9 @@ def _tiles_by_query(
             return Tile(queries, sources, vectors)
 
         reached = _reach(rows, asked if stream is not None else None)
-        yield from fitting(reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile)
+        yield from as_memory_allows(
+            reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile
+        )
 
 
 def _rows(path: Path, index: Tensor) -> Tensor:

@@ -1,37 +1,25 @@
 """Arithmetic that torch has only slower, and the contexts in which linear maps run.
 
-Exponentials as powers of two, which processors have in a fraction of the time.
-
-torch takes exp of a large tensor on a processor from a library that is several times slower than
-its own exp2, and slower by another ten times where results underflow.
-
-Memory that serves block after block of the same computation.
-
-Products of many matrices with a few columns each.
-
-Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and by a
-few columns several times slower, up to twenty times where the matrices are transposed.
-
-Arithmetic that takes numbers too small to be normal for zero, for the time of a ``with``.
-
-Linear maps of values that bring their own adjoint, and the contexts in which they run.
-
-Whether numbers are finite.
-
-Logarithms of sums that fade: what a softmax with decays over the past divides by.
+What all kernels share: exponentials, products with few columns, sums, memory that is used again,
+linear maps that bring their own adjoint, and one scan of logarithms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# --- exponentials as powers of two -------------------------------------------------------------
+# On a processor torch takes exp of a large tensor from a library that is several times slower than
+# its own exp2, and slower by another ten times where results underflow.
 
 #: exp(x) is 2 to the power of this times x.
 BINARY = 1 / math.log(2)
@@ -45,6 +33,43 @@ def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
 def exponential_(x: Tensor) -> Tensor:
     """exp(x), in place."""
     return x.mul_(BINARY).exp2_()
+
+
+# --- products and sums -------------------------------------------------------------------------
+
+#: From so many columns on a product takes as long by rows as by columns.
+_THIN = 16
+
+
+def matmul(matrices: Tensor, values: Tensor) -> Tensor:
+    """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns.
+
+    Libraries for processors multiply a stack of matrices by a few rows at the speed of memory, and
+    by a few columns several times slower, up to twenty times where the matrices are transposed.
+    """
+    # matmul ends in bmm, and what it does before that takes as long as products with few columns
+    alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
+    product = torch.bmm if alike else torch.matmul
+    if values.shape[-1] < _THIN:
+        return product(values.mT, matrices.mT).mT.contiguous()
+    return product(matrices, values)
+
+
+def sum_tensors(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    return reduce(torch.add, terms)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether no entry is NaN or infinite.
+
+    The least and the greatest entry tell, which takes a tenth of the time of asking them all.
+    """
+    with unseen():
+        return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
+# --- memory ------------------------------------------------------------------------------------
 
 
 class Scratch:
@@ -72,18 +97,7 @@ class Scratch:
         return held
 
 
-#: From so many columns on both take as long.
-_THIN = 16
-
-
-def times(matrices: Tensor, values: Tensor) -> Tensor:
-    """Matrices (..., T, N) times as many (..., N, P); as rows where they are few columns."""
-    # matmul ends in bmm, and what it does before that takes as long as products with few columns
-    alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
-    product = torch.bmm if alike else torch.matmul
-    if values.shape[-1] < _THIN:
-        return product(values.mT, matrices.mT).mT.contiguous()
-    return product(matrices, values)
+# --- contexts, and linear maps that run in them ------------------------------------------------
 
 
 @contextmanager
@@ -110,8 +124,27 @@ def _is_flushed() -> bool:
     return not tiny.mul_(0.5).item()
 
 
+def unseen() -> Any:
+    """A context in which no mode of torch looks on, for loops over many small steps."""
+    return torch._C.DisableTorchFunction()
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
+    return torch.autocast(device.type, enabled=False)
+
+
 #: A linear map of values.
 Map = Callable[[Tensor], Tensor]
+
+
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+    """forward(x), differentiable through the adjoint; neither needs to record a graph."""
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
+        return out
+    with torch.no_grad(), full_precision(x.device), unseen(), underflow_flushed():
+        return forward(x)
 
 
 class _LinearMap(torch.autograd.Function):
@@ -128,40 +161,17 @@ class _LinearMap(torch.autograd.Function):
         return linear_map(grads[0], *ctx.maps), None, None
 
 
-def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """forward(x), differentiable through the adjoint; neither needs to record a graph."""
-    if x.requires_grad and torch.is_grad_enabled():
-        out: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
-        return out
-    with torch.no_grad(), full_precision(x.device), unseen(), underflow_flushed():
-        return forward(x)
-
-
-def unseen() -> Any:
-    """A context in which no mode of torch looks on, for loops over many small steps."""
-    return torch._C.DisableTorchFunction()
-
-
-def full_precision(device: torch.device) -> torch.autocast:
-    """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
-    return torch.autocast(device.type, enabled=False)
-
-
-def all_finite(x: Tensor) -> bool:
-    """Whether no entry is NaN or infinite.
-
-    The least and the greatest entry tell, which takes a tenth of the time of asking them all.
-    """
-    with unseen():
-        return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+# --- a scan of logarithms ----------------------------------------------------------------------
 
 
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), for every token t.
 
-    Tokens are cut into runs, as many as a run has tokens: these take their steps side by side, and
-    then each receives what came before it.  Every step adds two logarithms, so that no exponential
-    can overflow and what is left of a distant past keeps its size, however small.
+    What a softmax with decays over the past divides by, by a blocked scan (a prefix computation on
+    two levels; Blelloch, Prefix Sums and Their Applications, 1990): tokens are cut into runs, as
+    many as a run has tokens, which take their steps side by side, and then each receives what came
+    before it.  Every step adds two logarithms, so that no exponential can overflow and what is left
+    of a distant past keeps its size, however small.  The naive version sums the exponentials.
 
     Args:
         scores: (B, L, H); -inf for a token that adds nothing.

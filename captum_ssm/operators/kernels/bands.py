@@ -1,24 +1,18 @@
 """Banded matrices over tokens: a few lags, each with a factor per token and channel.
 
 A band maps x to y[t] = sum over lags k of band[k][t] x[t - k], tokens beyond the ends being zero.
+It is held by its diagonals (band storage; Golub and Van Loan, Matrix Computations, 4th ed., 2013,
+section 1.2), so that the product of two bands of K and M lags takes K M products of vectors.  The
+naive version forms the matrices.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
 #: lag -> factors (B, L, H, P), broadcastable
 Band = dict[int, Tensor]
-
-
-def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of (B, L, H, ...); a view of neighbours."""
-    if isinstance(heads, range) and heads.step == 1:
-        return x[:, :, heads.start : heads.stop]
-    return x[:, :, list(heads)]
 
 
 def shift_tokens(x: Tensor, lag: int) -> Tensor:

@@ -1,21 +1,31 @@
-"""Matrices of recurrences, from their chunks.
+"""Matrices of recurrences from their chunks: assembly of a hierarchically semiseparable matrix.
 
 Of two chunks in a row, in the words of :mod:`.chunks`,
 
     alpha[second, first] = second.reads . transposed first.writes
 
-and together they are a longer chunk: joined in pairs, all tiles of a matrix are matrix products.
+a tile of rank N, and together they are a longer chunk, whose reads and writes follow from theirs:
+joined in pairs, all tiles of a matrix are products of two thin factors.
+
+:takes: the chunks of all tokens up to the last row, and factors on rows and columns (B, H, L, P).
+:gives: the matrix of every head (B, H, L, L), or the last R rows of their sum (B, R, L).
+:cost: L^2 N / 2 multiplications with additions for a head, as many as its entries need, and
+    L N log(L / T) for the joining, or L N^2 log(L / T) where a carry is a matrix.
+:literature: Chandrasekaran, Gu and Pals, A Fast ULV Decomposition Solver for Hierarchically
+    Semiseparable Representations, 2006, where carries are called translation operators.
+:naive version: ``kernels.semiseparable``, ``kernels.decays_between``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, Chunk, Cut, held, in_chunks
+from .chunks import CHUNK, Chunk, ChunkOf, in_chunks, runs_of_chunks
 from .within_chunk import Decays
 
 #: Elements of the tiles of some heads formed at a time (1 MiB in float32).
@@ -31,49 +41,34 @@ class _Span(NamedTuple):
 
 
 #: Takes rows and columns of a tile, what the rows read and what the columns write.
-Put = Callable[[slice, slice, Tensor, Tensor], None]
+WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
-def chunks_up_to(cut: Cut, rows: range, each: int) -> list[Chunk]:
+# --- chunks ------------------------------------------------------------------------------------
+
+
+def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
     """All chunks up to the last row; one of them begins with the first row.
 
     Args:
-        cut: the chunks of some tokens.
+        chunk_of: from tokens to their chunks.
         rows: the rows.
         each: how many heads, of all examples, a token has.
     """
-    parts = [part for tokens in (range(rows.start), rows) for part in held(tokens, CHUNK, each)]
-    return [_by_head(cut(part, CHUNK)) for part in parts]
+    runs = (runs_of_chunks(tokens, CHUNK, each) for tokens in (range(rows.start), rows))
+    return [_by_head(chunk_of(part, CHUNK)) for part in chain.from_iterable(runs)]
 
 
-def weighted(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
-    """With row and column factors, given for all tokens, (B, H, L, 1) each."""
-    left, right = (
-        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.inner.shape[2:4]) for x in (left, right)
+def _by_head(chunk: Chunk) -> Chunk:
+    """The same chunks without factors beside reads and writes."""
+    if chunk.faded is None:
+        return chunk
+    heads = chunk.inner.shape[1]
+    reads, writes = (
+        x.repeat_interleave(heads // x.shape[1], 1) * factor
+        for x, factor in zip((chunk.reads, chunk.writes), chunk.faded, strict=True)
     )
-    inner = chunk.inner * left * right.mT
-    return chunk._replace(inner=inner, reads=left * chunk.reads, writes=right * chunk.writes)
-
-
-def matrices(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
-    """The matrix of every head, written into zeros (B, H, L, L)."""
-
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
-        out[..., rows, columns] = reads @ writes.mT
-
-    for at, inner, _ in _each(chunks):
-        out[..., at, at] = inner
-    _tiles(chunks, 0, put)
-    return out
-
-
-def decay_matrices(decay: Tensor) -> Tensor:
-    """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
-    batch, tokens, heads = decay.shape
-    chunks = [
-        chunk._replace(inner=chunk.inner.tril()) for chunk in _of_decays(decay, range(tokens))
-    ]
-    return matrices(chunks, decay.new_zeros(batch, heads, tokens, tokens))
+    return chunk._replace(reads=reads, writes=writes, faded=None)
 
 
 def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
@@ -83,10 +78,46 @@ def _of_decays(decay: Tensor, rows: range) -> list[Chunk]:
     """
 
     def chunk(part: slice, length: int) -> Chunk:
-        cut = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
-        return Chunk(part, cut.between, cut.since, cut.until, cut.total)
+        products = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
+        return Chunk(part, products.between, products.since, products.until, products.total)
 
     return chunks_up_to(chunk, rows, decay.shape[0] * decay.shape[2])
+
+
+def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
+    """With row and column factors, given for all tokens, (B, H, L, 1) each."""
+    left, right = (
+        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.inner.shape[2:4]) for x in (left, right)
+    )
+    inner = chunk.inner * left * right.mT
+    return chunk._replace(inner=inner, reads=left * chunk.reads, writes=right * chunk.writes)
+
+
+# --- matrices of heads -------------------------------------------------------------------------
+
+
+def assemble(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
+    """The matrix of every head, written into zeros (B, H, L, L)."""
+
+    def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+        out[..., rows, columns] = reads @ writes.mT
+
+    for at, inner, _ in _each(chunks):
+        out[..., at, at] = inner
+    _write_tiles(chunks, 0, write)
+    return out
+
+
+def decay_matrices(decay: Tensor) -> Tensor:
+    """The product of decays over j+1..i for j <= i, else 0: (B, L, H) to (B, H, L, L)."""
+    batch, tokens, heads = decay.shape
+    chunks = [
+        chunk._replace(inner=chunk.inner.tril()) for chunk in _of_decays(decay, range(tokens))
+    ]
+    return assemble(chunks, decay.new_zeros(batch, heads, tokens, tokens))
+
+
+# --- sums of them ------------------------------------------------------------------------------
 
 
 def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
@@ -98,14 +129,14 @@ def sum_over_heads(chunks: Sequence[Chunk], out: Tensor) -> Tensor:
     """
     start = out.shape[-1] - out.shape[-2]
 
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+    def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         into = out[:, _less(rows, start), columns]
         for tile, read, written in zip(into, reads, writes, strict=True):
             tile.addbmm_(read, written.mT)
 
     for at, inner, _ in _each(_from(chunks, start)):
         out[:, _less(at, start), at] = inner.sum(1)
-    _tiles(chunks, start, put)
+    _write_tiles(chunks, start, write)
     return out
 
 
@@ -122,7 +153,7 @@ def sums_over_channels(
     """
     start = out.shape[-1] - out.shape[-2]
 
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+    def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         into = out[..., _less(rows, start), columns]
         # few heads at a time: their tiles stay in the cache
         size = max(1, _TILE_ELEMENTS // into[0].numel())
@@ -137,7 +168,7 @@ def sums_over_channels(
         for total, right in zip(out, rights, strict=True):
             weight = left[..., at, :] @ right[..., at, :].mT
             total[:, _less(at, start), at] = weight.mul_(inner).sum(1)
-    _tiles(chunks, start, put)
+    _write_tiles(chunks, start, write)
     return out
 
 
@@ -173,7 +204,7 @@ def sums_over_groups(
         faded = torch.unflatten(x * factor.transpose(1, 2), 2, (groups, -1))
         return faded.flatten(3).transpose(1, 2)
 
-    def put(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
+    def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         row, gram = channels(left[:, rows], reads), grams(rows, columns)
         for total, right in zip(out, rights, strict=True):
             found = row @ channels(right[:, columns], writes).mT
@@ -185,7 +216,7 @@ def sums_over_groups(
             found = (row @ right[:, at].permute(0, 2, 3, 1)).mul_(inner)
             found = torch.unflatten(found, 1, (groups, -1)).sum(2)
             _add_groups(total[:, _less(at, start), at], found, gram)
-    _tiles(chunks, start, put)
+    _write_tiles(chunks, start, write)
     return out
 
 
@@ -195,22 +226,25 @@ def _add_groups(into: Tensor, sums: Tensor, grams: Tensor) -> None:
         into.addcmul_(of_channels, gram)
 
 
-def _tiles(chunks: Sequence[Chunk], start: int, put: Put) -> None:
-    """Put all tiles below the diagonal ones, of the rows from ``start`` on."""
+# --- the tree ----------------------------------------------------------------------------------
+
+
+def _write_tiles(chunks: Sequence[Chunk], start: int, write: WriteTile) -> None:
+    """Write all tiles below the diagonal ones, of the rows from ``start`` on."""
     asked = _from(chunks, start)
     earlier = chunks[: len(chunks) - len(asked)]
-    rows = _joined(asked, put, alone=not earlier)
+    rows = _joined(asked, write, alone=not earlier)
     if earlier:
         columns = _joined(earlier)
-        put(rows.tokens, columns.tokens, rows.reads, columns.writes)
+        write(rows.tokens, columns.tokens, rows.reads, columns.writes)
 
 
-def _joined(chunks: Sequence[Chunk], put: Put | None = None, alone: bool = False) -> _Span:
+def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool = False) -> _Span:
     """What the chunks read and write together, joined in pairs.
 
     Args:
         chunks: neighbours.
-        put: called for the tile between the chunks of each pair, with its rows, its columns, what
+        write: called for the tile between the chunks of each pair, with its rows, its columns, what
             the rows read and what the columns write. Default: None.
         alone: whether no other chunks come before or after, so that the last pair need not be
             joined. Default: False.
@@ -225,26 +259,14 @@ def _joined(chunks: Sequence[Chunk], put: Put | None = None, alone: bool = False
         joined = []
         for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
             written, read = writes[..., _less(first, begin), :], reads[..., _less(second, begin), :]
-            if put is not None:
-                put(second, first, read, written)
+            if write is not None:
+                write(second, first, read, written)
             if len(spans) > 2 or not alone:
-                _times(read, before)
-                _times(written, _transposed(after))
+                _times_carry(read, before)
+                _times_carry(written, _transposed(after))
             joined.append((slice(first.start, second.stop), _product(after, before)))
         spans = joined + spans[2 * len(joined) :]
     return _Span(spans[0][0], reads, writes)
-
-
-def _by_head(chunk: Chunk) -> Chunk:
-    """The same chunks without factors beside reads and writes."""
-    if chunk.faded is None:
-        return chunk
-    heads = chunk.inner.shape[1]
-    reads, writes = (
-        x.repeat_interleave(heads // x.shape[1], 1) * factor
-        for x, factor in zip((chunk.reads, chunk.writes), chunk.faded, strict=True)
-    )
-    return chunk._replace(reads=reads, writes=writes, faded=None)
 
 
 def _each(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -265,7 +287,7 @@ def _less(tokens: slice, by: int) -> slice:
     return slice(tokens.start - by, tokens.stop - by)
 
 
-def _times(x: Tensor, carry: Tensor) -> None:
+def _times_carry(x: Tensor, carry: Tensor) -> None:
     """Multiply ``x`` (B, H, T, N) by a carry from the right, in place."""
     if carry.shape[-1] == 1:
         x.mul_(carry.mT)

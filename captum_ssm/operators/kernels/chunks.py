@@ -1,4 +1,4 @@
-"""Recurrences chunk by chunk: within a chunk a matrix, between chunks a state.
+"""Recurrences chunk by chunk, a matrix within each and a state between them: the SSD algorithm.
 
 For the T tokens of a chunk, with the state S (N, P) of each head before them and S' after them,
 
@@ -6,6 +6,15 @@ For the T tokens of a chunk, with the state S (N, P) of each head before them an
 
 so that a sequence costs matrix products and one step per chunk.  Several chunks in a row are held
 at once: what they have to do with no state is done for all of them together.
+
+:takes: a function from some tokens to their chunks, a :class:`Chunk` (B heads of C chunks of T
+    tokens), and values (..., B, L, H, P).
+:gives: outputs of the same size, of the recurrence or of its adjoint.
+:cost: L (T P + 2 N P) multiplications with additions for a head, and L / T steps from chunk to
+    chunk, besides what it costs to make the chunks.
+:literature: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+    Structured State Space Duality, 2024, section 6.
+:naive version: ``kernels.semiseparable``
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .arithmetic import times
+from .arithmetic import matmul
 from .portions import evenly
 
 #: Tokens of a chunk.
@@ -63,11 +72,11 @@ class Chunk(NamedTuple):
         )
 
 
-#: The chunks of some tokens, of which each has so many.
-Cut = Callable[[slice, int], Chunk]
+#: From some tokens, and how many a whole chunk has, to their chunks.
+ChunkOf = Callable[[slice, int], Chunk]
 
 
-def held(tokens: range, length: int, each: int) -> Iterator[slice]:
+def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
     """Tokens of the chunks held at once: of several whole chunks, then of a last shorter one.
 
     Args:
@@ -101,30 +110,30 @@ class ChunkSteps:
     """The steps of a recurrence whose carries are diagonal.
 
     Args:
-        cut: the chunks of some tokens.
+        chunk_of: from tokens to their chunks.
         length: tokens of a whole chunk.
         transposed: whether this is the adjoint, for which the last token comes first.
     """
 
-    def __init__(self, cut: Cut, length: int, transposed: bool) -> None:
-        self.cut = cut
+    def __init__(self, chunk_of: ChunkOf, length: int, transposed: bool) -> None:
+        self.chunk_of = chunk_of
         self.length = length
         self.transposed = transposed
         self.state: Tensor | None = None
 
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
-        chunk = self.cut(part, self.length)
+        chunk = self.chunk_of(part, self.length)
         chunk = chunk.transposed() if self.transposed else chunk
         length, groups = chunk.inner.shape[-1], chunk.writes.shape[1]
-        x = by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
-        into = by_group(out.view(-1, *out.shape[-4:]), length, groups)
+        x = _by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
+        into = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
         reads_faded, writes_faded = (
-            None if factor is None else of_heads(factor, groups)
+            None if factor is None else _of_heads(factor, groups)
             for factor in chunk.faded or (None, None)
         )
         before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
-        earlier = torch.unflatten(times(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
-        own = within(chunk.inner, x)
+        earlier = torch.unflatten(matmul(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
+        own = _within(chunk.inner, x)
         if reads_faded is None:
             torch.add(own, earlier, out=into)
         else:
@@ -132,13 +141,13 @@ class ChunkSteps:
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
         """The states that chunks find, (B, G, C, N, S, H / G, P), where each writes ``x``."""
-        written = torch.unflatten(times(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
-        carry = of_heads(chunk.carry, chunk.writes.shape[1])
-        before, self.state = states(written, carry, self.state, self.transposed)
+        written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
+        carry = _of_heads(chunk.carry, chunk.writes.shape[1])
+        before, self.state = _states(written, carry, self.state, self.transposed)
         return before
 
 
-def mapped(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
+def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
     """alpha v, or alpha-transposed v, for ``v`` (..., B, L, H, P).
 
     Args:
@@ -146,12 +155,12 @@ def mapped(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> T
         v: the values.
         transposed: which of the two.
     """
-    length = chunk_length(v)
+    length = _best_length(v)
     steps = make(length, transposed)
-    return in_steps(steps, v, slice(0, v.shape[-3]), length, transposed)
+    return run(steps, v, slice(0, v.shape[-3]), length, transposed)
 
 
-def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
+def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
     """Values (..., B, T, H, P) of the tokens ``part`` to outputs, as many at a time as are held.
 
     Args:
@@ -162,7 +171,7 @@ def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool
         transposed: whether the last token comes first.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    pieces = list(held(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
+    pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # calls are many, and cost less where no graph may follow
         for piece in reversed(pieces) if transposed else pieces:
             here = slice(piece.start - part.start, piece.stop - part.start)
@@ -170,49 +179,49 @@ def in_steps(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool
     return out
 
 
-def few(v: Tensor) -> bool:
+def few_vectors(v: Tensor) -> bool:
     """Whether ``v`` (..., B, L, H, P) is so few vectors that matrices would outweigh them."""
     return v.shape[:-4].numel() * v.shape[-1] <= FEW
 
 
-def chunk_length(v: Tensor) -> int:
+def _best_length(v: Tensor) -> int:
     """How long chunks best are to map ``v`` (..., B, L, H, P)."""
-    return SHORT if few(v) else CHUNK
+    return SHORT if few_vectors(v) else CHUNK
 
 
-def stacked(v: Tensor, length: int) -> Tensor:
+def stack(v: Tensor, length: int) -> Tensor:
     """Values (..., B, L, H, P) in chunks, the vectors of a stack side by side (B, H, C, T, S P)."""
-    stack = v.flatten(0, -5) if v.dim() > 4 else v[None]
-    return in_chunks(stack, length).movedim(0, -2).flatten(-2)
+    vectors = v.flatten(0, -5) if v.dim() > 4 else v[None]
+    return in_chunks(vectors, length).movedim(0, -2).flatten(-2)
 
 
-def put(x: Tensor, out: Tensor) -> None:
-    """Write what :func:`stacked` made of values of the size of ``out`` to their places."""
+def unstack(x: Tensor, out: Tensor) -> None:
+    """Write what :func:`stack` made of values of the size of ``out`` to their places."""
     x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
-    stack = x.permute(3, 0, 2, 1, 4)
-    out.copy_(torch.unflatten(stack, 0, out.shape[:-4]) if out.dim() > 4 else stack[0])
+    vectors = x.permute(3, 0, 2, 1, 4)
+    out.copy_(torch.unflatten(vectors, 0, out.shape[:-4]) if out.dim() > 4 else vectors[0])
 
 
-def by_group(x: Tensor, length: int, groups: int) -> Tensor:
+def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
     """A stack (S, B, L, H, P) in chunks and groups of heads, (B, G, C, T, S, H / G, P): a view."""
     x = torch.unflatten(torch.unflatten(x, 3, (groups, -1)), 2, (-1, length))
     return x.permute(1, 4, 2, 3, 0, 5, 6)
 
 
-def of_heads(x: Tensor, groups: int) -> Tensor:
+def _of_heads(x: Tensor, groups: int) -> Tensor:
     """Factors (B, H, C, T, 1) of heads as factors (B, G, C, T, 1, H / G, 1): a view."""
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 
-def within(inner: Tensor, x: Tensor) -> Tensor:
+def _within(inner: Tensor, x: Tensor) -> Tensor:
     """Matrices of heads (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
     by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
-    out = times(inner, by_head.flatten(-2).contiguous())
+    out = matmul(inner, by_head.flatten(-2).contiguous())
     out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
     return out.movedim(2, -2)
 
 
-def states(
+def _states(
     written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """The states before each chunk (B, G, C, N, S, H / G, P), and after the last of them.
@@ -227,8 +236,8 @@ def states(
     order = range(len(steps))[:: -1 if backwards else 1]
     before: list[Tensor] = [written] * len(steps)
     for c in order:
-        kept, added = steps[c]
-        before[c] = torch.zeros_like(added) if state is None else state
-        state = added if state is None else added.addcmul_(kept, state)
+        kept, gained = steps[c]
+        before[c] = torch.zeros_like(gained) if state is None else state
+        state = gained if state is None else gained.addcmul_(kept, state)
     assert state is not None
     return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state

@@ -1,11 +1,19 @@
-"""The steps of recurrences with one decay per token and channel, many tokens at a time.
+"""First-order linear recurrences by odd-even reduction, also called cyclic reduction.
 
     y[t] = a[t] y[t-1] + x[t]
 
 Two steps are one, y[t] = a[t] a[t-1] y[t-2] + (a[t] x[t-1] + x[t]), so that every second token is
 reached by half as many steps, every fourth by half as many again, and what they left out by one
-step each from the token before.  That is three operations for each number, no more than runs of
-tokens would take side by side, in calls whose number grows with the logarithm of the tokens only.
+step each from the token before.
+
+:takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
+:gives: y (S, B, T, H), or what the adjoint makes of x, which runs from the last token to the first.
+:cost: three multiplications with additions for each number, no more than runs of tokens would take
+    side by side, in calls whose number grows with log T only.
+:literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
+    networks, as a parallel scan, Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over
+    Sequence Length, 2018.
+:naive version: ``kernels.recurrence``
 """
 
 from __future__ import annotations

@@ -1,32 +1,43 @@
-"""Strips of recurrences whose states fade independently of each other, cut at a pivot.
+"""Strips of semiseparable matrices cut at a pivot: one product of what is read and what was left.
 
-    alpha_c[i, j] = sum over n of query[i, n] (product of fade[t, n, c] over j < t <= i) key[j, n]
+    alpha_c[i, j] = sum over n of reads[i, n] (product of fade[t, n, c], j < t <= i) writes[j, n]
 
 Whatever reaches a strip from further back passes the last token before it, the pivot, so that the
 entries there are one matrix product: of what the rows read of the pivot's state, and of what is
-left in it of what the columns wrote.  Both hold products of fades up to the pivot alone, found from
-sums of steps in one pass, which for strips of few rows costs less than the tree of
-:mod:`.pivot_tree`.  The tree does the tokens of the strip itself.
+left in it of what the columns wrote (the observability and the controllability matrix of a
+time-varying system).  Both hold products of fades up to the pivot alone, found from sums of steps
+in one pass, which for strips of few rows costs less than the tree of :mod:`.pivot_tree`.  The tree
+does the tokens of the strip itself.
 
 A band that acts before the recurrence has written all of column j by the time m = j + last, where
 last is its largest lag; from then on it fades like anything else.  So the columns of the product
 are, with t = m - last + lag,
 
-    Y[m] = sum over lags of (product of fade[s] over t < s <= m) key[t] band_lag[t]
+    Y[m] = sum over lags of (product of fade[s] over t < s <= m) writes[t] band_lag[t]
+
+:takes: a recurrence that tells its reads, writes and fades (:class:`Fading`), row factors
+    (B, L, H, 1), a band, and R neighbouring rows.
+:gives: these rows of the sum over channels (B, R, W).
+:cost: (R + 1) L multiplications with additions for each of H N states, less what is forgotten, and
+    the tree over R tokens.
+:literature: Dewilde and van der Veen, Time-Varying Systems and Computations, 1998, for the factors
+    of such blocks (Hankel operators); Chandrasekaran et al., Some Fast Algorithms for Sequentially
+    Semiseparable Representations, 2005.
+:naive version: ``kernels.banded_semiseparable``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Shape
 from .bands import Band
 from .pivot_tree import forgotten
+from .portions import Heads, gather_heads
 from .rows import Strip
 
 #: Fewest tokens before a strip from which to cut it is worth while.
@@ -39,20 +50,18 @@ _RUN = 32
 
 #: From tokens to the products of fades between them and a pivot, (B, T, N, H).
 Fades = Callable[[slice], Tensor]
-#: Neighbouring heads, or the indices (h,) of any.
-Heads: TypeAlias = slice | Tensor
 
 
 class Fading(Protocol):
     """What a recurrence offers to be cut."""
 
-    shape: Shape  # B, L, H, 1
+    shape: tuple[int, int, int, int]  # B, L, H, 1
 
     def cut(self, tokens: slice) -> Fading:
         """The recurrence over neighbouring tokens alone."""
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """As of any operator; by the tree where few tokens come before the rows."""
+        """Some rows after a band; by the tree where few tokens come before them."""
 
     def by_memory(self, tokens: slice) -> Tensor:
         """Heads (H,), in an order in which neighbours forget alike."""
@@ -60,42 +69,42 @@ class Fading(Protocol):
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         """Products of fades between a token and all of the first ``tokens``."""
 
-    def queries(self, tokens: slice, heads: Heads) -> Tensor:
+    def reads(self, tokens: slice, heads: Heads) -> Tensor:
         """What tokens read of the state, (B, T, N, 1 or H)."""
 
-    def keys(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to, (B, T, N, 1 or H)."""
+    def writes(self, tokens: slice, heads: Heads) -> Tensor:
+        """What tokens write to the state, for each unit of :meth:`entering`, (B, T, N, 1 or H)."""
 
-    def written(self, right: Tensor) -> Tensor:
-        """How much is written of values (B, L, H), broadcastable."""
+    def entering(self, values: Tensor) -> Tensor:
+        """How much enters the state of values (B, L, H), broadcastable."""
 
 
-def strip_by_pivot(operator: Fading, left: Tensor, band: Band, rows: range) -> Strip:
-    """``strip_of_product`` of any operator, for a recurrence and rows that begin after others.
+def strip_by_pivot(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
+    """The rows of a recurrence after a band, where they begin after other tokens.
 
     Args:
-        operator: the recurrence.
+        recurrence: the recurrence.
         left: row factors (B, L, H, 1), broadcastable.
         band: what acts before it, column factors (B, L, H, 1), broadcastable, by lag.
         rows: neighbouring rows, ascending; the first is not the first token's.
     """
-    near = _own_tokens(operator, left, band, rows)
+    near = _own_tokens(recurrence, left, band, rows)
     columns = range(near.columns.stop)
     out = near.entries.new_zeros(len(near.entries), len(rows), len(columns))
     out[:, :, near.columns.start : near.columns.stop] = near.entries
-    _add_earlier(out, operator, left, band, rows)
+    _add_earlier(out, recurrence, left, band, rows)
     return Strip(out, rows, columns)
 
 
-def _own_tokens(operator: Fading, left: Tensor, band: Band, rows: range) -> Strip:
+def _own_tokens(recurrence: Fading, left: Tensor, band: Band, rows: range) -> Strip:
     """The columns that are wholly written no earlier than the rows begin."""
     first, last = min(band), max(band)
-    tokens = operator.shape.tokens
+    _, tokens, *_ = recurrence.shape
     start = max(0, rows.start - max(last, last - first))
     part = slice(start, min(tokens, rows.stop - min(0, first)))
-    found = operator.cut(part).strip_of_product(
-        left.expand(operator.shape)[:, part],
-        {lag: factor.expand(operator.shape)[:, part] for lag, factor in band.items()},
+    found = recurrence.cut(part).strip_of_product(
+        left.expand(recurrence.shape)[:, part],
+        {lag: factor.expand(recurrence.shape)[:, part] for lag, factor in band.items()},
         range(rows.start - start, rows.stop - start),
     )
     begin = max(0, min(tokens, rows.start - last))
@@ -104,31 +113,33 @@ def _own_tokens(operator: Fading, left: Tensor, band: Band, rows: range) -> Stri
     return Strip(kept, rows, columns)
 
 
-def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: range) -> None:
+def _add_earlier(out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows: range) -> None:
     """Add the columns that are wholly written before the rows begin."""
-    batch, tokens, *_ = operator.shape
+    batch, tokens, *_ = recurrence.shape
     last = max(band)
-    order = operator.by_memory(slice(rows.start))
+    order = recurrence.by_memory(slice(rows.start))
     # by how long before the time of writing all of a column each is written
     written = {
-        last - lag: picked(operator.written(factor.expand(operator.shape).squeeze(-1)), order)
+        last - lag: gather_heads(
+            recurrence.entering(factor.expand(recurrence.shape).squeeze(-1)), order
+        )
         for lag, factor in band.items()
     }
     times = range(max(0, last), min(rows.start, tokens + last))
-    states = operator.keys(slice(1), slice(1)).shape[2]
+    states = recurrence.writes(slice(1), slice(1)).shape[2]
     longest = batch * max(len(rows), min(_COLUMNS, rows.start))
     size = max(1, _ELEMENTS // (longest * states))
     here = slice(rows.start, rows.stop)
-    row = picked(left.expand(operator.shape)[:, here, :, 0], order)[:, :, None]
+    row = gather_heads(left.expand(recurrence.shape)[:, here, :, 0], order)[:, :, None]
     for start in range(0, len(order), size):
         part = slice(start, start + size)
         some = order[part]
-        fades = operator.fades(rows.start - 1, rows.stop, some)
-        read = fades(here).mul_(operator.queries(here, some)).mul_(row[..., part])
+        fades = recurrence.fades(rows.start - 1, rows.stop, some)
+        read = fades(here).mul_(recurrence.reads(here, some)).mul_(row[..., part])
         values = {back: factor[:, :, part] for back, factor in written.items()}
         for stop in range(times.stop, times.start, -_COLUMNS):
             some_times = range(max(times.start, stop - _COLUMNS), stop)
-            columns = _left_of(values, operator, fades, some_times, some)
+            columns = _left_of(values, recurrence, fades, some_times, some)
             into = out[:, :, some_times.start - last : some_times.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
             first = some_times.start - max(values)
@@ -136,10 +147,10 @@ def _add_earlier(out: Tensor, operator: Fading, left: Tensor, band: Band, rows: 
                 break  # and so has all that came earlier
 
 
-def _left_of(values: Band, operator: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
+def _left_of(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
     """What is left at the pivot of the columns wholly written at some times, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
-    keys = fades(tokens).mul_(operator.keys(tokens, heads))
+    keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:
         (factor,) = values.values()
         return keys.mul_(factor[:, tokens, None])
@@ -150,20 +161,6 @@ def _left_of(values: Band, operator: Fading, fades: Fades, times: range, heads: 
         key = keys[:, source.start - tokens.start : max(0, source.stop - tokens.start)]
         out[:, skipped:].addcmul_(key, factor[:, source, None])
     return out
-
-
-def picked(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
-    """Some heads of (B, T, H).
-
-    Args:
-        x: as above.
-        heads: which ones.
-        out: written to. Default: None, memory of its own, or that of neighbours.
-    """
-    if isinstance(heads, slice):
-        return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
-    # several times as fast as an index along the last dimension
-    return torch.gather(x, 2, heads.expand(*x.shape[:2], -1), out=out)
 
 
 def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:

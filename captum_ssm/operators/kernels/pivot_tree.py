@@ -1,4 +1,4 @@
-"""Sums of semiseparable matrices by a tree of pivots.
+"""Sums of semiseparable matrices, assembled from blocks of low rank by a tree of pivots.
 
 The lower-triangular matrix
 
@@ -10,11 +10,9 @@ decays, each at most as large as the longest product inside the block: no quotie
 exponential of a difference of cumulative sums, hence no overflow and no cancellation.
 
 The tree begins with blocks of one token and joins neighbours; the last block may be shorter than
-its neighbour or have none, so no length needs padding.
-
-Once every block of some length has been forgotten by all of the channels at hand, that is, once
-its decays multiply to less than rounding, larger blocks meet in as many tokens on either side of
-their pivot and nowhere else.
+its neighbour or have none, so no length needs padding.  Once every block of some length has been
+forgotten by all of the channels at hand, that is, once its decays multiply to less than rounding,
+larger blocks meet in as many tokens on either side of their pivot and nowhere else.
 
 A banded matrix on the right stays in the tree.  With factors V[lag] that token t receives from
 token t - lag, lags first .. last, what token j has written is complete once token j + last has
@@ -22,9 +20,15 @@ passed, and from there on it fades like any state: column j of the product is co
 semiseparable matrix, whose factors are a few steps of the recurrence itself, and the few entries
 before that are single products.
 
-The levels of a tree of pivots: where the rows of blocks meet the columns of those before them.
-
-See :mod:`.pivot_tree` for what the tree computes.  Shapes: B examples, R rows, K channels.
+:takes: blocks of K channels at a time: decays A (B, L, K) between 0 and 1, row factors U (B, R, K)
+    and for each lag column factors V (B, L, K).
+:gives: R neighbouring rows of the sum over all channels (B, R, W).
+:cost: L^2 K / 2 multiplications with additions, as products of matrices, or w L K where channels
+    forget within w tokens; L K log L for scaling the factors.
+:literature: Vandebril, Van Barel and Mastronardi, Matrix Computations and Semiseparable Matrices,
+    volume 1, 2008, for such matrices and their generators; Hackbusch, A Sparse Matrix Arithmetic
+    Based on H-Matrices, 1999, for assembly by blocks of low rank.
+:naive version: ``kernels.banded_semiseparable``
 """
 
 from __future__ import annotations
@@ -46,16 +50,7 @@ BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
 _ASKED = 64
 
 
-def semiseparable_sum(blocks: Iterable[Factors], batch: int, tokens: int) -> Tensor:
-    """The sum M over all blocks of channels, diagonal included, as (B, L, L).
-
-    Args:
-        blocks: yields decays, row factors and column factors; the tensors are overwritten.
-        batch: B.
-        tokens: L.
-    """
-    whole = ((decay, u, [v]) for decay, u, v in blocks)
-    return semiseparable_strip(whole, batch, tokens, range(tokens)).entries
+# --- the sum -----------------------------------------------------------------------------------
 
 
 def semiseparable_strip(
@@ -149,7 +144,7 @@ class _Sum:
         lags, batch, height = self.diagonals.shape
         out = self.diagonals.new_zeros(batch, height, height + lags - 1)
         for level in self.levels:
-            level.put(out)
+            level.write(out)
         for ahead, diagonal in enumerate(self.diagonals.flip(0)):
             out.diagonal(ahead, 1, 2).copy_(diagonal)
         return out
@@ -204,6 +199,8 @@ def forgotten(dtype: torch.dtype) -> float:
     """The product of decays behind which nothing is left but rounding."""
     return torch.finfo(dtype).eps / 16
 
+
+# --- its levels: where the rows of blocks meet the columns of those before them ----------------
 
 #: A stack of matrices, and two to whose product it is added.
 Product = tuple[Tensor, Tensor, Tensor]
@@ -272,7 +269,7 @@ class Level:
             found.append((self.last_tile[:, :window, -window:], rows, columns))
         return found
 
-    def put(self, out: Tensor) -> None:
+    def write(self, out: Tensor) -> None:
         """Write the tiles to their places in a matrix."""
         batch, height, width = out.shape
         span, whole, end = self.pairs.span, self.pairs.whole, self.pairs.end

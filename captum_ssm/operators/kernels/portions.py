@@ -1,19 +1,18 @@
-"""Operators fed with a few tokens at a time, in the order in which their state runs.
+"""How work is cut into parts: so many tokens at a time, some of the heads, as memory allows.
 
-A causal operator maps the tokens in order, and its adjoint maps them in reverse, with no more in
-hand than a state.  What all channels of a long sequence make of one vector over tokens then needs
-no more memory than a few tokens do, and these stay in the processor's cache.
-
-Parts as large as memory allows.
+Causal operators are fed a few tokens at a time, in the order in which their state runs, and their
+adjoints in reverse, with no more in hand than that state: a :class:`Stream`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+# --- tokens ------------------------------------------------------------------------------------
 
 
 class Portion(NamedTuple):
@@ -34,8 +33,6 @@ class Portion(NamedTuple):
 SMALL = Portion(2**15, 32)
 #: The same where there is one number for each channel and token: all steps are larger.
 LARGE = Portion(2**19, 1024)
-#: Fewest tokens fed at a time.
-_FEWEST = 4
 
 
 class Stream(Protocol):
@@ -43,67 +40,6 @@ class Stream(Protocol):
 
     def __call__(self, x: Tensor, part: slice) -> Tensor:
         """Values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
-
-
-class Streamed(Protocol):
-    """What can offer a stream: an operator."""
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]: ...
-
-    @property
-    def portion(self) -> Portion: ...
-
-    def apply(self, v: Tensor) -> Tensor: ...
-
-    def transpose(self, u: Tensor) -> Tensor: ...
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None: ...
-
-
-def all_streams(
-    operators: Iterable[Streamed], transposed: bool, longest: int
-) -> list[Stream] | None:
-    """The streams of several operators; None if one has none."""
-    found = []
-    for operator in operators:
-        stream = operator.stream(transposed, longest)
-        if stream is None:
-            return None
-        found.append(stream)
-    return found
-
-
-def channel_mean(operator: Streamed, x: Tensor, transposed: bool) -> Tensor:
-    """The mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
-
-    Computed from a few tokens at a time, or from all at once if the operator has no stream.
-    """
-    return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
-
-
-def channel_sums(operator: Streamed, x: Tensor, transposed: bool, weights: Tensor) -> Tensor:
-    """As :func:`channel_mean`, but K sums over channels with weights (K, C), as (B, L, K)."""
-    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype).T)
-
-
-def _reduced(
-    operator: Streamed, x: Tensor, transposed: bool, reduce: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """What becomes of the outputs (B, T, H, P) for ``x`` (B, L), over all tokens."""
-    batch, tokens, heads, per_head = operator.shape
-    elements, most, multiple = operator.portion
-    size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
-    size = evenly(tokens, max(multiple, size - size % multiple), multiple)
-    stream = operator.stream(transposed, size)
-    if stream is None:
-        mapped = operator.transpose if transposed else operator.apply
-        return reduce(mapped(x[..., None, None].expand(operator.shape)))
-    found = []
-    for part in parts(tokens, size, transposed):
-        same = x[:, part, None, None].expand(-1, -1, heads, per_head)
-        found.append(reduce(stream(same, part)))
-    return torch.cat(found[::-1] if transposed else found, 1)
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
@@ -119,10 +55,50 @@ def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
+# --- heads -------------------------------------------------------------------------------------
+
+#: Neighbouring heads, or the indices (h,) of any.
+Heads: TypeAlias = slice | Tensor
+
+
+def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of (B, L, H, ...); a view of neighbours."""
+    if isinstance(heads, range) and heads.step == 1:
+        return x[:, :, heads.start : heads.stop]
+    return x[:, :, list(heads)]
+
+
+def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
+    """Some heads of (B, T, H), as fast as they can be had.
+
+    Args:
+        x: as above.
+        heads: which ones.
+        out: written to. Default: None, memory of its own, or that of neighbours.
+    """
+    if isinstance(heads, slice):
+        return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
+    # several times as fast as an index along the last dimension
+    return torch.gather(x, 2, heads.expand(*x.shape[:2], -1), out=out)
+
+
+def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
+    """Vectors of some heads (B, L, h, N), of (B, L, N) common to all or (B, L, G, N) by group.
+
+    Where all heads share them, they are said once: (B, L, 1, N).
+    """
+    if x.dim() == 3:
+        return x[:, :, None]
+    each = heads // x.shape[2]
+    return x[:, :, torch.arange(heads, device=x.device)[part] // each]
+
+
+# --- memory ------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 
-def fitting(whole: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
+def as_memory_allows(whole: range, size: int, form: Callable[[range], T]) -> Iterator[T]:
     """What ``form`` makes of some neighbours at a time, of half as many once memory runs out.
 
     Args:

@@ -1,11 +1,7 @@
 """Rows of matrices over tokens: strips of neighbouring ones, positions that ask for single ones.
 
-Strips: rows of a matrix over tokens that stand next to each other.
-
 A matrix (B, L, L) that is used row by row need never be held whole.  A strip holds R of its rows,
 and of these the columns that can differ from zero: those of a causal matrix end at the diagonal.
-
-Query positions, and the unit vectors over tokens that ask for their rows.
 """
 
 from __future__ import annotations
@@ -17,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ...errors import QueryError
+
+# --- strips ------------------------------------------------------------------------------------
 
 
 class Strip(NamedTuple):
@@ -53,7 +51,7 @@ class Strip(NamedTuple):
         return out
 
 
-def total(strips: Iterable[Strip], rows: range) -> Strip:
+def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
     """The sum of strips, each within ``rows``; their entries are overwritten."""
     found = iter(strips)
     out = next(found)
@@ -91,6 +89,14 @@ def clipped(positions: range, by: int, tokens: int) -> range:
     start = min(max(positions.start + by, 0), tokens)
     return range(start, max(start, min(positions.stop + by, tokens)))
 
+
+def slices(rows: range, height: int) -> Iterator[slice]:
+    """The rows cut into slices of at most ``height``."""
+    for start in range(rows.start, rows.stop, height):
+        yield slice(start, min(start + height, rows.stop))
+
+
+# --- positions ---------------------------------------------------------------------------------
 
 #: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
 Positions = Sequence[int] | Tensor

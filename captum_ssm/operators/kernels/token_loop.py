@@ -1,9 +1,18 @@
-"""The steps of a selective scan and of its adjoint, token by token.
+"""The selective scan and its adjoint as a loop over tokens, Mamba's recurrent mode.
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
 Decays and states of a few tokens are held at a time, with the channels side by side in memory, so
 that they stay in a processor's cache and each step is one operation on many numbers.
+
+:takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
+    (S, B, T, H), some tokens at a time.
+:gives: y (S, B, T, H), or what the adjoint makes of x, which runs from the last token to the first.
+:cost: for every token one exponential and one multiplication with addition for each of B H N
+    states, and S of the latter; no state but the last outlives its few tokens.
+:literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+    which keeps states in a GPU's fast memory for the same reason.
+:naive version: ``kernels.selective_scan``
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import BINARY, Scratch
-from .portions import parts
+from .portions import parts, vectors_of_heads
 
 #: How many times as many tokens are prepared as have their states held at a time.
 _PREPARED = 8
@@ -109,7 +118,7 @@ class ScanSteps:
 
     def _time_first(self, x: Tensor, part: slice) -> Tensor:
         """Input or output vectors, (T, 1, B, 1 or H, N)."""
-        return per_head(x[:, part], self.heads).transpose(0, 1)[:, None]
+        return vectors_of_heads(x[:, part], self.heads).transpose(0, 1)[:, None]
 
 
 class _Reading:
@@ -136,11 +145,3 @@ class _Reading:
             torch.sum(weights.mT * states, -2, keepdim=True, out=out)
         else:
             torch.bmm(weights, states, out=out)
-
-
-def per_head(x: Tensor, heads: int, part: slice | Tensor = slice(None)) -> Tensor:
-    """Input or output vectors of some heads (B, L, heads, N); (B, L, 1, N) where all share them."""
-    if x.dim() == 3:
-        return x[:, :, None]
-    each = heads // x.shape[2]
-    return x[:, :, torch.arange(heads, device=x.device)[part] // each]

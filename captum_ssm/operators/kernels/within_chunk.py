@@ -1,20 +1,25 @@
-"""Products of decays between tokens.
+"""Products of decays in short runs of tokens, by recursive doubling, and sums that hold them.
 
-No product is a quotient of others, and none a difference of sums of logarithms: each is built up
-from factors that are at most one.  A decay of zero is one like any other.
-
-Products of queries and keys with the decays between them, for many short runs of tokens.
-
+    between[i, j] = product of a[t] over j < t <= i
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
 
-for hundreds of runs at once, where :mod:`.pivot_tree` sums over the channels of one long run.
-The same tree of pivots, from leaves of a few tokens on: no quotient of decays, no exponential of a
-difference of cumulative sums.
+Prefix products: those of twice as many factors are products of two that are known.  Sums over
+channels for hundreds of runs at once, where :mod:`.pivot_tree` sums over the channels of one long
+run: the same tree of pivots, from leaves of a few tokens on.
 
-Inverses of many small triangular matrices.
+No product is a quotient of others, and none an exponential of a difference of sums of logarithms:
+each is built up from factors that are at most one.  A decay of zero is one like any other.
 
-Libraries invert a triangular matrix row by row, which for small ones takes several times as long as
-the same number of multiplications in products of matrices.
+:takes: decays a (..., T), or A (..., T, K) with row factors U, of one or several kinds, and column
+    factors V (..., T, K).
+:gives: ``between`` or M (..., T, T), and the same factors with all decays since the first token or
+    until the last.
+:cost: T^2 multiplications in log T calls for a run's products; T^2 K / 2 multiplications with
+    additions for its sums, and T K log T for scaling the factors.
+:literature: Kogge and Stone, A Parallel Algorithm for the Efficient Solution of a General Class of
+    Recurrence Equations, 1973, for doubling; Yang et al., Gated Linear Attention Transformers with
+    Hardware-Efficient Training, 2024, for sums that split chunks again to keep decays apart.
+:naive version: ``kernels.decays_between``, ``kernels.semiseparable``
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arithmetic import exponential
+
+# --- products of decays ------------------------------------------------------------------------
 
 
 class Decays:
@@ -75,6 +82,8 @@ def _between(decay: Tensor) -> Tensor:
     rows = *products.stride()[:-2], max(1, last), 1
     return products.as_strided(products.shape, rows, last)
 
+
+# --- sums of them with row and column factors --------------------------------------------------
 
 #: Leaves hold between half of this and this many tokens.
 _LEAF = 8
@@ -200,28 +209,3 @@ def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
         (tokens * along, step * (along + 1), along, tokens, 1),
         row * along,
     )
-
-
-#: Sides up to which rows are as quick as products.
-_ROWS = 8
-
-
-def inverse(x: Tensor) -> Tensor:
-    """The inverses of matrices (..., T, T) of ones on the diagonal and zeros above it.
-
-    What ``x`` holds there is not read.
-
-    Args:
-        x: what is below the diagonal.
-    """
-    half, odd = divmod(x.shape[-1], 2)
-    if odd or half * 2 <= _ROWS:
-        one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
-        found: Tensor = torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
-        return found
-    out = torch.zeros_like(x)
-    first, second = slice(half), slice(half, None)
-    above, below = inverse(torch.stack([x[..., s, s] for s in (first, second)])).unbind()
-    out[..., first, first], out[..., second, second] = above, below
-    out[..., second, first] = (below @ x[..., second, first] @ above).neg_()
-    return out

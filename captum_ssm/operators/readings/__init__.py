@@ -1,0 +1,1 @@
+"""What methods take out of operators: states one by one, their factors, and tiles of their rows."""

@@ -22,9 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..combine import added
-from ..kernels.arithmetic import BINARY
-from ..kernels.portions import fitting, parts
+from ..kernels.arithmetic import BINARY, sum_tensors
+from ..kernels.portions import as_memory_allows, parts
 from ..recurrences.selective_scan import SelectiveScan
 
 #: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
@@ -156,7 +155,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
             edges = [0, min(first, int((asked < tokens - returned.end).sum())), *edges]
         tile = partial(_tile, asked, sources, sent, returned)
         for start, stop in pairwise(edges):
-            yield from fitting(range(start, stop), count, tile)
+            yield from as_memory_allows(range(start, stop), count, tile)
 
 
 def _tile(
@@ -170,5 +169,5 @@ def _tile(
             until = min(until, int(rows[-1]) + 1)
     if returned is not None and rows[0] < sources.stop:
         found.append(returned.to(returned.rows.shape.tokens - 1 - rows).flip(2))
-    entries = added(found)[:, :, : until - sources.start]
+    entries = sum_tensors(found)[:, :, : until - sources.start]
     return ScanTile(slice(some.start, some.stop), slice(sources.start, until), entries)

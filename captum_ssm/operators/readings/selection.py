@@ -23,6 +23,7 @@ from torch import Tensor
 from ..base import Operator
 from ..conv import ShortConv
 from ..kernels.arithmetic import Map, exponential_
+from ..kernels.portions import vectors_of_heads
 from ..recurrences.scalar_decay import ScalarDecayHeads
 from ..recurrences.selective_scan import SelectiveScan
 from ..reorder import Permute
@@ -105,10 +106,11 @@ def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplifie
     step = selected.step[:, :, heads]  # (B, L, C)
     if simplified:
         step = _before_softplus(step).relu()
+    chosen = torch.tensor(heads)
     query, key = (
-        _of_heads(x, heads, term.scan.shape.heads)  # (B, L, C, N)
+        vectors_of_heads(x, term.scan.shape.heads, chosen).expand(-1, -1, len(heads), -1)
         for x in (selected.query, selected.key)
-    )
+    )  # (B, L, C, N)
     key = key * step[..., None]
     history = _history(step, selected.rate[heads]).expand(-1, -1, query.shape[-1], -1, -1)
 
@@ -123,14 +125,6 @@ def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplifie
         _carried(key, [(part, part.transpose) for part in behind], per_head, within),
         history,
     )
-
-
-def _of_heads(x: Tensor, chosen: Sequence[int], heads: int) -> Tensor:
-    """Vectors common to all heads (B, L, N) or by group (B, L, G, N), of the chosen heads."""
-    if x.dim() == 3:
-        return x[:, :, None].expand(-1, -1, len(chosen), -1)
-    each = heads // x.shape[2]
-    return x[:, :, [head // each for head in chosen]]
 
 
 def _before_softplus(step: Tensor) -> Tensor:

@@ -1,0 +1,19 @@
+"""Recurrences over tokens: one structure, five definitions.
+
+A token writes to a state, the state is carried on, and a token reads it:
+
+    S[t] = carry[t] S[t-1] + writes[t] v[t],      y[t] = reads[t] . S[t]
+
+=====================  ====================================  ==============  ========  ==========
+module                 carry                                 writes          reads     state
+=====================  ====================================  ==============  ========  ==========
+:mod:`.elementwise`    decay, one number per channel         1               1         1
+:mod:`.selective_scan` exp(dt A), per channel and state      dt B            C         N
+:mod:`.scalar_decay`   decay, one number per head            scale k         q         N, P
+:mod:`.vector_decay`   diag(decay), per head and key channel k               q         N, P
+:mod:`.delta_rule`     (I - beta k k^T) diag(decay)          beta k          q         N, P
+=====================  ====================================  ==============  ========  ==========
+
+:mod:`.base` says what follows from these: the first two tell reads, writes and products of carries
+between any two tokens, the others the same of whole chunks.
+"""

@@ -1,10 +1,8 @@
-"""What recurrences over tokens have in common.
+"""What follows from what recurrences read, write and carry on.
 
-What operators whose state runs from token to token have in common.
-
-What recurrences whose states fade independently of each other have in common.
-
-Heads whose matrices are recurrences, computed chunk by chunk.
+Where states fade independently of each other, rows come from trees of pivots
+(:class:`FadingRecurrence`); heads with several value channels are computed chunk by chunk
+(:class:`ChunkedHeads`).
 """
 
 from __future__ import annotations
@@ -15,22 +13,22 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..base import Operator
+from ..base import Operator, Shape
 from ..heads import HeadOperator, common_to_channels
 from ..kernels import pivot_strip
 from ..kernels.arithmetic import full_precision, linear_map, underflow_flushed
 from ..kernels.bands import Band
 from ..kernels.chunk_tree import (
+    assemble,
     chunks_up_to,
-    matrices,
     sum_over_heads,
     sums_over_channels,
-    weighted,
+    weigh,
 )
-from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, in_steps, mapped
+from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, run, run_all
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import LARGE, Portion, Stream
-from ..kernels.rows import Strip, total
+from ..kernels.rows import Strip, sum_strips
 
 
 class Recurrent(Operator):
@@ -43,9 +41,13 @@ class Recurrent(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self._run(v, transposed=False)
 
     def _adjoint(self, u: Tensor) -> Tensor:
+        return self._run(u, transposed=True)
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        """alpha x, or alpha-transposed x, for x (..., B, L, H, P)."""
         raise NotImplementedError
 
 
@@ -59,6 +61,12 @@ TREE_LAGS = 16
 
 class FadingRecurrence(Recurrent, pivot_strip.Fading):
     """Base of recurrences of which rows are found by a tree of pivots, or cut at one."""
+
+    shape: Shape
+
+    @property
+    def portion(self) -> Portion:
+        return LARGE
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         tokens = self.shape.tokens
@@ -87,10 +95,10 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
     def _own_share(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
         """What tokens read of what they write themselves, summed over channels, (B, R)."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
-        read = (self.queries(rows, every) * self.keys(rows, every)).sum(2)  # (B, R, 1 or H)
+        read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
         # what is common to all channels is not repeated: loops are slow over such operands
-        sent = self.written(right[..., 0]).expand(batch, tokens, heads)[:, rows]
+        sent = self.entering(right[..., 0]).expand(batch, tokens, heads)[:, rows]
         apart = [factor for factor in (row, read) if factor.shape[-1] > 1]
         own: Tensor = torch.linalg.vecdot(math.prod(apart), sent) if apart else sent.sum(-1)
         for factor in (row, read):
@@ -114,7 +122,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
     def head_matrices(self) -> Tensor:
         batch, tokens, heads, _ = self.shape
         out = self._zeros(batch, heads, tokens, tokens)
-        return matrices(self._chunks_up_to(range(tokens)), out)
+        return assemble(self._chunks_up_to(range(tokens)), out)
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
         left, *rights = (x.expand(self.shape) for x in (left, *band.values()))
@@ -125,11 +133,11 @@ class ChunkedHeads(Recurrent, HeadOperator):
         strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
         tokens = self.shape.tokens
         shares = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))
-        return total(shares, rows)
+        return sum_strips(shares, rows)
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         left, right = (x.transpose(1, 2)[..., None] for x in (left, right))  # (B, H, L, 1)
-        chunks = [weighted(chunk, left, right) for chunk in self._chunks_up_to(rows)]
+        chunks = [weigh(chunk, left, right) for chunk in self._chunks_up_to(rows)]
         return sum_over_heads(chunks, self._zeros(self.shape.batch, len(rows), rows.stop))
 
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
@@ -148,17 +156,14 @@ class ChunkedHeads(Recurrent, HeadOperator):
         if self._example().is_cuda:  # a few chunks at a time would take more launches than work
             return None
         steps = self._steps(CHUNK, transposed)
-        return lambda x, part: in_steps(steps, x, part, CHUNK, transposed)
+        return lambda x, part: run(steps, x, part, CHUNK, transposed)
 
     @property
     def portion(self) -> Portion:
         return LARGE._replace(multiple=CHUNK)
 
-    def _forward(self, v: Tensor) -> Tensor:
-        return mapped(self._steps, v, transposed=False)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return mapped(self._steps, u, transposed=True)
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        return run_all(self._steps, x, transposed)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
         """The map, or its adjoint, in chunks of so many tokens."""

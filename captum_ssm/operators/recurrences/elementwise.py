@@ -26,12 +26,12 @@ from ..kernels.arithmetic import (
     underflow_flushed,
     unseen,
 )
-from ..kernels.bands import Band, some_heads
+from ..kernels.bands import Band
 from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
-from ..kernels.pivot_strip import Fades, Heads, from_pivot
+from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import LARGE, Portion, Stream, parts
+from ..kernels.portions import Heads, Stream, parts, some_heads
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Tokens mapped at a time.
@@ -61,20 +61,34 @@ class ElementwiseRecurrence(FadingRecurrence):
         self.component = component
         self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
 
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self.decay.is_cuda:  # a launch for each token would cost more than all its arithmetic
-            return None
-        return self._steps(transposed).stream
+    def tensors(self) -> dict[str, Tensor]:
+        return {"decay": self.decay}
 
-    @property
-    def portion(self) -> Portion:
-        return LARGE
+    def select(self, heads: Sequence[int]) -> Operator:
+        return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
 
-    def _forward(self, v: Tensor) -> Tensor:
-        return self._run(v, transposed=False)
+    def cut(self, tokens: slice) -> ElementwiseRecurrence:
+        return ElementwiseRecurrence(self.decay[:, tokens], self.component)
 
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return self._run(u, transposed=True)
+    # --- reads, writes, carry --------------------------------------------------------------
+
+    def reads(self, tokens: slice, heads: Heads) -> Tensor:
+        return self._ones(1, 1, 1, 1)
+
+    def writes(self, tokens: slice, heads: Heads) -> Tensor:
+        return self._ones(1, 1, 1, 1)
+
+    def entering(self, values: Tensor) -> Tensor:
+        return values
+
+    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
+        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
+        return lambda part: products[:, part, None].clone()
+
+    def by_memory(self, tokens: slice) -> Tensor:
+        return self.decay[:, tokens].sum((0, 1)).argsort()
+
+    # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
@@ -86,67 +100,12 @@ class ElementwiseRecurrence(FadingRecurrence):
     def _steps(self, transposed: bool) -> FadingSteps:
         return FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"decay": self.decay}
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        if self.decay.is_cuda:  # a launch for each token would cost more than all its arithmetic
+            return None
+        return self._steps(transposed).stream
 
-    def select(self, heads: Sequence[int]) -> Operator:
-        return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
-
-    def cut(self, tokens: slice) -> ElementwiseRecurrence:
-        """The recurrence of neighbouring tokens alone.
-
-        Args:
-            tokens: which ones.
-        """
-        return ElementwiseRecurrence(self.decay[:, tokens], self.component)
-
-    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot_strip`.
-
-        Args:
-            token: the one token.
-            tokens: how many others, from the first one on.
-            heads: which heads.
-
-        Returns:
-            A function from a slice of the tokens to (B, T, N, H).
-        """
-        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
-        return lambda part: products[:, part, None].clone()
-
-    def by_memory(self, tokens: slice) -> Tensor:
-        """Heads (H,), in an order in which neighbours forget alike.
-
-        Args:
-            tokens: those over which they forget.
-        """
-        return self.decay[:, tokens].sum((0, 1)).argsort()
-
-    def queries(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens read of the state, all of it: (1, 1, 1, 1).
-
-        Args:
-            tokens: which ones.
-            heads: of which heads.
-        """
-        return self._ones(1, 1, 1, 1)
-
-    def keys(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to, all of the state: (1, 1, 1, 1).
-
-        Args:
-            tokens: which ones.
-            heads: of which heads.
-        """
-        return self._ones(1, 1, 1, 1)
-
-    def written(self, right: Tensor) -> Tensor:
-        """How much is written of values, (B, L, H), broadcastable.
-
-        Args:
-            right: the values (B, L, H), broadcastable.
-        """
-        return right
+    # --- its matrices ----------------------------------------------------------------------
 
     def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
         rows, columns = (x.expand(self.shape).transpose(1, 2) for x in (left, right))

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..base import Operator, Shape
-from ..heads import row_slices
 from ..kernels.arithmetic import exponential
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_tree import semiseparable_strip
+from ..kernels.rows import slices
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
 
@@ -90,6 +90,36 @@ class ScalarDecayHeads(ChunkedHeads):
             None if self.rate is None else self.rate[chosen],
         )
 
+    def _groups(self) -> Iterator[slice]:
+        """The heads of each group."""
+        each = self._each
+        return (slice(start, start + each) for start in range(0, self.shape.heads, each))
+
+    @property
+    def _each(self) -> int:
+        """Heads of each group."""
+        return self.shape.heads // self.query.shape[2]
+
+    @property
+    def _shared(self) -> bool:
+        """Whether heads share queries and keys."""
+        return self._each > 1
+
+    # --- reads, writes, carry --------------------------------------------------------------
+
+    def chunk(self, part: slice, length: int) -> Chunk:
+        q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
+        logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
+        decay = Decays(exponential(logs))
+        grouped = torch.unflatten(decay.between, 1, (-1, self._each))
+        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
+        if self.scale is not None:
+            scale = in_chunks(self.scale[:, part, :, None], length)
+            inner, until = inner.mul_(scale.mT), until * scale
+        return Chunk(part, inner, q, k, decay.total, (decay.since, until))
+
+    # --- its matrices ----------------------------------------------------------------------
+
     def head_matrices(self) -> Tensor:
         out = decay_matrices(exponential(self.log_decay))
         for group, heads in enumerate(self._groups()):
@@ -109,7 +139,7 @@ class ScalarDecayHeads(ChunkedHeads):
             u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
             strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
-            for part in row_slices(rows, _ROWS):  # columns behind them are zero
+            for part in slices(rows, _ROWS):  # columns behind them are zero
                 some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
                 into, decays = (x[:, some, :columns] for x in (out, strip.entries))
                 into.addcmul_(q[:, part] @ k[..., :columns], decays)
@@ -124,29 +154,3 @@ class ScalarDecayHeads(ChunkedHeads):
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
         decay = exponential(self.log_decay)
         return sums_over_groups(decay, self.query, self.key, left, rights, out)
-
-    def _groups(self) -> Iterator[slice]:
-        """The heads of each group."""
-        each = self._each
-        return (slice(start, start + each) for start in range(0, self.shape.heads, each))
-
-    @property
-    def _each(self) -> int:
-        """Heads of each group."""
-        return self.shape.heads // self.query.shape[2]
-
-    @property
-    def _shared(self) -> bool:
-        """Whether heads share queries and keys."""
-        return self._each > 1
-
-    def chunk(self, part: slice, length: int) -> Chunk:
-        q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
-        logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
-        decay = Decays(exponential(logs))
-        grouped = torch.unflatten(decay.between, 1, (-1, self._each))
-        inner, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
-        if self.scale is not None:
-            scale = in_chunks(self.scale[:, part, :, None], length)
-            inner, until = inner.mul_(scale.mT), until * scale
-        return Chunk(part, inner, q, k, decay.total, (decay.since, until))

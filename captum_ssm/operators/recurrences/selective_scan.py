@@ -17,12 +17,19 @@ from torch import Tensor
 from ..base import Shape
 from ..kernels import chunks
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
-from ..kernels.bands import Band, some_heads
+from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
-from ..kernels.pivot_strip import Fades, Heads, from_pivot, picked
+from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
-from ..kernels.portions import LARGE, Portion, Stream, evenly
-from ..kernels.token_loop import ScanSteps, per_head
+from ..kernels.portions import (
+    Heads,
+    Stream,
+    evenly,
+    gather_heads,
+    some_heads,
+    vectors_of_heads,
+)
+from ..kernels.token_loop import ScanSteps
 from ..kernels.within_chunk import decayed
 from .base import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
 
@@ -83,103 +90,51 @@ class SelectiveScan(FadingRecurrence):
         chosen = list(heads)
         b, c = self.b, self.c
         if b.dim() == 4:
-            b, c = (per_head(x, self.shape.heads)[:, :, chosen] for x in (b, c))
+            b, c = (vectors_of_heads(x, self.shape.heads)[:, :, chosen] for x in (b, c))
         dt = some_heads(self.dt, heads)
         return SelectiveScan(dt, self.a[chosen], b, c, self.component)
 
-    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.heads_of_product(left, {0: right})
-
-    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
-        if max(band) - min(band) >= TREE_LAGS:
-            return super().heads_of_product(left, band)
-        batch, tokens, heads, _ = self.shape
-        examples = batch * heads  # of one channel each
-        with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            factors = self._factors_by_head(left, band)
-            strip = semiseparable_strip([factors], examples, tokens, range(tokens), min(band))
-        return strip.whole(tokens).view(batch, heads, tokens, tokens)
-
     def cut(self, tokens: slice) -> SelectiveScan:
-        """The scan of neighbouring tokens alone.
-
-        Args:
-            tokens: which ones.
-        """
         dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
         return SelectiveScan(dt, self.a, b, c, self.component)
 
+    # --- reads, writes, carry --------------------------------------------------------------
+
+    def reads(self, tokens: slice, heads: Heads) -> Tensor:
+        return vectors_of_heads(self.c[:, tokens], self.shape.heads, heads).mT
+
+    def writes(self, tokens: slice, heads: Heads) -> Tensor:
+        return vectors_of_heads(self.b[:, tokens], self.shape.heads, heads).mT
+
+    def entering(self, values: Tensor) -> Tensor:
+        return self.dt * values
+
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Products of decays between a token and the first ``tokens``; see :mod:`.pivot_strip`.
-
-        Args:
-            token: the one token.
-            tokens: how many others, from the first one on.
-            heads: which heads.
-
-        Returns:
-            A function from a slice of the tokens to (B, T, N, H).
-        """
-        elapsed = from_pivot(picked(self.dt[:, :tokens], heads), token, product=False)
+        elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
         elapsed = elapsed.to(self.dtype)
         rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
         return lambda part: (elapsed[:, part, None] * rate).exp2_()
 
     def by_memory(self, tokens: slice) -> Tensor:
-        """Heads (H,), in an order in which neighbours forget alike.
-
-        Args:
-            tokens: those over which they forget.
-        """
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
-    def queries(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens read, C (B, T, N, 1 or H).
+    def chunk(self, part: slice, length: int) -> Chunk:
+        """The scan over some tokens in a row, in chunks, one matrix per channel.
 
         Args:
-            tokens: which ones.
-            heads: of which heads.
+            part: the tokens: of whole chunks, or of one that is shorter.
+            length: tokens of a whole chunk.
         """
-        return per_head(self.c[:, tokens], self.shape.heads, heads).mT
+        heads = self.shape.heads
+        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
+        key, read = (
+            in_chunks(vectors_of_heads(x[:, part], heads), length) for x in (self.b, self.c)
+        )
+        rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
+        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
+        return Chunk(part, inner, reads, writes, carry=total.mT)
 
-    def keys(self, tokens: slice, heads: Heads) -> Tensor:
-        """What tokens write to, B (B, T, N, 1 or H).
-
-        Args:
-            tokens: which ones.
-            heads: of which heads.
-        """
-        return per_head(self.b[:, tokens], self.shape.heads, heads).mT
-
-    def written(self, right: Tensor) -> Tensor:
-        """How much is written of values, (B, L, H).
-
-        Args:
-            right: the values (B, L, H), broadcastable.
-        """
-        return self.dt * right
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
-            return None
-        steps, scratch = self._steps(1, transposed), Scratch(self.dt)
-
-        def stream(x: Tensor, part: slice) -> Tensor:
-            out = scratch("out", *x.shape)
-            steps(x[None, ..., 0], part, out[None, ..., 0])
-            return out
-
-        return stream
-
-    @property
-    def portion(self) -> Portion:
-        return LARGE
-
-    def _forward(self, v: Tensor) -> Tensor:
-        return self._run(v, transposed=False)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return self._run(u, transposed=True)
+    # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         if x.is_cuda:
@@ -194,9 +149,36 @@ class SelectiveScan(FadingRecurrence):
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
         return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
 
+    def stream(self, transposed: bool, longest: int) -> Stream | None:
+        if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
+            return None
+        steps, scratch = self._steps(1, transposed), Scratch(self.dt)
+
+        def stream(x: Tensor, part: slice) -> Tensor:
+            out = scratch("out", *x.shape)
+            steps(x[None, ..., 0], part, out[None, ..., 0])
+            return out
+
+        return stream
+
+    # --- its matrices ----------------------------------------------------------------------
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.heads_of_product(left, {0: right})
+
+    def heads_of_product(self, left: Tensor, band: Band) -> Tensor:
+        if max(band) - min(band) >= TREE_LAGS:
+            return super().heads_of_product(left, band)
+        batch, tokens, heads, _ = self.shape
+        examples = batch * heads  # of one channel each
+        with torch.no_grad(), full_precision(self.device), underflow_flushed():
+            factors = self._factors_by_head(left, band)
+            strip = semiseparable_strip([factors], examples, tokens, range(tokens), min(band))
+        return strip.whole(tokens).view(batch, heads, tokens, tokens)
+
     def _factors_by_head(self, left: Tensor, band: Band) -> BandFactors:
         """Those of all channels, (B H, L, N)."""
-        b, c = (per_head(x, self.shape.heads).transpose(1, 2) for x in (self.b, self.c))
+        b, c = (vectors_of_heads(x, self.shape.heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
         keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
         factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in _lags(band)]
@@ -214,13 +196,15 @@ class SelectiveScan(FadingRecurrence):
         for place, groups in _blocks(heads, states, batch * rows.stop):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
-            dt = picked(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            above = picked(row, part, scratch("above", batch, len(rows), width))
+            dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
+            above = gather_heads(row, part, scratch("above", batch, len(rows), width))
             sent = {
-                lag: picked(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
+                lag: gather_heads(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
                 for lag, x in columns.items()
             }
-            b, c = (per_head(x, heads, part).mT for x in (self.b, self.c))  # (B, L, N, 1 or h)
+            b, c = (
+                vectors_of_heads(x, heads, part).mT for x in (self.b, self.c)
+            )  # (B, L, N, 1 or h)
             for chosen in groups:
                 rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
                 count = rate.numel()
@@ -235,20 +219,6 @@ class SelectiveScan(FadingRecurrence):
                     else:
                         factor.zero_()
                 yield decay, u, v
-
-    def chunk(self, part: slice, length: int) -> Chunk:
-        """The scan over some tokens in a row, in chunks, one matrix per channel.
-
-        Args:
-            part: the tokens: of whole chunks, or of one that is shorter.
-            length: tokens of a whole chunk.
-        """
-        heads = self.shape.heads
-        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
-        key, read = (in_chunks(per_head(x[:, part], heads), length) for x in (self.b, self.c))
-        rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
-        (inner,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
-        return Chunk(part, inner, reads, writes, carry=total.mT)
 
 
 def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
@@ -265,7 +235,7 @@ def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
         part = range(start, min(start + size, heads))
         some = scan if len(part) == heads else scan.select(part)
         make, values = partial(chunks.ChunkSteps, some.chunk), x[..., start : part.stop, :]
-        out[..., start : part.stop, :] = chunks.mapped(make, values, transposed)
+        out[..., start : part.stop, :] = chunks.run_all(make, values, transposed)
     return out
 
 

@@ -19,10 +19,10 @@ from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..kernels.arithmetic import Scratch, exponential
 from ..kernels.bands import shift_tokens
-from ..kernels.chunks import Chunk, few, in_chunks
+from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import evenly, parts
-from ..kernels.rows import total
+from ..kernels.rows import sum_strips
 from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
@@ -86,34 +86,52 @@ class VectorDecayHeads(ChunkedHeads):
             self.component,
         )
 
-    def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Of all key channels alike, which fade independently of each other."""
-        above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
-        aside = (right[..., None] * self.key).flatten(2)[..., None]
-        states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
-        if self.bonus is None:
-            return states.strip(above, aside, rows).whole(rows.stop)
-        one = self._ones(states.shape.heads, 1, 1)
-        late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
-        own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
-        shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
-        return total(shares, rows).whole(rows.stop)
+    # --- reads, writes, carry --------------------------------------------------------------
 
-    def _forward(self, v: Tensor) -> Tensor:
-        if not few(v):
-            return super()._forward(v)
+    def chunk(self, part: slice, length: int) -> Chunk:
+        q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
-            return self._by_state(v, transposed=False)
-        earlier = shift_tokens(self._by_state(v, transposed=False), 1)
-        return torch.addcmul(earlier, self._own(self.bonus), v)
+            (inner,), (reads,), writes, total = decayed(logs, [q], k)
+            return Chunk(part, inner, reads, writes, total.mT)
+        # a token reads what the next query would read in its place
+        (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
+        own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
+        reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
+        return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)
 
-    def _adjoint(self, u: Tensor) -> Tensor:
-        if not few(u):
-            return super()._adjoint(u)
+    def _keys(self, part: slice) -> Tensor:
+        return self.key[:, part]
+
+    def _late_queries(self, part: slice) -> Tensor:
+        """What is read right after each token's step: with a bonus, what the next token reads."""
         if self.bonus is None:
-            return self._by_state(u, transposed=True)
-        later = self._by_state(shift_tokens(u, -1), transposed=True)
-        return torch.addcmul(later, self._own(self.bonus), u)
+            return self.query[:, part]
+        late = self.query[:, part.start + 1 : part.stop + 1]
+        if part.stop < self.shape.tokens:
+            return late
+        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
+
+    def _own(self, bonus: Tensor) -> Tensor:
+        """What each token takes of its own value, (B, L, H, 1)."""
+        own, scratch = [], Scratch(self.key)
+        for part in self._parts(1):
+            query = self.query[:, part]
+            products = torch.mul(query, bonus, out=scratch("products", *query.shape))
+            own.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
+        return torch.cat(own, 1)
+
+    # --- the map and its adjoint, where few vectors are mapped -----------------------------
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        if not few_vectors(x):
+            return super()._run(x, transposed)
+        if self.bonus is None:
+            return self._by_state(x, transposed)
+        if transposed:
+            others = self._by_state(shift_tokens(x, -1), transposed)
+        else:
+            others = shift_tokens(self._by_state(x, transposed), 1)
+        return torch.addcmul(others, self._own(self.bonus), x)
 
     def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
         """alpha v, or its adjoint, key channel by key channel; less any bonus, one token early.
@@ -148,34 +166,17 @@ class VectorDecayHeads(ChunkedHeads):
         size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
         return parts(tokens, size, backwards)
 
-    def _keys(self, part: slice) -> Tensor:
-        return self.key[:, part]
+    # --- its matrices ----------------------------------------------------------------------
 
-    def _late_queries(self, part: slice) -> Tensor:
-        """What is read right after each token's step: with a bonus, what the next token reads."""
+    def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Of all key channels alike, which fade independently of each other."""
+        above = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
+        aside = (right[..., None] * self.key).flatten(2)[..., None]
+        states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
-            return self.query[:, part]
-        late = self.query[:, part.start + 1 : part.stop + 1]
-        if part.stop < self.shape.tokens:
-            return late
-        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # the last has no next
-
-    def _own(self, bonus: Tensor) -> Tensor:
-        """What each token takes of its own value, (B, L, H, 1)."""
-        own, scratch = [], Scratch(self.key)
-        for part in self._parts(1):
-            query = self.query[:, part]
-            products = torch.mul(query, bonus, out=scratch("products", *query.shape))
-            own.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
-        return torch.cat(own, 1)
-
-    def chunk(self, part: slice, length: int) -> Chunk:
-        q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
-        if self.bonus is None:
-            (inner,), (reads,), writes, total = decayed(logs, [q], k)
-            return Chunk(part, inner, reads, writes, total.mT)
-        # a token reads what the next query would read in its place
-        (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
-        own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
-        reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
-        return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)
+            return states.strip(above, aside, rows).whole(rows.stop)
+        one = self._ones(states.shape.heads, 1, 1)
+        late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
+        own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
+        shares = late.strip(above, aside, rows), own.strip(left[..., None], right[..., None], rows)
+        return sum_strips(shares, rows).whole(rows.stop)

@@ -1,0 +1,201 @@
+"""What follows from an operator's map and its adjoint, the slow and obvious way.
+
+These are the methods of :class:`~captum_ssm.operators.Operator` where no subclass knows a faster
+way, and each is documented there.  They take any operator, so that tests can hold its fast versions
+to them, in float64.  Shapes are those of :mod:`.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from .kernels.bands import Band, add_shifted
+from .kernels.portions import Stream, evenly, parts
+from .kernels.rows import (
+    Positions,
+    Strip,
+    at_positions,
+    in_stacks,
+    per_example,
+    sum_strips,
+    unit_vectors,
+)
+from .reduction import Reduce, by_channel, goes_by_channel, reduce_channels
+
+if TYPE_CHECKING:
+    from .base import Operator
+
+# --- the adjoint -------------------------------------------------------------------------------
+
+
+def transpose(operator: Operator, u: Tensor) -> Tensor:
+    """The adjoint of ``operator.apply`` times ``u``, by automatic differentiation."""
+    with torch.inference_mode(False), torch.enable_grad():
+        v = torch.zeros_like(u, requires_grad=True)
+        out = operator.apply(v)
+        if not out.requires_grad:  # every token is mapped to zero
+            return torch.zeros_like(u)
+        (result,) = torch.autograd.grad(out, v, u.clone())
+    return result
+
+
+# --- rows: the adjoint of unit vectors ---------------------------------------------------------
+
+
+def unit_rows(operator: Operator, positions: Positions, weight: Tensor | None = None) -> Tensor:
+    """Row i of every channel's matrix for Q positions ((Q,) or (Q, B)), as (Q, B, L, H, P)."""
+    unit = unit_vectors(positions, operator.shape.tokens, operator._example())
+    unit = unit.expand(len(positions), *operator.shape)
+    return operator.transpose(unit if weight is None else unit * weight)
+
+
+def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> Tensor:
+    """Rows of the matrices, reduced: (B, Q, L), or (B, C or H, Q, L)."""
+    batch, tokens, *_ = operator.shape
+    index = per_example(positions, batch, tokens, operator.device)  # (B, Q)
+    found = []
+    for some in _in_stacks(operator, range(index.shape[1])):
+        stack = operator.unit_rows(index[:, some.start : some.stop].T)
+        found.append(reduce_channels(stack, reduce))  # (Q, B, [C or H,] L)
+    return torch.cat(found).movedim(0, -2)
+
+
+# --- sums over channels of rows with factors ---------------------------------------------------
+
+
+def contract(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
+    """Sum over channels of left[i, c] alpha_c[i, j] right[j, c], as (B, L, L)."""
+    return strip(operator, left, right, range(operator.shape.tokens)).entries
+
+
+def strip(operator: Operator, left: Tensor, right: Tensor, rows: range) -> Strip:
+    """Some rows of :func:`contract`."""
+    tokens = operator.shape.tokens
+    out = operator._zeros(operator.shape.batch, len(rows), tokens, factor=left)
+    for some in _in_stacks(operator, rows):
+        found = operator.unit_rows(some, at_positions(left, some)) * right  # (Q, B, L, H, P)
+        top = some.start - rows.start
+        out[:, top : top + len(some)] = found.sum((-1, -2)).transpose(0, 1)
+    return Strip(out, rows, range(tokens))
+
+
+def strip_of_product(operator: Operator, left: Tensor, band: Band, rows: range) -> Strip:
+    """Some rows of the sum over channels of left[i, c] (alpha_c band_c)[i, j]."""
+    tokens = operator.shape.tokens
+    shares = (
+        operator.strip(left, factor, rows).moved(0, -lag, tokens) for lag, factor in band.items()
+    )
+    return sum_strips(shares, rows)
+
+
+def reduced_strip(operator: Operator, rows: range, reduce: Reduce = "mean") -> Strip:
+    """Some rows of :func:`dense`."""
+    if reduce == "mean":
+        one = operator._ones(1, 1, 1, 1)
+        channels = operator.shape.heads * operator.shape.per_head
+        return operator.strip(one / channels, one, rows)
+    return Strip(operator.rows(rows, reduce), rows, range(operator.shape.tokens))
+
+
+def contract_heads(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
+    """As :func:`contract`, but the sum over the channels of each head, (B, H, L, L)."""
+    found = []
+    for some in _in_stacks(operator, range(operator.shape.tokens)):
+        shares = operator.unit_rows(some, at_positions(left, some)) * right  # (Q, B, L, H, P)
+        found.append(shares.sum(-1).permute(1, 3, 0, 2))
+    return torch.cat(found, -2)
+
+
+def heads_of_product(operator: Operator, left: Tensor, band: Band) -> Tensor:
+    """As :func:`strip_of_product`, but all rows, and by head, (B, H, L, L)."""
+    batch, tokens, heads, _ = operator.shape
+    out = operator._zeros(batch, heads, tokens, tokens, factor=left)
+    for lag, factor in band.items():
+        add_shifted(out, operator.contract_heads(left, factor), 0, lag)
+    return out
+
+
+# --- whole matrices ----------------------------------------------------------------------------
+
+
+def dense(
+    operator: Operator, reduce: Reduce = "mean", heads: Sequence[int] | None = None
+) -> Tensor:
+    """The matrices, reduced: (B, L, L), or (B, C or H, L, L)."""
+    if heads is not None:
+        count = operator.shape.heads
+        if not len(heads) or not all(-count <= head < count for head in heads):
+            raise OptionError(f"heads must lie in [{-count}, {count}), got {list(heads)}.")
+        return operator.select([head % count for head in heads]).dense(reduce)
+    _, tokens, count, per_head = operator.shape
+    one = operator._ones(1, 1, 1, 1)
+    if reduce == "mean":
+        return operator.contract(one / (count * per_head), one)
+    if reduce == "heads":
+        return operator.contract_heads(one / per_head, one)
+    if goes_by_channel(operator, reduce):
+        return by_channel(operator, reduce)
+    return operator.rows(range(tokens), reduce)
+
+
+# --- products with sums over channels, a few tokens at a time ----------------------------------
+
+#: Fewest tokens fed at a time.
+_FEWEST = 4
+
+
+def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
+    """The mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
+
+    What all channels of a long sequence make of one vector over tokens needs no more memory than a
+    few tokens do, which stay in the processor's cache, if the operator has a stream; if not, all
+    tokens are mapped at once.
+    """
+    return _reduced(operator, x, transposed, lambda y: y.mean((-1, -2)))
+
+
+def channel_sums(operator: Operator, x: Tensor, transposed: bool, weights: Tensor) -> Tensor:
+    """As :func:`channel_mean`, but K sums over channels with weights (K, C), as (B, L, K)."""
+    return _reduced(operator, x, transposed, lambda y: y.flatten(2) @ weights.to(y.dtype).T)
+
+
+def _reduced(
+    operator: Operator, x: Tensor, transposed: bool, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What becomes of the outputs (B, T, H, P) for ``x`` (B, L), over all tokens."""
+    batch, tokens, heads, per_head = operator.shape
+    elements, most, multiple = operator.portion
+    size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
+    size = evenly(tokens, max(multiple, size - size % multiple), multiple)
+    stream = operator.stream(transposed, size)
+    if stream is None:
+        mapped = operator.transpose if transposed else operator.apply
+        return reduce(mapped(x[..., None, None].expand(operator.shape)))
+    found = []
+    for part in parts(tokens, size, transposed):
+        same = x[:, part, None, None].expand(-1, -1, heads, per_head)
+        found.append(reduce(stream(same, part)))
+    return torch.cat(found[::-1] if transposed else found, 1)
+
+
+def all_streams(
+    operators: Iterable[Operator], transposed: bool, longest: int
+) -> list[Stream] | None:
+    """The streams of several operators; None if one has none."""
+    found = []
+    for operator in operators:
+        stream = operator.stream(transposed, longest)
+        if stream is None:
+            return None
+        found.append(stream)
+    return found
+
+
+def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:
+    """The rows in parts, as many at a time as a stack of vectors holds."""
+    return in_stacks(rows, torch.Size(operator.shape).numel())

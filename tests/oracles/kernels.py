@@ -1,0 +1,111 @@
+"""The kernels of operators from their definitions, in float64 and without regard to time.
+
+Shapes: B examples, L or T tokens, H heads, N states, K channels, P value channels, S a stack.
+Nothing here calls the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# --- recurrences whose states fade independently of each other ---------------------------------
+
+
+def decays_between(decay: Tensor) -> Tensor:
+    """The product of decays (..., T) over j < t <= i for j <= i, else 0: (..., T, T)."""
+    tokens = decay.shape[-1]
+    out = torch.zeros(*decay.shape, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        for j in range(i + 1):
+            out[..., i, j] = decay[..., j + 1 : i + 1].double().prod(-1)
+    return out
+
+
+def semiseparable(decay: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Sum over k of rows[i, k] (product of decay[t, k] over j < t <= i) columns[j, k], j <= i.
+
+    All three are (..., T, K), the sum is (..., T, T).
+    """
+    between = decays_between(decay.mT)  # (..., K, T, T)
+    rows, columns = rows.double().mT[..., None], columns.double().mT[..., None, :]
+    return (rows * between * columns).sum(-3)
+
+
+def banded_semiseparable(
+    decay: Tensor, rows: Tensor, columns: Sequence[Tensor], first_lag: int
+) -> Tensor:
+    """The same times a band: token t receives columns[lag] from token t - lag.  (B, T, K) each.
+
+    Token by token: every column's state fades, gains what is written to it, and is read.
+    """
+    batch, tokens, width = decay.shape
+    states = torch.zeros(batch, tokens, width, dtype=torch.float64)  # of each column
+    out = torch.zeros(batch, tokens, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        states *= decay[:, i, None]
+        for lag, column in enumerate(columns, first_lag):
+            if 0 <= i - lag < tokens:
+                states[:, i - lag] += column[:, i]
+        out[:, i] = (states * rows[:, i, None]).sum(-1)
+    return out
+
+
+def recurrence(decay: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """y[t] = decay[t] y[t-1] + x[t], or its adjoint, for x (S, B, T, H) and decays (B, T, H)."""
+    tokens = x.shape[2]
+    out, state = torch.empty_like(x), torch.zeros_like(x[:, :, 0])
+    for t in reversed(range(tokens)) if transposed else range(tokens):
+        came_from = t + 1 if transposed else t
+        factor = decay[:, came_from] if came_from < tokens else 0
+        state = out[:, :, t] = factor * state + x[:, :, t]
+    return out
+
+
+def selective_scan(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Matrices (B, H, L, L) of h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t], y[t] = C[t] . h[t].
+
+    dt (B, L, H), A (H, N), B and C (B, L, N) or by group of heads (B, L, G, N).
+    """
+    heads = dt.shape[2]
+    b, c = (x[:, :, None] if x.dim() == 3 else x for x in (b, c))
+    b, c = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (b, c))
+    steps = dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
+    return semiseparable((steps * a[:, None]).exp(), c, steps * b)
+
+
+# --- the rest ----------------------------------------------------------------------------------
+
+
+def unit_lower_inverse(below: Tensor) -> Tensor:
+    """The inverse of I plus what is below the diagonal of (..., T, T), row by row."""
+    out = torch.eye(below.shape[-1], dtype=torch.float64).expand_as(below).clone()
+    for i in range(1, below.shape[-1]):
+        for j in range(i):
+            out[..., i, :] -= below[..., i, j, None] * out[..., j, :]
+    return out
+
+
+def band_matrix(band: Mapping[int, Tensor], tokens: int) -> Tensor:
+    """The matrices (B, H, P, L, L) of y[t] = sum over lags of band[lag][t] x[t - lag]."""
+    sizes = [factor.shape for factor in band.values()]
+    batch, _, heads, per_head = torch.broadcast_shapes(*sizes)
+    out = torch.zeros(batch, heads, per_head, tokens, tokens, dtype=torch.float64)
+    for lag, factor in band.items():
+        factor = factor.expand(batch, tokens, heads, per_head)
+        for t in range(tokens):
+            if 0 <= t - lag < tokens:
+                out[..., t, t - lag] += factor[:, t]
+    return out
+
+
+def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
+    """log of the sum over j <= t of exp(scores[j] + (t - j) log_decay), token by token."""
+    running = torch.full_like(scores[:, 0], -torch.inf)
+    sums = []
+    for new in scores.unbind(1):
+        running = torch.logaddexp(running + log_decay, new)
+        sums.append(running)
+    return torch.stack(sums, 1)
