@@ -529,11 +529,11 @@ def test_reconstruction(method):
     ids = token_ids()
     model = changed_mixers(mamba_lm(), 1.01)
     check(
-        lambda: method(model).attribute(ids, target=(-1, 3), verify=True),
+        lambda: method(model).attribute(ids, target=(-1, 3)),
         RuntimeError,
         ["'backbone.layers.2.mixer'", "Mamba", "error of", "more than 1e-05"],
     )
-    method(model).attribute(ids, target=(-1, 3))
+    method(model).attribute(ids, target=(-1, 3), verify=False)
     method(model).attribute(ids, target=(-1, 3), verify=0.02)
     check(
         lambda: method(model).attribute(ids, target=(-1, 3), verify=0.005),

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import chain
-from captum_ssm.operators import generic
+from captum_ssm.operators import chain, generic
 from captum_ssm.operators.kernels.rows import Strip, clipped, sum_strips
 from captum_ssm.operators.recurrences import scalar_decay
 
