@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
 from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
+from .caches import without_caches
 from .chain import Read
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
-from .hooks import Hook, at_both_ends, detached, hooked, swap_first, without_caches
+from .hooks import Hook, at_both_ends, detached, hooked, swap_first
 from .layer import Layer, hook_factor
 from .memory import bytes_of, free_memory
 from .offload import lasting_form, linearize, tensors_of
