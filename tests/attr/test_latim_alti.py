@@ -25,7 +25,6 @@ EXACT = 1e-11  # of rows divided by sums of differences
 
 
 def streams_of(model: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
-    # in a trace, which keeps the scans of transformers in the precision of the model
     with torch.no_grad(), trace(model, streams=True) as t:
         model(*args, **kwargs)
     return [layer.residual for layer in t.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.adapters import telling
 from oracles import dense
 from oracles.dense import (
     EXACT,
@@ -171,3 +172,19 @@ class Noted(torch.autograd.Function):
     def backward(ctx, gradient):
         ctx.note()
         return gradient, None
+
+
+@pytest.mark.usefixtures("private_registry")
+@pytest.mark.parametrize("padded", [False, True])
+def test_operators_are_made_once_while_the_model_runs(padded):
+    model, ids, done = mamba_lm(), token_ids(2, 6), []
+    telling(model.backbone.layers[0].mixer, lambda: done.append("operator"))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+
+    def function(ids):
+        out = model(ids, attention_mask=mask if padded else None)
+        return Noted.apply(out.logits, lambda: done.append("gradients"))
+
+    MambaAttribution(function, model).attribute(ids, target=(-1, 4))
+    assert done == [*["operator"] * 3, "gradients"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from captum_ssm.attr.engine import strips
-from captum_ssm.attr.engine.strips import Budget, free_memory
+from captum_ssm.attr.engine.strips import Budget
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Diagonal, Shape
 from captum_ssm.tracing import memory
+from captum_ssm.tracing.memory import free_memory
 
 
 def operator(batch=1, tokens=100, heads=3, dtype=torch.float32):
