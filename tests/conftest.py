@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 hypothesis.seed(int(FIXED_SEED))(test)
 
 
+@pytest.fixture
+def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    from captum_ssm.mixers import registry
+
+    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
+    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

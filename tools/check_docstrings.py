@@ -36,13 +36,8 @@ from typing import Any, NamedTuple, get_origin
 
 PACKAGE = "captum_ssm"
 SUBPACKAGES = (
-<<<<<<< .merge_file_BDD9Zl
     "operators", "mixers", "tracing", "linear", "attr", "metrics", "viz", "models", "insights",
     "bench", "bench.tasks", "bench.data", "errors", "",
-=======
-    "operators", "mixers", "tracing", "linear", "attr", "metrics", "viz", "models",
-    "bench", "bench.tasks", "insights", "errors", "",
->>>>>>> .merge_file_bEwPyi
 )  # fmt: skip
 
 NO_DEFAULT = inspect.Parameter.empty

@@ -248,7 +248,9 @@ class LatimFlow(ImplicitMethod):
             zero_bias=zero_bias,
             verify=verify,
         )
-        return found.output - given.flatten(1).sum(1).to(found.output) - found.bias
+        return found.delta + (found.inputs.flatten(1).sum(1) - given.flatten(1).sum(1)).to(
+            found.output
+        )
 
     def _rules(
         self, gate: Gate | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool

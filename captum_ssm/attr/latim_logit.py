@@ -19,8 +19,8 @@ from .call.query import Query
 from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
 from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
-from .engine.residual import residual_streams
 from .engine.run import Run
+from .engine.sharing import begin, chained, followed
 from .vectors.latim import LatimMethod
 from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
 
@@ -278,15 +278,28 @@ class LatimLogit(LatimMethod):
         verify: bool | float = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        check = verify is not False
-        with (
-            residual_streams(model, self.layers) as streams,
-            trace(model, layers=self.layers, verify=check) as t,
-        ):
-            paths = stack.enter_context(direct_paths(model, inputs, layers=self.layers))
+        with ExitStack() as hooks:
+            tokens = followed(model, self.layers, hooks)
+            t = hooks.enter_context(
+                trace(
+                    model,
+                    layers=self.layers,
+                    verify=verify is not False,
+                    streams=True,
+                    follow=tokens,
+                )
+            )
+            paths = stack.enter_context(
+                direct_paths(model, inputs, layers=self.layers, follow=tokens)
+            )
+            if tokens is not None:
+                hooks.enter_context(tokens)
             start = paths.mode.begun(inputs)
+            begin(tokens, start)
             output = logits_of(call_model(self.forward_func, start, additional))
+            origin = None if tokens is None else tokens.origin(output)
         require_layers(t, model)
+        chain = chained(t, origin)
         questions = []
         with unseen():
             mask = t.mask
@@ -296,8 +309,8 @@ class LatimLogit(LatimMethod):
                 if not number.requires_grad:
                     raise not_reached()
                 questions.append(LogitQuestion(torch.zeros_like(number), number, constant))
-        streamed = dict(zip(t.layers, streams, strict=True))
-        return LogitRun(t.layers, mask, questions, paths, streams=streamed)
+        given = None if chain is None else chain.given
+        return LogitRun(t.layers, mask, questions, paths, chain, given=given)
 
 
 def _require_sums(found: Sequence[LogitContributions], run: LogitRun) -> None:

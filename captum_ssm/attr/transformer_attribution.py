@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ class TransformerAttribution(ImplicitMethod):
             Propagated(asked.weights, asked.selected, each, taken=asked.taken)
             for asked, each in zip(run.questions, found, strict=True)
         ]
-        return Run(run.layers, run.mask, questions)
+        return replace(run, questions=questions)
 
 
 def _behind(linear: LinearMixer, gradient: Tensor) -> Tensor:

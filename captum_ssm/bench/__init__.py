@@ -1,6 +1,6 @@
 """Experiments on trained models: how well explanations do, in tables."""
 
-from .experiments.catalogue import EXPERIMENTS
+from .experiments.every_experiment import EXPERIMENTS
 from .harness.experiment import Cell, Column, Experiment, Subject
 from .harness.records import Key, Numbers, Records, Rows
 from .harness.runner import Plan, Processes, run

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
+from ..tracing.places import Origin, Places
 from .mode import Linearising
 from .network import under_rules
 from .substitution import substituted
@@ -28,6 +29,7 @@ class Local:
     Attributes:
         output: its output (B, L, E).
         mixers: how many mixer calls came before it.
+        origin: where its tokens come from; None where nobody asked. Default: None.
 
     Example:
         >>> import torch
@@ -38,6 +40,7 @@ class Local:
 
     output: Tensor
     mixers: int
+    origin: Origin | None = None
 
 
 @dataclass(eq=False)
@@ -50,6 +53,8 @@ class DirectPaths:
             None, no mixer is in a block.
         outputs: what each mixer call returned, in their order. Default: empty.
         locals: what acts within tokens, in order. Default: empty.
+        entry_origin: where the tokens of ``entry`` come from; None where nobody asked. Default:
+            None.
 
     Example:
         >>> import torch
@@ -67,11 +72,16 @@ class DirectPaths:
     entry: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
     locals: list[Local] = field(default_factory=list)
+    entry_origin: Origin | None = None
 
 
 @contextmanager
 def direct_paths(
-    model: nn.Module, inputs: Tensor, *, layers: Sequence[str | nn.Module] | None = None
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    layers: Sequence[str | nn.Module] | None = None,
+    follow: Places | None = None,
 ) -> Iterator[DirectPaths]:
     """Let the forward run inside the ``with`` leave the graph of its direct paths.
 
@@ -83,6 +93,8 @@ def direct_paths(
         inputs: the explained token ids, or a floating input, of which ``mode.root`` is a live copy
             to run the model on.
         layers: names or modules of the mixers to use. Default: None, all.
+        follow: what follows tokens through the run, and is asked where they come from. Default:
+            None, nobody is.
 
     Yields:
         The :class:`DirectPaths`, complete when the forward run is.
@@ -114,26 +126,30 @@ def direct_paths(
             return paths.outputs[-1]
 
         for block in {block for mixer in mixers for block in mixer.blocks}:
-            before, register = _entry_hook(paths), block.register_forward_pre_hook
+            before, register = _entry_hook(paths, follow), block.register_forward_pre_hook
             stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
             stack.enter_context(substituted(mixer, cut, {}))
         for part in _within_tokens(model, mixers):
-            _cut_if_bent(part, paths, stack)
+            _cut_if_bent(part, paths, follow, stack)
         yield paths
 
 
-def _entry_hook(paths: DirectPaths) -> Any:
+def _entry_hook(paths: DirectPaths, follow: Places | None) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if paths.entry is not None or paths.outputs:
             return None
         entering, paths.entry = swap_first((args, kwargs), paths.mode.leaf)
+        if follow is not None and paths.entry is not None:
+            paths.entry_origin = follow.origin(paths.entry)
         return entering
 
     return hook
 
 
-def _cut_if_bent(part: nn.Module, paths: DirectPaths, stack: ExitStack) -> None:
+def _cut_if_bent(
+    part: nn.Module, paths: DirectPaths, follow: Places | None, stack: ExitStack
+) -> None:
     """Cut what ``part`` returns from its input if anything in it is not linear."""
     entered: list[int] = []
 
@@ -147,7 +163,8 @@ def _cut_if_bent(part: nn.Module, paths: DirectPaths, stack: ExitStack) -> None:
 
     def keep(x: Tensor) -> Tensor:
         leaf = paths.mode.leaf(x)
-        paths.locals.append(Local(leaf, len(paths.outputs)))
+        origin = None if follow is None else follow.origin(leaf)
+        paths.locals.append(Local(leaf, len(paths.outputs), origin))
         return leaf
 
     stack.enter_context(hooked(part.register_forward_pre_hook, before))

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import NotLinearError
+from ..errors import InputError, NotLinearError
+from ..tracing.places import Places
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
-from .rules import RULES
+from .rules import RULES, positional
 
 #: Which factor of a gated product carries its relevance: ``"frozen"``, the stream, of which the
 #: gate is a coefficient; ``"half"``, both alike.
@@ -28,6 +29,8 @@ class Linearising(TorchFunctionMode):
     Attributes:
         root: the input from which the network is linear, once it is there.
         ledger: the constants that entered.
+        given: which of the explained ids each token of the root is (B, L'), -1 for one that is
+            none of them; None if they are the same.
         bends: how many functions that are not linear were met so far.
         where: returns the name of the module that is running.
 
@@ -39,10 +42,17 @@ class Linearising(TorchFunctionMode):
             either way.
         where: returns the name of the module that is running.
         constants: whether biases and other constants are kept. Default: True.
+        follow: follows the ids, and is asked which of them are looked up. Default: None, they are
+            known by their values alone.
     """
 
     def __init__(
-        self, ids: Tensor | None, gate: Gate, where: Callable[[], str], constants: bool = True
+        self,
+        ids: Tensor | None,
+        gate: Gate,
+        where: Callable[[], str],
+        constants: bool = True,
+        follow: Places | None = None,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -50,11 +60,19 @@ class Linearising(TorchFunctionMode):
         self.ledger = Ledger(where, constants)
         self.bends = 0
         self.where = where
+        self.given: Tensor | None = None
         self._ids = ids
+        self._follow = follow
         self._found = False
+        self._table = 0
         self._start: Tensor | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
+
+    @property
+    def tokens(self) -> int:
+        """How many ids are explained, L."""
+        return 0 if self._ids is None else self._ids.shape[1]
 
     def begin(self, x: Tensor) -> Tensor:
         """A copy of ``x`` from which the network is linear, fit to be changed in place."""
@@ -85,7 +103,10 @@ class Linearising(TorchFunctionMode):
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)
         if name == "embedding":
-            return self._looked_up(func(*args, **kwargs), args[0] if args else kwargs["input"])
+            (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
+            if ids.is_floating_point():  # torch.embedding has them the other way round
+                ids, table = table, ids
+            return self._looked_up(func(*args, **kwargs), ids, table)
         if not self._any_live((*args, *kwargs.values())):
             return func(*args, **kwargs)
         in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
@@ -209,14 +230,23 @@ class Linearising(TorchFunctionMode):
         own = getattr(Tensor, name, on_a_copy)
         return self.overwrite(args[0], RULES[name](self, own, (x, *args[1:]), kwargs))
 
-    def _looked_up(self, out: Tensor, ids: Tensor) -> Tensor:
+    def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
 
         A function that makes up the ids itself never looks up those it was given; then the network
         begins at the first ids of all.
         """
         explained = self._ids
-        if explained is None or self._found:
+        if explained is None:
+            return out
+        origin = None if self._follow is None else self._follow.origin(ids)
+        places = None if origin is None else origin.tokens(0)
+        if origin is not None and places:
+            batch, tokens = origin.sizes[0]
+            start = torch.arange(batch, device=ids.device)[:, None] * tokens
+            given = torch.where(places[0] < 0, -1, places[0] - start)
+            return self._of_given(out, given, table)
+        if self._found:
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
             self._found = True
@@ -225,6 +255,38 @@ class Linearising(TorchFunctionMode):
             return self.begin(out)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
+
+    def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
+        """What an embedding returns that looks up explained ids, each in any place.
+
+        Args:
+            out: it, (B, L', E).
+            given: which of the explained ids each is (B, L'), -1 for one that is none of them.
+            table: what they are looked up in; what a second table adds is a constant.
+        """
+        assert self._ids is not None
+        everywhere = torch.arange(self._ids.shape[1], device=given.device).expand(len(given), -1)
+        is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
+        if not self._found:
+            self._found, self._table = True, table.data_ptr()
+            self.given = None if is_same else given
+            if self._start is not None:  # what came before was not the input
+                self.ledger.noted(self._start, self._start.detach())
+            return self.begin(out)
+        if self.root is None or table.data_ptr() != self._table:
+            return out
+        known = everywhere if self.given is None else self.given
+        match = (given[:, :, None] == known[:, None]) & (given >= 0)[:, :, None]
+        if bool(((given >= 0) & ~match.any(-1)).any()):
+            raise InputError(
+                "The model looks up token ids that it did not look up at first, so that the "
+                "embeddings it reads are not one input. Pass embeddings (B, L, E) as inputs."
+            )
+        places = match.long().argmax(-1)[..., None].expand(*given.shape, out.shape[-1])
+        constant = torch.where((given >= 0)[..., None], torch.zeros_like(out), out).detach()
+        again = torch.where((given >= 0)[..., None], self.root.gather(1, places), constant)
+        self.ledger.noted(again, constant)
+        return again
 
     def _without_weights(self, value: Any) -> Any:
         """Without the graphs of parameters: they are coefficients."""

@@ -153,6 +153,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
             )
         return [_chosen(found, layer) for layer in layers]
     refuse(_strangers(model, found))
+    modules = {mixer.module for mixer in found}
+    found = [mixer for mixer in found if modules.isdisjoint(mixer.around)]  # else counted twice
     if not found:
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "

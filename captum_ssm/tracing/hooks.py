@@ -1,9 +1,8 @@
-"""What hooks are made of: one thread's calls, the tensors in a call, calls without a cache."""
+"""What hooks are made of: one thread's calls, the tensors in a call, the names of what runs."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..mixers.base import Call
-from .changes import Undo, lasting
+from .changes import lasting
 
 #: A forward hook or pre-hook.
 Hook = Callable[..., Any]
@@ -104,49 +102,30 @@ def detached(value: Any) -> Any:
     return value
 
 
-def without_caches(model: nn.Module, stack: ExitStack) -> None:
-    """Ask every module that offers a cache not to use it, until ``stack`` is closed."""
-    for module in model.modules():
-        if "use_cache" in _parameters(type(module).forward):
-            register = module.register_forward_pre_hook
-            stack.enter_context(hooked(register, _without_cache, with_kwargs=True))
-        if hasattr(module, "recurrent_states"):
-            stack.enter_context(lasting(functools.partial(_set_aside, module)))
-            stack.enter_context(hooked(module.register_forward_pre_hook, _forget))
+class Running:
+    """The names of the modules that are running, innermost last."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names: list[str] = []
 
-def _set_aside(module: Any) -> Undo:
-    """Put back, at the end, the state that RecurrentGemma keeps by itself.
+    def name(self) -> str:
+        """That of the module that runs, or of the model's class where none does."""
+        return self._names[-1] if self._names else type(self._model).__name__
 
-    In transformers 4 it does so without a cache, too: the next call goes on from it, and a batch of
-    another size fails.
-    """
-    kept = module.recurrent_states
+    def watch(self, stack: ExitStack) -> None:
+        """Follow which modules run, until the stack is left."""
+        for name, module in self._model.named_modules():
+            enter, leave = self._hooks(name)
+            stack.enter_context(hooked(module.register_forward_pre_hook, enter))
+            stack.enter_context(hooked(module.register_forward_hook, leave, always_call=True))
 
-    def restore() -> None:
-        module.recurrent_states = kept
+    def _hooks(self, name: str) -> tuple[Any, Any]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._names.append(name)
 
-    return restore
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._names and self._names[-1] == name:  # else a hook before ours raised
+                self._names.pop()
 
-
-def _forget(module: Any, *_: Any) -> None:
-    module.recurrent_states = None
-
-
-def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    names = _parameters(type(module).forward)
-    if "cache_params" in names:  # which Mamba of transformers 4 drops if asked to use no cache
-        Call(args, kwargs, None).refuse_cache("cache_params", names.index("cache_params") - 1)
-    position = names.index("use_cache") - 1
-    if position < len(args):
-        args = (*args[:position], False, *args[position + 1 :])
-        return args, kwargs
-    return args, {**kwargs, "use_cache": False}
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters, self included."""
-    return list(inspect.signature(function).parameters)
+        return enter, leave

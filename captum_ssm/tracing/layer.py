@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.parts.token_map import TokenMap
-from ..operators import Operator
+from ..operators import Chain, Operator, Permute
 from ..operators.kernels.arithmetic import full_precision
 from .find import Mixer
-from .projection import scaled_output
+from .projection import Projection, scaled_output
 from .verification import relative_error, require_same, tolerance_for
 
 
@@ -41,6 +42,9 @@ class Layer:
         tolerance: the largest error accepted of its operator, unless the user says otherwise.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
+        residual: the residual stream that entered the block, (B, L, E); None where nobody asked
+            for it, or the mixer stands alone.
+        stage: number of the stage that it belongs to; None if the run was not arranged.
         checked: the error that was found when the operator was made; None if it was not looked for.
 
     Example:
@@ -68,6 +72,11 @@ class Layer:
         self._linearized = linearized
         self._linear: LinearMixer | None = None
         self.checked: float | None = None
+        self.stage: int | None = None
+        self._order: Tensor | None = None
+        self._stream_order: Tensor | None = None
+        self._is_ordered = False
+        self.residual: Tensor | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
@@ -162,7 +171,20 @@ class Layer:
         Args:
             x: (B, L, E), or in windows (B W, T, E).
         """
-        return x if self.map is None else self.map.in_order(x)
+        if self.map is not None:
+            return self.map.in_order(x)
+        return x if self._order is None else x.index_select(1, self._order.argsort().to(x.device))
+
+    def arrange(self, stage: int, order: Tensor | None, stream_order: Tensor | None) -> None:
+        """Put the operator's tokens into the order of those of the run's first layer.
+
+        Args:
+            stage: number of the stage that the layer belongs to.
+            order: which of the first layer's tokens each of the mixer's is (L,); None if they are
+                the same.
+            stream_order: the same for the tokens of the stream that entered its block.
+        """
+        self.stage, self._order, self._stream_order = stage, order, stream_order
 
     @property
     def linear(self) -> LinearMixer:
@@ -172,8 +194,10 @@ class Layer:
             NonFiniteError: when a coefficient is NaN or infinite.
         """
         if self._linear is None:
-            return self._linearized(self)
+            return _reordered(self._linearized(self), self._order)
         self.check_unchanged()
+        if self._order is not None and not self._is_ordered:
+            self._linear, self._is_ordered = _reordered(self._linear, self._order), True
         return self._linear
 
     def keep(self, linear: LinearMixer) -> None:
@@ -207,6 +231,13 @@ class Layer:
         with torch.no_grad(), full_precision(self.output.device):
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
+
+    @property
+    def residual_in_order(self) -> Tensor | None:
+        """:attr:`residual` by the operator's tokens."""
+        if self.residual is None or self._stream_order is None:
+            return self.residual
+        return self.residual.index_select(1, self._stream_order.argsort().to(self.residual.device))
 
     def verify(self, tolerance: float | None = None) -> None:
         """Raise unless the operator reproduces the module's output.
@@ -249,3 +280,21 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
             if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
                 return found
     return returned.new_empty(0)
+
+
+def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
+    """The linear mixer over tokens of which ``order`` (L,) says where each of its own is."""
+    if order is None:
+        return linear
+    order = order.to(linear.values.device)
+    back = order.argsort()
+    shape, project = linear.operator.shape, linear.project
+    if isinstance(project, Projection) and project.rest.dim() == 3 and project.rest.shape[1] > 1:
+        project = replace(project, rest=project.rest.index_select(1, back))
+    return replace(
+        linear,
+        values=linear.values.index_select(1, back),
+        operator=Chain(Permute(back, shape), linear.operator, Permute(order, shape)),
+        project=project,
+        mask=None if linear.mask is None else linear.mask.index_select(1, back),
+    )

@@ -207,6 +207,7 @@ class Places(TorchFunctionMode):
 
     Args:
         where: returns the name of the module that is running.
+        ids_only: whether ids alone are followed, and no numbers. Default: False.
 
     Example:
         >>> import torch
@@ -219,14 +220,29 @@ class Places(TorchFunctionMode):
         ([[-1, 0, 1, 2]], False)
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
+        self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
         self._records = WeakIdKeyDictionary()
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._paused = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a source was declared."""
+        return bool(self._sizes)
+
+    def pause(self) -> None:
+        """Look away until :meth:`resume` is called as often."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        """Look on again."""
+        self._paused -= 1
 
     def begin(self, tensor: Tensor, source: int = 0) -> None:
         """Declare ids (B, L) or embeddings (B, L, E) to be a source.
@@ -300,7 +316,9 @@ class Places(TorchFunctionMode):
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
         out = func(*args, **kwargs)
-        if not self._sizes:
+        if not self._sizes or self._paused:
+            return out
+        if self._ids_only and not any(map(_is_ids, tensors((out,)))):
             return out
         if name in ("__get__", "__set__"):
             attribute = func.__self__.__name__  # type: ignore[attr-defined]
@@ -515,6 +533,10 @@ def _written_by(
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = args[i] if i < len(args) else kwargs.get(argument.name)
                     yield from tensors((given,))
+
+
+def _is_ids(x: Tensor) -> bool:
+    return x.dtype in (torch.int64, torch.int32)
 
 
 def _is_number(x: Tensor) -> bool:

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
 from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
+from .caches import without_caches
+from .chain import Read
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
-from .hooks import Hook, at_both_ends, detached, hooked, swap_first, without_caches
+from .hooks import Hook, at_both_ends, detached, hooked, swap_first
 from .layer import Layer, hook_factor
 from .memory import bytes_of, free_memory
 from .offload import lasting_form, linearize, tensors_of
+from .places import Origin, Places
 from .repair.loops import repaired_scans
+from .residual import ADDS_TO_NORMED, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
@@ -35,6 +39,7 @@ class Trace:
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
+        reads: what each of them read, where tokens are followed.
 
     Example:
         >>> import torch
@@ -49,6 +54,7 @@ class Trace:
 
     def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
+        self.reads: list[Read] = []
         self._of_the_run = room is not None
         self._room = room or 0
         self._check = check
@@ -161,6 +167,8 @@ def trace(
     graph: Graph = "none",
     operators: bool = True,
     verify: bool = False,
+    streams: bool = False,
+    follow: Places | None = None,
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
@@ -179,6 +187,10 @@ def trace(
             that moment; else when they are asked for. Default: True.
         verify: hold every operator to what its module returned when it is made;
             :meth:`Layer.verify` raises for those that are not it. Default: False.
+        streams: whether the residual stream entering each mixer's block is kept, as
+            :attr:`Layer.residual`. Default: False.
+        follow: follows tokens, outside of mixers; :attr:`Trace.reads` then says what each mixer
+            read. The caller switches it on. Default: None, nothing does.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -204,15 +216,8 @@ def trace(
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         without_caches(module, stack)
-        streams: dict[nn.Module, Tensor] = {}
-        blocks = {block for mixer in mixers for block in mixer.blocks}
-        for outer in {outer for mixer in mixers for outer in mixer.around}:
-            kept = graph if outer in blocks else "none"
-            before, register = _stream_hook(streams, kept), outer.register_forward_pre_hook
-            stack.enter_context(hooked(register, before, with_kwargs=True))
-        for mixer in mixers:
-            ends = _mixer_hooks(record, mixer, streams, graph, mixers[-1])
-            stack.enter_context(at_both_ends(mixer.module, *ends))
+        watch = _Watch(record, graph, streams, follow, mixers[-1])
+        watch.hook(mixers, module, stack)
         stack.enter_context(repaired_scans())  # forwards, too, in memory linear in the length
         if graph != "none":
             stack.enter_context(recordable(module))
@@ -257,59 +262,145 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     )
 
 
-def _mixer_hooks(
-    record: Trace, mixer: Mixer, streams: dict[nn.Module, Tensor], graph: Graph, last: Mixer
-) -> tuple[Hook, Hook]:
-    """The first hook on a mixer, which sees what it returned, and the last, what left it."""
-    pending: list[tuple[Layer, Tensor]] = []
+class _Watch:
+    """What the hooks of a trace have in common.
 
-    def first(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        # the block entered last is the one that runs, also for a mixer shared by several
-        block = next((b for b in reversed(streams) if b in mixer.blocks), None)
-        around = {m: x.shape for m, x in reversed(streams.items()) if m in mixer.around}
-        call = Call(detached(args), detached(kwargs), detached(output), block, around)
-        stream = streams[block] if block is not None and graph == "all" else None
-        layer = Layer(record.linearize, mixer, call, block, stream)
-        record.recorded(layer)
-        pending.append((layer, first_tensor(output)))
-
-    def final(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        layer, returned = pending.pop()
-        left = first_tensor(output)
-        if graph == "tail" and mixer is last:
-            torch.set_grad_enabled(True)  # undone when the trace ends
-        joins = graph in ("outputs", "all") or (graph == "tail" and mixer is last)
-        if joins:
-            # what computed the first output is let go of
-            swap = begun if graph == "outputs" and layer is record.layers[0] else in_graph
-            output, kept = swap_first(output, swap)
-            assert kept is not None
-        else:
-            kept = left.detach()
-        layer.leave(kept, None if left is returned else hook_factor(returned, left))
-        return output if joins else None
-
-    return first, final
-
-
-def _stream_hook(streams: dict[nn.Module, Tensor], graph: Graph) -> Hook:
-    """Keeps the first floating tensor entering a block: the residual stream or one term of it.
-
-    Of other graphs than ``"all"`` its shape alone is kept.
+    Args:
+        record: what is recorded.
+        graph: which autograd graph is kept.
+        streams: whether the residual stream entering each block is kept.
+        follow: what follows tokens; None if nobody asks.
+        last: the last of the mixers.
     """
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        swap = in_graph if graph == "all" else _itself
-        (args, kwargs), stream = swap_first((args, kwargs), swap)
-        streams.pop(module, None)
-        if stream is not None:
-            shape_only = stream.new_empty(stream.shape, device="meta")
-            streams[module] = stream if graph == "all" else shape_only
-        return (args, kwargs) if graph == "all" else None
+    def __init__(
+        self, record: Trace, graph: Graph, streams: bool, follow: Places | None, last: Mixer
+    ) -> None:
+        self.record, self.graph, self.streams = record, graph, streams
+        self.follow, self.last = follow, last
+        #: What entered the modules around mixers, the one entered last coming last.
+        self.entered: dict[nn.Module, Tensor] = {}
+        self.residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
 
-    return hook
+    def hook(self, mixers: Sequence[Mixer], model: nn.Module, stack: ExitStack) -> None:
+        """Hook the mixers and what is around them, until the stack is left."""
+        blocks = {block for mixer in mixers for block in mixer.blocks}
+        for outer in {outer for mixer in mixers for outer in mixer.around}:
+            before, register = self._entered(outer in blocks), outer.register_forward_pre_hook
+            stack.enter_context(hooked(register, before, with_kwargs=True))
+        for mixer in mixers:
+            if self.follow is not None:
+                register = mixer.module.register_forward_pre_hook
+                stack.enter_context(hooked(register, self._look_away))
+            stack.enter_context(at_both_ends(mixer.module, *self._mixer_hooks(mixer)))
+        if self.follow is not None:
+            for module in model.modules():
+                if type(module).__name__ in _WITHIN_TOKENS:
+                    stack.enter_context(hooked(module.register_forward_pre_hook, self._look_away))
+                    after = hooked(module.register_forward_hook, self._through, prepend=True)
+                    stack.enter_context(after)
+
+    def _look_away(self, *_: Any) -> None:
+        assert self.follow is not None
+        self.follow.pause()
+
+    def _through(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert self.follow is not None
+        self.follow.resume()
+        self.follow.through(first_tensor(output), args[0])
+
+    def _entered(self, is_block: bool) -> Hook:
+        """Keeps the first floating tensor entering a block: the residual stream or one term of it.
+
+        Of other graphs than ``"all"`` its shape alone is kept.
+        """
+        keeps = is_block and self.graph == "all"
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_block and (self.streams or self.follow is not None):
+                self._note_residual(module, args, kwargs)
+            swap = in_graph if keeps else _itself
+            (args, kwargs), stream = swap_first((args, kwargs), swap)
+            self.entered.pop(module, None)
+            if stream is not None:
+                shape_only = stream.new_empty(stream.shape, device="meta")
+                self.entered[module] = stream if keeps else shape_only
+            return (args, kwargs) if keeps else None
+
+        return hook
+
+    def _note_residual(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.residual.pop(block, None)
+        stream = residual_stream(block, args, kwargs)
+        if stream is None:
+            return
+        origin = None
+        if self.follow is not None:
+            if not self.follow.has_begun and stream.dim() == 3:
+                self.follow.begin(stream)  # an image has no tokens before
+            origin = self.follow.origin(stream)
+        # a copy: the block may add to its stream in place
+        kept = stream.detach().clone() if self.streams else stream.new_empty(0)
+        self.residual[block] = kept, origin
+
+    def _mixer_hooks(self, mixer: Mixer) -> tuple[Hook, Hook]:
+        """The first hook on a mixer, which sees what it returned, and the last, what left it."""
+        pending: list[tuple[Layer, Tensor]] = []
+        record, graph = self.record, self.graph
+
+        def first(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            # the block entered last is the one that runs, also for a mixer shared by several
+            block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
+            around = {m: x.shape for m, x in reversed(self.entered.items()) if m in mixer.around}
+            call = Call(detached(args), detached(kwargs), detached(output), block, around)
+            stream = self.entered[block] if block is not None and graph == "all" else None
+            layer = Layer(record.linearize, mixer, call, block, stream)
+            found = None if block is None else self.residual.get(block)
+            origin = None if found is None else found[1]
+            if self.streams and found is not None:
+                adds_to_normed = hasattr(block, ADDS_TO_NORMED)
+                layer.residual = call.hidden_states if adds_to_normed else found[0]
+            if self.follow is not None:
+                self.follow.resume()
+                hidden = Call(args, kwargs, output).hidden_states
+                if not self.follow.has_begun:
+                    self.follow.begin(hidden)
+                record.reads.append(Read(self.follow.origin(hidden), origin))
+                self.follow.pause()
+            record.recorded(layer)
+            pending.append((layer, first_tensor(output)))
+
+        def final(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            layer, returned = pending.pop()
+            left = first_tensor(output)
+            if graph == "tail" and mixer is self.last:
+                torch.set_grad_enabled(True)  # undone when the trace ends
+            joins = graph in ("outputs", "all") or (graph == "tail" and mixer is self.last)
+            if joins:
+                # what computed the first output is let go of
+                swap = begun if graph == "outputs" and layer is record.layers[0] else in_graph
+                output, kept = swap_first(output, swap)
+                assert kept is not None
+            else:
+                kept = left.detach()
+            layer.leave(kept, None if left is returned else hook_factor(returned, left))
+            if self.follow is not None:
+                self.follow.resume()
+                self.follow.declare(first_tensor(output), record.layers.index(layer) + 1)
+            return output if joins else None
+
+        return first, final
+
+
+#: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among what
+#: acts within tokens (unified paper, section 3.3).
+_WITHIN_TOKENS = (
+    "RwkvFeedForward",
+    "RWKV6FeedForward",
+    "RWKV7FeedForward",
+)
 
 
 def _device_of(model: nn.Module) -> torch.device:

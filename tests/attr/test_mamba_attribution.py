@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.adapters import telling
 from oracles import dense
 from oracles.dense import (
     EXACT,
@@ -21,8 +22,6 @@ from zoo.small import CLASSES, classifier, falcon_lm, mamba_lm, token_ids, visio
 from zoo.small import images as random_images
 
 from captum_ssm import MambaAttribution, discard_smallest
-from captum_ssm.attr.engine import run as runs
-from captum_ssm.tracing import record
 
 CLAMPS = {"relu": lambda x: x * (x > 0), "abs": lambda x: x.abs(), "none": lambda x: x}
 
@@ -161,25 +160,33 @@ def test_one_number_per_example_needs_no_target():
         assert error(found, sum(rows) / 7) <= 1e-5
 
 
+class Noted(torch.autograd.Function):
+    """The identity; says when gradients are taken."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
+@pytest.mark.usefixtures("private_registry")
 @pytest.mark.parametrize("padded", [False, True])
-def test_nothing_is_linearised_while_the_graph_is_held(monkeypatch, padded):
+def test_nothing_is_linearised_while_the_graph_is_held(padded):
     """Unless a mixer was told of padding, which its adapter alone can read."""
-    model, ids = mamba_lm(), token_ids(2, 6)
-    done, linearize, gradients = [], record.linearize, runs.Run.gradients
-
-    def linearized(*args):
-        done.append("operator")
-        return linearize(*args)
-
-    def taken(*args):
-        done.append("gradients")
-        return gradients(*args)
-
-    monkeypatch.setattr(record, "linearize", linearized)
-    monkeypatch.setattr(runs.Run, "gradients", taken)
+    model, ids, done = mamba_lm(), token_ids(2, 6), []
+    telling(model.backbone.layers[0].mixer, lambda: done.append("operator"))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    explained = MambaAttribution(lambda x: model(x, attention_mask=mask if padded else None), model)
-    explained.attribute(ids, target=(-1, 4))
+
+    def function(ids):
+        out = model(ids, attention_mask=mask if padded else None)
+        return Noted.apply(out.logits, lambda: done.append("gradients"))
+
+    MambaAttribution(function, model).attribute(ids, target=(-1, 4))
     assert done[: done.index("gradients")] == ["operator"] * padded
     assert done.count("operator") > padded

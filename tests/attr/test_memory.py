@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.attr.engine import strips as memory
+from captum_ssm.attr.engine import strips
 from captum_ssm.attr.engine.strips import Budget, free_memory
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Diagonal, Shape
@@ -50,9 +50,9 @@ def test_rows_that_fit():
     assert Budget(8 * row).height(operator(batch=2), "mean") == 4
     assert Budget(8 * row).height(operator(dtype=torch.float64), "mean") == 4
     assert Budget(8 * row).height(operator(tokens=50), "mean") == 16
-    assert Budget(2**60).height(operator(), "mean") == memory._ROWS
-    assert Budget(2**60).height(operator(tokens=3_000), "mean") == memory._ENTRIES // 3_000
-    assert Budget(2**60).height(operator(tokens=100_000), "mean") == memory._FEW_ROWS
+    assert Budget(2**60).height(operator(), "mean") == strips._ROWS
+    assert Budget(2**60).height(operator(tokens=3_000), "mean") == strips._ENTRIES // 3_000
+    assert Budget(2**60).height(operator(tokens=100_000), "mean") == strips._FEW_ROWS
     # a maximum needs the row of each of the six channels too
     assert Budget(7 * 3 * row).height(operator(), "max") == 3
 
@@ -65,21 +65,21 @@ def test_an_error_names_the_least_and_how_to_need_less():
 
 
 def test_without_a_budget_there_is_always_room_for_a_row(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * 5000)
+    monkeypatch.setattr(strips, "free_memory", lambda device: 8 * 5000)
     assert Budget().height(operator(), "mean") == 3
-    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    monkeypatch.setattr(strips, "free_memory", lambda device: 0)
     assert Budget().height(operator(), "mean") == 1
 
 
 def test_free_memory(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    assert free_memory(cpu) == memory._UNKNOWN
+    monkeypatch.setattr(strips, "_MEMINFO", meminfo)
+    assert free_memory(cpu) == strips._UNKNOWN
     meminfo.write_text("MemTotal: 999 kB\nMemFree: 10 kB\nMemAvailable:    700 kB\n")
     assert free_memory(cpu) == 700 * 1024
     meminfo.write_text("MemTotal: 999 kB\n")
-    assert free_memory(cpu) == memory._UNKNOWN
+    assert free_memory(cpu) == strips._UNKNOWN
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (321, 654))
     assert free_memory(torch.device("cuda")) == 321
-    assert free_memory(torch.device("meta")) == memory._UNKNOWN
+    assert free_memory(torch.device("meta")) == strips._UNKNOWN

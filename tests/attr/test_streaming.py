@@ -10,8 +10,7 @@ from zoo.mamba import padded_batch
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr.engine import run
-from captum_ssm.attr.engine import strips as memory
+from captum_ssm.attr.engine import run, strips
 from captum_ssm.attr.engine.fold import LayerMatrix, given
 from captum_ssm.attr.engine.strips import Budget, in_strips
 from captum_ssm.errors import OptionError
@@ -162,7 +161,7 @@ class DenseMatrix(Operator):
 
 @pytest.mark.parametrize("height", [1, 2, 5, 7])
 def test_the_maps_are_those_of_the_changed_matrix(height, monkeypatch):
-    monkeypatch.setattr(memory, "_ROWS", height)
+    monkeypatch.setattr(strips, "_ROWS", height)
     matrix = torch.randn(3, 7, 7, dtype=torch.float64)
     row, column = torch.randn(2, 3, 7, dtype=torch.float64)
 

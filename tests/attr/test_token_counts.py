@@ -16,7 +16,7 @@ from captum_ssm import (
     register_mixer,
 )
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.mixers import LinearMixer, registry
+from captum_ssm.mixers import LinearMixer
 from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 from captum_ssm.operators import DenseHeads
 
@@ -97,10 +97,9 @@ def weighted(mixer, call):
     return LinearMixer(call.hidden_states[..., None], operator, project, map=mixer.map)
 
 
-def test_norms_across_a_map_that_becomes_coarser(monkeypatch):
+@pytest.mark.usefixtures("private_registry")
+def test_norms_across_a_map_that_becomes_coarser():
     """The rows of each layer, over the tokens of the first."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
     register_mixer(Weighted, weighted)
     model, x = Coarser(), torch.randn(3, 16, WIDTH)
     fine, coarse = LatimNorm(model).maps(x)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import every_method
+from helpers.adapters import forgetting_the_skip
 from helpers.sessions import thorough
 from torch import Tensor, nn
 from zoo import networks
@@ -23,33 +24,20 @@ from captum_ssm import (
     MambaLRP,
     SSMLLMAttribution,
     compare,
-    register_mixer,
 )
 from captum_ssm.errors import ReconstructionError
-from captum_ssm.mixers import Call, LinearMixer, registry
 
 FLOWS = [LatimFlow, MambaLRP]
 TARGET = (-1, 3)
 LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\.\de[-+]\d\d, more "
 
 
-@pytest.fixture(autouse=True)
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+pytestmark = pytest.mark.usefixtures("private_registry")
 
 
 def with_wrong_adapter(model: Any) -> Any:
     """The model, for whose mixers an adapter is registered that forgets the skip connection."""
-    found = registry.adapter_for(model.backbone.layers[0].mixer)
-    assert found is not None
-    right = found[1]
-
-    def without_skip(module: Any, call: Call) -> LinearMixer:
-        return right(module, call).restrict({"conv", "activation", "scan", "gate"})
-
-    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    forgetting_the_skip(model.backbone.layers[0].mixer)
     return model
 
 

@@ -21,8 +21,7 @@ import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.attr.catalogue import DEFAULT, METHODS
 from captum_ssm.attr.engine.method import ImplicitMethod
-from captum_ssm.cli import explain as command
-from captum_ssm.cli import main
+from captum_ssm.cli import explain, main
 from captum_ssm.errors import OptionError
 from captum_ssm.models import VisionMamba, load_bundled
 from captum_ssm.viz.html.pictures import png
@@ -292,7 +291,7 @@ def test_what_nobody_expected(
     def fail(options: object) -> None:
         raise error
 
-    monkeypatch.setattr(command, "run", fail)
+    monkeypatch.setattr(explain, "run", fail)
     assert main(["explain", "recall-mamba", "--text", "anna"]) == code
     assert said in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextvars import copy_context
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from captum_ssm.attr.engine import sharing
 from captum_ssm.tracing import eager
 from captum_ssm.tracing.repair import loops
 
@@ -72,6 +72,15 @@ class Snapshot:
             assert tensor._version == self.versions[name], f"{name} was written to"
 
 
+def context() -> dict[str, Any]:
+    """What the package has set for this thread."""
+    return {
+        variable.name: value
+        for variable, value in copy_context().items()
+        if variable.name.startswith("captum_ssm") and value is not None
+    }
+
+
 def process_state(model: nn.Module) -> dict[str, Any]:
     """What torch, the package and the packages that the model is of have set for the process."""
     tiny = torch.full((), torch.finfo(torch.float32).tiny)
@@ -90,7 +99,7 @@ def process_state(model: nn.Module) -> dict[str, Any]:
         "functions seen": torch._C._is_torch_function_enabled(),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
         "users": [(x._users, x._undo) for x in (eager._switch, loops._repairs)],
-        "shared": sharing._current.get(),
+        "context": context(),
         "functions": _functions(model),
         "configuration": str(getattr(model, "config", None)),
     }

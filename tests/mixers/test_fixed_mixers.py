@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zoo.mamba import randomise, transformers_model
 
 from captum_ssm import ImplicitAttention, register_mixer
-from captum_ssm.mixers import Call, LinearMixer, registry
+from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.operators import Chain, Diagonal, LongConv, Mixing, Operator, Shape, ShortConv, Sum
 
 transformers = pytest.importorskip("transformers")
@@ -223,13 +223,6 @@ def make_toy(name: str) -> Any:
     module = randomise(TOYS[name].make())
     register_mixer(type(module), TOYS[name].linearize)
     return module
-
-
-@pytest.fixture(autouse=True)
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 23])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators import Operator
-from captum_ssm.operators import reduction as by_channel
+from captum_ssm.operators import Operator, reduction
 from captum_ssm.operators.reduction import goes_by_channel
 
 REDUCTIONS = ["max", "min", "product", None]
@@ -21,8 +20,8 @@ def test_channels_are_rows(
     build: Any, reduce: str | None, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operator = build(9).operator
-    monkeypatch.setattr(by_channel, "_ELEMENTS", elements)
-    found = by_channel.by_channel(operator, reduce)
+    monkeypatch.setattr(reduction, "_ELEMENTS", elements)
+    found = reduction.by_channel(operator, reduce)
     wanted = operator.rows(range(9), reduce)
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()

@@ -27,7 +27,7 @@ from zoo.chunked_kinds import (
 from captum_ssm.operators.heads import HeadOperator
 from captum_ssm.operators.kernels import chunks
 from captum_ssm.operators.kernels.chunks import CHUNK
-from captum_ssm.operators.recurrences import vector_decay as vector_decay_heads
+from captum_ssm.operators.recurrences import vector_decay
 
 LENGTHS = [1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
 LONG = full(9 * CHUNK + 5)
@@ -51,7 +51,7 @@ def test_chunks_held_one_or_two_at_a_time(
 ) -> None:
     """A state is carried from what is held to what is held next."""
     monkeypatch.setattr(chunks, "FEW", few)
-    monkeypatch.setattr(vector_decay_heads, "_STATE_ELEMENTS", 5000)
+    monkeypatch.setattr(vector_decay, "_STATE_ELEMENTS", 5000)
     operator = make(3 * CHUNK + 9, logs, batch=1)
     matrices = token_loops.matrices(loop, operator)
     v, u, left, right = randn(4, *operator.shape)

@@ -8,7 +8,7 @@ from oracles import relative_error, times
 from torch import Tensor
 
 from captum_ssm.operators import ElementwiseRecurrence, wkv
-from captum_ssm.operators.recurrences import elementwise as recurrence
+from captum_ssm.operators.recurrences import elementwise
 
 
 def drawn(tokens: int, heads: int = 4) -> tuple[ElementwiseRecurrence, Tensor]:
@@ -29,7 +29,7 @@ def drawn(tokens: int, heads: int = 4) -> tuple[ElementwiseRecurrence, Tensor]:
 def test_any_number_of_tokens_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tokens: int, held: int
 ) -> None:
-    monkeypatch.setattr(recurrence, "_TOKENS", held)
+    monkeypatch.setattr(elementwise, "_TOKENS", held)
     operator, wanted = drawn(tokens)
     for lead in ((), (3,), (2, 3)):
         v = torch.randn(*lead, *operator.shape, dtype=torch.float64)
@@ -48,8 +48,8 @@ def test_products_with_the_mean_matrix(tokens: int) -> None:
 
 @pytest.mark.parametrize("elements", [1, 100, 10**9])
 def test_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr(recurrence, "TREE_ELEMENTS", elements)
-    monkeypatch.setattr(recurrence, "TREE_LEAST", 1)
+    monkeypatch.setattr(elementwise, "TREE_ELEMENTS", elements)
+    monkeypatch.setattr(elementwise, "TREE_LEAST", 1)
     operator, wanted = drawn(21)
     assert relative_error(operator.dense(), wanted.mean(1)) <= 1e-12
     left, right = torch.randn(2, *operator.shape, dtype=torch.float64)

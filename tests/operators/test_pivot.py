@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from captum_ssm.operators import ElementwiseRecurrence, SelectiveScan
-from captum_ssm.operators.kernels import pivot_strip as pivot
+from captum_ssm.operators.kernels import pivot_strip
 from captum_ssm.operators.kernels.pivot_strip import from_pivot, strip_by_pivot
 
 EXACT = 1e-12
@@ -91,7 +91,7 @@ def test_rows_of_products(data: st.DataObject, kind: str, lags: tuple[int, ...])
     wanted = product(matrices, left, band)[:, rows.start : rows.stop]
     for columns in (3, 512):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pivot, "_COLUMNS", columns)
+            patch.setattr(pivot_strip, "_COLUMNS", columns)
             found = strip_by_pivot(operator, left, band, rows)
         assert found.rows == rows
         error = (found.whole(tokens) - wanted).abs().max()
@@ -101,13 +101,15 @@ def test_rows_of_products(data: st.DataObject, kind: str, lags: tuple[int, ...])
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_rows_are_cut_by_themselves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, matrices = KINDS[kind](pivot.LEAST + 30)
+    operator, matrices = KINDS[kind](pivot_strip.LEAST + 30)
     left, right = randn(*operator.shape), randn(*operator.shape)
     wanted = product(matrices, left, {0: right})
-    asked, cut = [], pivot.strip_by_pivot
-    monkeypatch.setattr(pivot, "strip_by_pivot", lambda *args: asked.append(args[3]) or cut(*args))
+    asked, cut = [], pivot_strip.strip_by_pivot
+    monkeypatch.setattr(
+        pivot_strip, "strip_by_pivot", lambda *args: asked.append(args[3]) or cut(*args)
+    )
     for rows in (range(0, 50), range(50, 70), range(70, 94), range(80, 81)):
-        found = operator.strip(left, right, rows).whole(pivot.LEAST + 30)
+        found = operator.strip(left, right, rows).whole(pivot_strip.LEAST + 30)
         error = (found - wanted[:, rows.start : rows.stop]).abs().max()
         assert error <= EXACT * wanted.abs().max()
     assert asked == [range(70, 94), range(80, 81)]
@@ -119,7 +121,7 @@ def test_few_channels_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in (0, 2)}
     wanted = product(matrices, left, band)[:, 20:]
     for elements in (1, 500):
-        monkeypatch.setattr(pivot, "_ELEMENTS", elements)
+        monkeypatch.setattr(pivot_strip, "_ELEMENTS", elements)
         found = strip_by_pivot(operator, left, band, range(20, 30)).whole(30)
         assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
 

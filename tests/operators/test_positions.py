@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from captum_ssm.errors import QueryError
-from captum_ssm.operators.kernels import rows as positions
+from captum_ssm.operators.kernels import rows
 from captum_ssm.operators.kernels.rows import in_stacks, per_example, unit_vectors
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_unit_vectors_per_example() -> None:
 
 @pytest.mark.parametrize("elements", [0, 1, 3, 10, 11, 1000])
 def test_stacks_hold_what_they_may(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "_STACK_ELEMENTS", 10)
+    monkeypatch.setattr(rows, "_STACK_ELEMENTS", 10)
     parts = list(in_stacks(range(3, 20), elements))
     assert [row for part in parts for row in part] == list(range(3, 20))
     most = max(1, 10 // max(1, elements))

@@ -22,10 +22,10 @@ from captum_ssm.operators import (
     Shape,
     ShortConv,
     Sum,
+    recurrences,
 )
-from captum_ssm.operators.kernels import portions as streams
+from captum_ssm.operators.kernels import portions
 from captum_ssm.operators.kernels.chunks import CHUNK
-from captum_ssm.operators.recurrences import base as chunked_heads
 from captum_ssm.operators.recurrences.base import Recurrent
 
 
@@ -100,7 +100,7 @@ def test_heads_any_number_of_tokens_at_a_time(make: Make, loop: Loop, size: int)
 def test_means_of_heads_a_chunk_at_a_time(
     monkeypatch: pytest.MonkeyPatch, make: Make, loop: Loop, tokens: int
 ) -> None:
-    monkeypatch.setattr(chunked_heads, "LARGE", streams.Portion(1, 4))
+    monkeypatch.setattr(recurrences.base, "LARGE", portions.Portion(1, 4))
     operator = heads_of(make, tokens)
     mean, x = mean_matrix(operator), randn(2, tokens)
     assert relative_error(operator.mean_matvec(x), torch.einsum("bij,bj->bi", mean, x)) <= 1e-12
@@ -126,7 +126,7 @@ def test_convolutions_at_either_end_of_what_is_summed_up(lags: tuple[int, ...]) 
     [(10, 4, 1, 4), (9, 4, 1, 3), (1024, 341, 1, 256), (130, 128, 64, 128), (5, 64, 64, 64)],
 )
 def test_parts_of_like_size(tokens: int, most: int, multiple: int, size: int) -> None:
-    assert streams.evenly(tokens, most, multiple) == size
+    assert portions.evenly(tokens, most, multiple) == size
 
 
 @pytest.mark.parametrize("lags", [(0,), (2,), (5, 1)])
@@ -148,7 +148,7 @@ def test_what_looks_ahead_has_no_stream() -> None:
 @pytest.mark.parametrize("elements", [1, 100])
 def test_products_with_the_mean_matrix(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     operator: Any = mixer(37)
-    monkeypatch.setattr(Chain, "portion", streams.Portion(elements, 32))
+    monkeypatch.setattr(Chain, "portion", portions.Portion(elements, 32))
     mean, x = operator.dense(), randn(2, 37)
     assert relative_error(operator.mean_matvec(x), torch.einsum("bij,bj->bi", mean, x)) <= 1e-12
     assert relative_error(operator.mean_rmatvec(x), torch.einsum("bi,bij->bj", x, mean)) <= 1e-12

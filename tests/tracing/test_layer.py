@@ -7,12 +7,12 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.adapters import forgetting_the_skip
 from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
 
 from captum_ssm import trace
 from captum_ssm.errors import InputError, ReconstructionError
-from captum_ssm.mixers import Call, LinearMixer, register_mixer, registry
 
 pytest.importorskip("transformers")
 
@@ -125,13 +125,7 @@ def test_weights_changed_in_place_void_the_record(model: Any) -> None:
 
 @pytest.mark.usefixtures("private_registry")
 def test_verify_notices_a_wrong_adapter(model: Any) -> None:
-    right = registry.adapter_for(model.backbone.layers[0].mixer)
-    assert right is not None
-
-    def without_skip(module: Any, call: Call) -> LinearMixer:
-        return right[1](module, call).restrict({"conv", "activation", "scan", "gate"})
-
-    register_mixer(type(model.backbone.layers[0].mixer), without_skip)
+    forgetting_the_skip(model.backbone.layers[0].mixer)
     with torch.no_grad(), trace(model) as t:
         model(ids())
     for layer in t.layers:

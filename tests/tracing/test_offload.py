@@ -16,7 +16,6 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import register_mixer, trace
 from captum_ssm.errors import AdapterError, WeightsError
-from captum_ssm.mixers import registry
 from captum_ssm.tracing import find_mixers, repaired_scans
 
 accelerate = pytest.importorskip("accelerate")
@@ -210,10 +209,8 @@ def test_arguments_are_those_that_the_hook_passes_on() -> None:
     assert vars(mixer)["forward"] is forward
 
 
-def test_hooks_are_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-
+@pytest.mark.usefixtures("private_registry")
+def test_hooks_are_back_after_an_error() -> None:
     def fail(module: Any, call: Any) -> Any:
         assert not module.in_proj.weight.is_meta
         raise ZeroDivisionError

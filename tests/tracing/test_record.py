@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import telling
 from helpers.versions import VERSION_4
 from oracles import mamba1_parts, relative_error
 from torch import Tensor, nn
@@ -282,27 +283,20 @@ def test_gradient_of_the_last_mixer_inside_no_grad(model: Any) -> None:
 # --- operators on demand ---------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("private_registry")
 @pytest.mark.parametrize("free", [0, 2**33])
 def test_operators_are_kept_while_there_is_memory(
     model: Any, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     monkeypatch.setattr(record, "free_memory", lambda device: free)
     made = []
-    monkeypatch.setattr(record, "linearize", counting(record.linearize, made))
+    telling(model.backbone.layers[0].mixer, lambda: made.append(1))
     with torch.no_grad(), trace(model) as t:
         model(ids())
     for _ in range(2):
         for layer in t.layers:
             layer.operator.dense()
     assert len(made) == (2 * len(t.layers) if not free else len(t.layers))
-
-
-def counting(function: Any, calls: list[Any]) -> Any:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return function(*args, **kwargs)
-
-    return counted
 
 
 def test_the_operator_is_made_once_and_only_the_latest_is_kept(model: Any) -> None:

@@ -147,6 +147,21 @@ class _Reached(BaseException):
         self.stream = stream
 
 
+def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
+    """Relevance of tokens that a model read (B, L', ...), on those that it was given (B, L, ...).
+
+    Args:
+        relevance: of what was read, by token or by feature of it.
+        given: which token each is (B, L'), -1 for one that the model or forward_func added.
+        tokens: L.
+    """
+    given = given.to(relevance.device).view(*given.shape, *(1,) * (relevance.dim() - 2))
+    given = given.expand(relevance.shape)
+    kept = torch.where(given >= 0, relevance, torch.zeros_like(relevance))
+    out = relevance.new_zeros(len(relevance), tokens, *relevance.shape[2:])
+    return out.scatter_add(1, given.clamp_min(0), kept)
+
+
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
     """(B, L) in the shape of ids (B, L) or of a sequence (B, L, F), uniformly over F."""
     if inputs.dim() == 2 or per_token:

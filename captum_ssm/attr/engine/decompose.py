@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
+from ..call.layout import of_given
 
 #: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -20,7 +21,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, tor
 class Decomposition:
     """What every part of a network's input adds to one number of its output.
 
-    ``inputs`` and ``biases`` sum to ``output``; :attr:`delta` is what rounding leaves.
+    ``inputs``, ``virtual`` and ``biases`` sum to ``output``; :attr:`delta` is what rounding leaves.
 
     Attributes:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
@@ -30,6 +31,8 @@ class Decomposition:
         mixers: relevance of each token of what each mixer returns, (B, L) each.
         biases: what biases and other constants add, (B,), by the module that adds them.
         output: the explained number (B,).
+        virtual: what tokens add that the model reads and was not given, such as one that
+            forward_func puts in front, (B,). Streams and mixers hold these tokens, too.
     """
 
     inputs: Tensor
@@ -37,6 +40,7 @@ class Decomposition:
     mixers: tuple[Tensor, ...]
     biases: dict[str, Tensor]
     output: Tensor
+    virtual: Tensor
 
     @property
     def tokens(self) -> Tensor:
@@ -50,8 +54,8 @@ class Decomposition:
 
     @property
     def delta(self) -> Tensor:
-        """output - inputs - biases (B,): 0, but for rounding."""
-        return self.output - self.inputs.flatten(1).sum(1) - self.bias
+        """output - inputs - virtual - biases (B,): 0, but for rounding."""
+        return self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
 
 
 class Parts(Protocol):
@@ -95,7 +99,12 @@ def decompose(network: Network, output: Tensor, constant: Tensor | None = None) 
         if entering:
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens())
-    return Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach())
+    virtual = torch.zeros_like(output.detach())
+    if network.mode.given is not None:
+        whole = inputs.flatten(1).sum(1)
+        inputs = of_given(inputs, network.mode.given, network.mode.tokens)
+        virtual = whole - inputs.flatten(1).sum(1)
+    return Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach(), virtual)
 
 
 def account(
@@ -181,6 +190,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
             for name in names
         },
         torch.cat([part.output for part in parts]),
+        torch.cat([part.virtual for part in parts]),
     )
 
 

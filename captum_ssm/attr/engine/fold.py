@@ -154,14 +154,16 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     """Layers that act on the same residual stream together, in the order in which they ran.
 
-    Most stages are one layer. Layers that join ``"parallel"`` share a stage within their block; a
-    layer that ``"feeds"`` opens the stage of the layer after it.
+    Most stages are one layer. Layers that read the same stream share one; where that was not seen,
+    those do that join ``"parallel"`` within their block.  A layer that ``"feeds"`` opens the stage
+    of the layer after it.
     """
     out: list[list[Layer]] = []
     for layer in layers:
         before = out[-1][-1] if out else None
         together = before is not None and (
             before.joins == "feeds"
+            or (before.stage is not None and before.stage == layer.stage)
             or (before.joins == layer.joins == "parallel" and before.block is layer.block)
         )
         if together:

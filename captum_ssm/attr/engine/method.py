@@ -24,7 +24,7 @@ from ...tracing import (
 )
 from ..call.components import parse_components
 from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
-from ..call.layout import ImageProbe, spread_over_features, spread_over_image
+from ..call.layout import ImageProbe, of_given, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
 from ..call.targets import Each, as_asked, several, target_index
 from .fold import Options
@@ -190,6 +190,8 @@ class ImplicitMethod(Attribution):
             token_map = run.layers[0].map if is_image else None
         if run.mask is not None:
             rows = [row * run.mask.to(row) for row in rows]
+        if run.given is not None:
+            rows = [of_given(row, run.given, inputs.shape[1]) for row in rows]
         if probe is None:
             return [spread_over_features(row, inputs, per_token) for row in rows]
         if token_map is not None:
@@ -227,7 +229,7 @@ class ImplicitMethod(Attribution):
         request = Request(self.forward_func, model, self.layers, inputs, additional)
         kept = Kept(graph, self.needs_streams, verify is not False)
         forward = forward_of(request, kept)
-        layers, output = forward.layers, forward.output
+        layers, output, chain = forward.layers, forward.output, forward.chain
         tail = layers[-1]
         seen = tail.in_order(tail.output)
         for found, what in ((seen, "mixers see"), (output, "output has")):
@@ -241,10 +243,13 @@ class ImplicitMethod(Attribution):
         for index in [target_index(each, output) for each in several(target)]:
             selected, taken = forward.selected(index) if self.needs_gradient else (None, None)
             weights = query_weights(query, output, index, tail, mask)
+            if chain is not None and chain.output is not None:
+                weights = weights.index_select(1, chain.output.argsort().to(weights.device))
             questions.append(Question(weights.detach(), selected, taken=taken))
         if self.needs_gradient:  # the backward pass takes the most memory of all
             forward.record.forget()
-        return Run(layers, mask, questions, streams=forward.streams)
+        given = None if chain is None else chain.given
+        return Run(layers, mask, questions, given=given)
 
 
 def options(

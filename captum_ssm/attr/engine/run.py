@@ -44,15 +44,20 @@ class Run:
         mask: True for real tokens (B, L), or None.
         questions: what is asked of it, now the first; the graph is kept for those that follow.
         kept: what :meth:`once` keeps for all questions.
-        streams: the residual stream (B, L, E) entering the block of each layer, None for a mixer
-            that stands alone; empty for methods that do not need it.
+        given: which token of the input each of the first layer's is (B, L), -1 for one that comes
+            from elsewhere; None if they are the same.
     """
 
     layers: Sequence[Layer]
     mask: Tensor | None
     questions: Sequence[Question]
     kept: dict[Layer, Tensor] = field(default_factory=dict, kw_only=True)
-    streams: Mapping[Layer, Tensor | None] = field(default_factory=dict, kw_only=True)
+    given: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def streams(self) -> Mapping[Layer, Tensor | None]:
+        """The residual stream (B, L, E) entering each layer's block; None where none was kept."""
+        return {layer: layer.residual_in_order for layer in self.layers}
 
     @property
     def weights(self) -> Tensor:

@@ -6,7 +6,7 @@ those that follow with the same call are given its record, and the gradients tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing import Graph, Layer, Trace, require_layers, trace
+from ...tracing.chain import Chain, arrange
+from ...tracing.hooks import Running
+from ...tracing.places import Origin, Places
 from ..call.inputs import call_model
 from ..call.layout import ImageProbe
 from ..call.targets import logits_of, select
-from .residual import residual_streams
 from .run import Taken
 
 
@@ -74,14 +76,13 @@ class Forward:
     Attributes:
         record: the recorded layers.
         output: what the model returned, as a tensor.
-        streams: the residual stream entering the block of each layer, if it is kept; see
-            :class:`~captum_ssm.attr.engine.run.Run`.
+        chain: how the tokens of its layers lie; None where that is not known.
         shared: whether methods that follow use it too, so that it keeps its graph.
     """
 
     record: Trace
     output: Tensor
-    streams: Mapping[Layer, Tensor | None]
+    chain: Chain | None
     shared: bool
     _selected: list[tuple[Tensor | None, Tensor, Taken]] = field(default_factory=list)
 
@@ -173,14 +174,59 @@ def _run(request: Request, kept: Kept, shared: bool) -> Forward:
     model, layers = request.model, request.layers
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(kept.graph in ("outputs", "all")))
-        entering = stack.enter_context(residual_streams(model, layers)) if kept.streams else None
+        tokens = followed(model, layers, stack)
         record = stack.enter_context(
-            trace(model, layers=layers, graph=kept.graph, verify=kept.verify)
+            trace(
+                model,
+                layers=layers,
+                graph=kept.graph,
+                verify=kept.verify,
+                streams=kept.streams,
+                follow=tokens,
+            )
         )
+        if tokens is not None:
+            stack.enter_context(tokens)
+        begin(tokens, request.inputs)
         output = logits_of(call_model(request.forward_func, request.inputs, request.additional))
+        origin = None if tokens is None else tokens.origin(output)
     require_layers(record, model)
-    streams = {} if entering is None else dict(zip(record.layers, entering, strict=True))
-    return Forward(record, output, streams, shared)
+    return Forward(record, output, chained(record, origin), shared)
+
+
+def followed(
+    model: nn.Module, layers: Sequence[str | nn.Module] | None, stack: ExitStack
+) -> Places | None:
+    """What follows tokens through a run, to be switched on for it.
+
+    Args:
+        model: the module.
+        layers: the mixers that the user chose, who then vouches for the rest: None is returned.
+        stack: until it is left, the names of modules that run are known.
+    """
+    if layers is not None:
+        return None
+    running = Running(model)
+    running.watch(stack)
+    return Places(running.name)
+
+
+def begin(tokens: Places | None, inputs: Tensor) -> None:
+    """Declare the explained input; tokens of an image begin with its first block."""
+    if tokens is not None and inputs.dim() in (2, 3):
+        tokens.begin(inputs)
+
+
+def chained(record: Trace, output: Origin | None) -> Chain | None:
+    """How the tokens of a run lie; None where that was not followed, or lies in maps.
+
+    Args:
+        record: of the run.
+        output: where its output comes from.
+    """
+    if not record.reads or any(layer.map is not None for layer in record.layers):
+        return None
+    return arrange(record.layers, record.reads, output)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...linear import DirectPaths
 from ...tracing import Layer
+from ...tracing.chain import Chain
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.run import Question, Run
@@ -91,9 +92,11 @@ class LogitRun(Run):
 
     Attributes:
         paths: the direct paths.
+        chain: how the tokens lie; None where that is not known.
     """
 
     paths: DirectPaths
+    chain: Chain | None
 
 
 def contributions_to(
@@ -150,7 +153,7 @@ def _of_layer(layer: Layer, activation: str, asked: Sequence[_Direct], at: int) 
     constant = shares.constant()
     found = []
     for direct in asked:
-        direction = direct.toward[at].to(shares.weight)
+        direction = layer.in_order(direct.toward[at]).to(shares.weight)
         found.append(shares.toward(direction))
         added = (direction * constant).flatten(1).sum(1)
         direct.biases[layer.name] = direct.biases.get(layer.name, 0) + added
@@ -198,6 +201,9 @@ def _direct(run: LogitRun, question: Question) -> _Direct:
         (gradient * part.detach()).reshape(batch, tokens, -1).sum(-1)
         for gradient, part in zip(gradients[len(layers) :], written, strict=True)
     ]
+    if run.chain is not None:
+        origins = [*(part.origin for part in paths.locals), paths.entry_origin]
+        added = [run.chain.put(x, o) for x, o in zip(added, origins, strict=False)]
     embedding = (
         added.pop() if paths.entry is not None else torch.zeros_like(paths.outputs[0][..., 0])
     )

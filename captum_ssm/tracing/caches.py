@@ -1,0 +1,110 @@
+"""Runs without a cache that compute what they would compute with one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..mixers.base import Call
+from .changes import Shared, Undo, lasting
+from .hooks import hooked
+
+
+def without_caches(model: nn.Module, stack: ExitStack) -> None:
+    """Ask every module that offers a cache not to use it, until ``stack`` is closed."""
+    stack.enter_context(lasting(_packed.enter))
+    stack.callback(_calls.wanted.clear)  # an interrupt calls no hooks
+    for module in model.modules():
+        if "use_cache" in _parameters(type(module).forward):
+            before, after = module.register_forward_pre_hook, module.register_forward_hook
+            stack.enter_context(hooked(before, _without_cache, with_kwargs=True))
+            stack.enter_context(hooked(after, _finished, always_call=True))
+        if hasattr(module, "recurrent_states"):
+            stack.enter_context(lasting(functools.partial(_set_aside, module)))
+            stack.enter_context(hooked(module.register_forward_pre_hook, _forget))
+
+
+def _set_aside(module: Any) -> Undo:
+    """Put back, at the end, the state that RecurrentGemma keeps by itself.
+
+    In transformers 4 it does so without a cache, too: the next call goes on from it, and a batch of
+    another size fails.
+    """
+    kept = module.recurrent_states
+
+    def restore() -> None:
+        module.recurrent_states = kept
+
+    return restore
+
+
+def _forget(module: Any, *_: Any) -> None:
+    module.recurrent_states = None
+
+
+class _Calls(threading.local):
+    """Of this thread's calls of modules that offer a cache, whether each would have used it."""
+
+    def __init__(self) -> None:
+        self.wanted: list[bool] = []
+
+
+_calls = _Calls()
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    names = _parameters(type(module).forward)
+    if "cache_params" in names:  # which Mamba of transformers 4 drops if asked to use no cache
+        Call(args, kwargs, None).refuse_cache("cache_params", names.index("cache_params") - 1)
+    position = names.index("use_cache") - 1
+    wanted = args[position] if position < len(args) else kwargs.get("use_cache")
+    if wanted is None:
+        wanted = getattr(getattr(module, "config", None), "use_cache", False)
+    # a module inside another is told by that one, which was told otherwise
+    _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
+    if position < len(args):
+        args = (*args[:position], False, *args[position + 1 :])
+        return args, kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+def _finished(*_: Any) -> None:
+    if _calls.wanted:  # empty if a hook before ours raised
+        _calls.wanted.pop()
+
+
+def _keep_apart_as_with_a_cache() -> Undo:
+    """Let transformers take positions that begin anew for packed texts only where it would.
+
+    It does so where there is neither a mask nor a cache; a call with a cache reads one text.
+    """
+    code = sys.modules.get("transformers.masking_utils")
+    own: Callable[[Tensor], Tensor | None] | None
+    own = getattr(code, "find_packed_sequence_indices", None)
+    if own is None:
+        return lambda: None
+
+    @functools.wraps(own)
+    def found(*args: Any, **kwargs: Any) -> Tensor | None:
+        return None if _calls.wanted and _calls.wanted[0] else own(*args, **kwargs)
+
+    setattr(code, own.__name__, found)
+    return lambda: setattr(code, own.__name__, own)
+
+
+_packed = Shared(_keep_apart_as_with_a_cache)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of a method's parameters, self included."""
+    return list(inspect.signature(function).parameters)

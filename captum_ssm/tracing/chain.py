@@ -1,0 +1,228 @@
+"""Whether the layers of a run are a chain, in which order each reads the tokens, and which belong
+together.
+
+Folds multiply what layers do to tokens, one after the other.  That says something of the model only
+where each layer reads what those before it left, token by token, in whatever order.  Layers that
+read the same stream are one stage, as the two directions of a bidirectional wrapper are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .layer import Layer
+from .places import Mixed, Origin, token_places
+
+#: What to do where layers cannot be folded.
+_INSTEAD = (
+    "Folding layers would explain another network. Use LatimFlow, which follows the network as it "
+    "is, or name layers that are a chain with layers=[...]."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What a mixer read, as it was seen in the run.
+
+    Attributes:
+        entering: where the sequence that it was called on comes from; None if that was not seen.
+        stream: the same of what entered its block; None if it stands alone.
+    """
+
+    entering: Origin | None
+    stream: Origin | None
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """How the tokens of a run lie.
+
+    Attributes:
+        given: which token of the explained input each of the first layer's is (B, L), -1 for one
+            that comes from elsewhere; None if they are the same.
+        orders: which of the first layer's tokens each of a layer's is (L,), by the layer's number
+            from 1 on; None if they are the same.
+        output: the same for what the model returned by token.
+    """
+
+    given: Tensor | None
+    orders: Mapping[int, Tensor | None]
+    output: Tensor | None
+
+    def put(self, x: Tensor, origin: Origin | None) -> Tensor:
+        """Numbers (B, L) by the tokens of a tensor, in the order of the first layer's.
+
+        Args:
+            x: the numbers.
+            origin: of the tensor; None if it was not seen.
+        """
+        if origin is None or origin.mixed is not None:
+            return x
+        order = _order(origin, self.orders, self.given, "A part between layers")
+        return x if order is None else x.index_select(1, order.argsort().to(x.device))
+
+
+def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | None) -> Chain:
+    """Put the tokens of all layers into the order of the first one's, and layers into stages.
+
+    Args:
+        layers: in the order in which they ran.
+        reads: what each of them read.
+        output: where the model's output comes from; None if that was not seen.
+
+    Raises:
+        InputError: when the layers are no chain, naming the first that does not fit.
+    """
+    given = _given(layers[0], reads[0].entering)
+    orders: dict[int, Tensor | None] = {}
+    stage, outputs, stage_reads = 0, set[int](), set[int]()
+    for number, (layer, read) in enumerate(zip(layers, reads, strict=True), 1):
+        name = f"Layer {layer.name!r}"
+        entering = _apart(read.entering, name)
+        sources = set(entering.sources)
+        if outputs and sources != stage_reads:
+            if not outputs <= sources:
+                missing = layers[min(outputs - sources) - 1].name
+                raise InputError(
+                    f"{name} does not read what layer {missing!r}, which ran before it, left: the "
+                    f"model has branches of layers, or runs several times. {_INSTEAD}"
+                )
+            stage, outputs = stage + 1, set()
+        stage_reads = sources
+        outputs.add(number)
+        orders[number] = None if number == 1 else _order(entering, orders, given, name)
+        stream = None
+        if read.stream is not None and read.stream.mixed is None:
+            stream = _order(read.stream, orders, given, name)
+        layer.arrange(stage, orders[number], stream)
+    return Chain(given, orders, _order_of_output(output, orders, given, outputs))
+
+
+def _order_of_output(
+    output: Origin | None,
+    orders: Mapping[int, Tensor | None],
+    given: Tensor | None,
+    last: set[int],
+) -> Tensor | None:
+    if output is None or len(output.shape) < 3:
+        return None
+    if output.mixed is not None:
+        if output.mixed.joined:
+            raise _mixing("The model's output", output.mixed)
+        return None
+    if not last <= set(output.sources) or output.shape[1] != output.sizes[max(last)][1]:
+        return None
+    return _order(output, orders, given, "The model's output")
+
+
+def _given(layer: Layer, entering: Origin | None) -> Tensor | None:
+    """Which token of the input each token of the first layer is; None if they are the same."""
+    origin = _apart(entering, f"Layer {layer.name!r}")
+    if origin.is_identity(0):
+        return None
+    places = origin.tokens(0)
+    if places is None or len(places) != 1:
+        raise InputError(
+            f"Layer {layer.name!r} reads the tokens of the input in several orders at once. "
+            f"{_INSTEAD}"
+        )
+    batch, tokens = origin.sizes[0]
+    first = torch.arange(batch, device=places[0].device)[:, None] * tokens
+    found = places[0].long()
+    if not bool(((found == -1) | (found // tokens == first // tokens)).all()):
+        raise InputError(
+            f"Layer {layer.name!r}: tokens of an example come from other examples of the batch, so "
+            "none can be explained by itself."
+        )
+    return torch.where(found < 0, -1, found - first)
+
+
+def _apart(origin: Origin | None, name: str) -> Origin:
+    """The origin, of tokens that nothing has mixed."""
+    if origin is None:
+        raise InputError(
+            f"{name} reads a sequence of which torch's functions do not tell how it follows from "
+            "inputs. Does forward_func make up ids or embeddings anew, or is the model's code "
+            "compiled, scripted or fused there? Pass what the model reads as inputs."
+        )
+    if origin.mixed is not None:
+        raise _mixing(name, origin.mixed)
+    return origin
+
+
+def _mixing(name: str, mixed: Mixed) -> InputError:
+    return InputError(
+        f"{name} reads tokens that torch's {mixed.function} has mixed in module {mixed.module!r}, "
+        "outside of all known mixers: its share would be missing. If the module is a token mixer, "
+        "register an adapter for it (see register_mixer). Else use LatimFlow, or name the layers "
+        "to explain with layers=[...]."
+    )
+
+
+def _order(
+    origin: Origin, orders: Mapping[int, Tensor | None], given: Tensor | None, name: str
+) -> Tensor | None:
+    """Which token of the first layer each token is, (L,); None if they are the same.
+
+    Args:
+        origin: of the tokens.
+        orders: of the layers so far, by their sources.
+        given: see :func:`arrange`.
+        name: of the layer that reads them.
+    """
+    found: list[Tensor | None] = []
+    for source, entries in origin.sources.items():
+        if len(entries) > 1:
+            raise InputError(
+                f"{name} reads the same tokens in {len(entries)} orders at once. {_INSTEAD}"
+            )
+        if source == 0:
+            places = token_places(origin.shape, entries[0].places)
+            if given is not None or places is None:
+                if len(origin.sources) == 1:
+                    found.append(_among(places, given, origin, name))
+                continue  # virtual tokens are told apart by what the layers made of them
+        found.append(_common(origin.permutation(source), orders.get(source), name))
+    if any(not _alike(other, found[0]) for other in found[1:]):
+        raise InputError(
+            f"{name} reads what the layers before it left, each in another order of the tokens. "
+            f"{_INSTEAD}"
+        )
+    return found[0] if found else None
+
+
+def _among(places: Tensor | None, given: Tensor | None, origin: Origin, name: str) -> Tensor | None:
+    """The order of tokens of the input among those that the first layer read."""
+    if places is not None and given is not None:
+        batch, tokens = origin.sizes[0]
+        first = torch.arange(batch, device=places.device)[:, None] * tokens
+        own = torch.where(places < 0, -1, places - first)
+        if torch.equal(own, given):
+            return None
+        if bool((given >= 0).all()) and own.shape == given.shape:
+            return _common((own[:, :, None] == given[:, None]).long().argmax(-1), None, name)
+    raise InputError(f"{name} reads other tokens than the first layer. {_INSTEAD}")
+
+
+def _common(permutation: Tensor | None, order: Tensor | None, name: str) -> Tensor | None:
+    """A permutation (B, L) of tokens in some order, as the order of the first layer's (L,)."""
+    if permutation is None:
+        raise InputError(
+            f"{name} reads others than all tokens of the layers before it, each once. {_INSTEAD}"
+        )
+    if not bool((permutation == permutation[:1]).all()):
+        raise InputError(f"{name} reads the tokens of each example in another order. {_INSTEAD}")
+    same = torch.arange(permutation.shape[1], device=permutation.device)
+    found = permutation[0] if order is None else order.to(permutation.device)[permutation[0]]
+    return None if torch.equal(found, same) else found
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other.to(one.device))

@@ -1,0 +1,40 @@
+"""Adapters of the package's own, with something added; for tests with ``private_registry``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from captum_ssm import register_mixer
+from captum_ssm.mixers import Call, LinearMixer, registry
+
+Adapter = Callable[[Any, Call], LinearMixer]
+
+
+def adapter_of(mixer: nn.Module) -> Adapter:
+    found = registry.adapter_for(mixer)
+    assert found is not None, f"{type(mixer).__name__} is no mixer"
+    return found[1]
+
+
+def forgetting_the_skip(mixer: nn.Module) -> None:
+    """Register an adapter for the mixer's class that leaves its skip connection out."""
+    right = adapter_of(mixer)
+
+    def without_skip(module: Any, call: Call) -> LinearMixer:
+        return right(module, call).restrict({"conv", "activation", "scan", "gate"})
+
+    register_mixer(type(mixer), without_skip)
+
+
+def telling(mixer: nn.Module, tell: Callable[[], object]) -> None:
+    """Have every use of the adapter of the mixer's class told."""
+    right = adapter_of(mixer)
+
+    def told(module: Any, call: Call) -> LinearMixer:
+        tell()
+        return right(module, call)
+
+    register_mixer(type(mixer), told)
