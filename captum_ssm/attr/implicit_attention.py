@@ -261,12 +261,14 @@ class ImplicitAttention(ImplicitMethod):
         """What ``make`` returns for each of the layers wanted, on the device of the inputs."""
         named = None if layers is None else checks.integers("layers", layers, "layers")
         checks.flags(show_progress=show_progress)
+        verify = checks.tolerance("verify", verify)
         tensor, _ = single_input(inputs)
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
-            found = self._run(tensor, None, additional, "mean", stack, verify=verify).layers
+            run = self._run(tensor, None, additional, "mean", stack, verify=verify, folds=False)
+            found = run.layers
             wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
             made = {
                 i: make(found[i]).to(tensor.device)

@@ -277,6 +277,7 @@ class LatimLogit(LatimMethod):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
         with ExitStack() as hooks:
@@ -300,7 +301,7 @@ class LatimLogit(LatimMethod):
             output = logits_of(call_model(self.forward_func, start, additional))
             origin = None if tokens is None else tokens.origin(output)
         require_layers(t, model)
-        chain = chained(t, origin)
+        chain = chained(t, origin, folds)
         questions = []
         with unseen():
             mask = t.mask

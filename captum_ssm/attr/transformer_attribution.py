@@ -200,9 +200,11 @@ class TransformerAttribution(ImplicitMethod):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        run = super()._run(inputs, target, additional, query, stack, graph, verify=verify)
+        checks: dict[str, Any] = {"verify": verify, "folds": folds}
+        run = super()._run(inputs, target, additional, query, stack, graph, **checks)
         stack.enter_context(recordable(model))  # gradients pass the output projections again
         if self.form == "gradient":
             return run

@@ -171,15 +171,23 @@ class Origin:
 def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
     """Places over the first two dimensions of a tensor (B, L, ...); None if others differ, too.
 
+    Features that come from no token of the source do not count.
+
     Example:
         >>> import torch
         >>> from captum_ssm.tracing.places import token_places
         >>> token_places((1, 3, 8), torch.tensor([[[0], [1], [2]]]))
         tensor([[0, 1, 2]])
     """
-    if len(shape) < 2 or any(size > 1 for size in places.shape[2:]):
+    if len(shape) < 2:
         return None
-    return places.flatten(2)[..., 0].expand(*shape[:2]) if len(shape) > 2 else places.expand(shape)
+    if len(shape) == 2:
+        return places.expand(shape)
+    flat = places.flatten(2)
+    found = flat.amax(-1, keepdim=True)
+    if flat.shape[-1] > 1 and not bool(((flat == found) | (flat < 0)).all()):
+        return None
+    return found[..., 0].expand(*shape[:2])
 
 
 @dataclass(eq=False)

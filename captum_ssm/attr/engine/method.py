@@ -218,6 +218,7 @@ class ImplicitMethod(Attribution):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         """One traced forward run; its graph lives as long as ``stack``.
 
@@ -228,7 +229,7 @@ class ImplicitMethod(Attribution):
         stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
         model = find_model(self.forward_func, self.model)
         request = Request(self.forward_func, model, self.layers, inputs, additional)
-        kept = Kept(graph, self.needs_streams, verify is not False)
+        kept = Kept(graph, self.needs_streams, verify is not False, folds)
         forward = forward_of(request, kept)
         layers, output, chain = forward.layers, forward.output, forward.chain
         tail = layers[-1]

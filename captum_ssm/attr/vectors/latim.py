@@ -101,7 +101,9 @@ class LatimMethod(ImplicitMethod):
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
             # not that of a method with questions of its own, of which there is none here
-            run = ImplicitMethod._run(self, tensor, None, additional, "mean", stack, verify=verify)
+            run = ImplicitMethod._run(
+                self, tensor, None, additional, "mean", stack, verify=verify, folds=False
+            )
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
