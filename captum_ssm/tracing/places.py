@@ -10,33 +10,39 @@ attention, a pool or a function nobody knows, leaves a tensor that says so.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..operators.kernels.arithmetic import unseen
 from .place_rules import (
+    CONSTANT,
     EMPTY,
     HANDING,
+    INDEXED,
+    OF_FIRST,
+    REPLACING,
     RULES,
-    SUMS,
     WRITING,
+    plain,
+)
+from .place_rules.groups import (
     Call,
     Group,
     Groups,
     TokensMeet,
     joined,
-    kept,
-    plain,
+    settled,
     tensors,
     thinned,
 )
+from .place_rules.moves import kept
 
 #: What a rule raises where torch cannot do to places what it did to numbers.
 _CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration)
@@ -169,7 +175,9 @@ class Origin:
 
 
 def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
-    """Places over the first two dimensions of a tensor (B, L, ...); None if others differ, too.
+    """Places over the first two dimensions of a tensor (B, L, ...).
+
+    Features that come from no token count for nothing.  None if others come from different tokens.
 
     Features that come from no token of the source do not count.
 
@@ -181,19 +189,21 @@ def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
     """
     if len(shape) < 2:
         return None
-    if len(shape) == 2:
-        return places.expand(shape)
-    flat = places.flatten(2)
-    found = flat.amax(-1, keepdim=True)
-    if flat.shape[-1] > 1 and not bool(((flat == found) | (flat < 0)).all()):
+    try:
+        places = settled(places, range(2, len(shape)))
+    except TokensMeet:
         return None
-    return found[..., 0].expand(*shape[:2])
+    return places.reshape(places.shape[:2]).expand(*shape[:2])
 
 
-@dataclass(eq=False)
-class _Record:
-    """A tensor's origin, and how often its memory had been written to by then."""
+class _Record(NamedTuple):
+    """A tensor's origin, and how often its memory had been written to by then.
 
+    A dictionary that holds tensors weakly takes several times as long to look one up as one by
+    their ids, from which they are taken out when they die.
+    """
+
+    alive: weakref.ref[Tensor]
     origin: Origin | None
     writes: int
 
@@ -234,7 +244,7 @@ class Places(TorchFunctionMode):
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
-        self._records = WeakIdKeyDictionary()
+        self._records: dict[int, _Record] = {}
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
         self._paused = 0
@@ -277,7 +287,7 @@ class Places(TorchFunctionMode):
                 for one whose tokens lie in another order. Default: None, that of the tensor.
             size: batch and tokens (B, L) of the source. Default: None, those of the tensor.
         """
-        with unseen(), torch.no_grad():
+        with unseen():
             batch, length = size or (tensor.shape[0], tensor.shape[1])
             if order is None:
                 order = self._identity(batch, length, tensor.device)
@@ -293,12 +303,12 @@ class Places(TorchFunctionMode):
             result: the tensor.
             operands: the others, that broadcast to it.
         """
-        with unseen(), torch.no_grad():
-            self._apply("mul", torch.mul, operands, {}, [result])
+        with unseen():
+            self._note("mul", torch.mul, operands, {}, [result], self._known(operands))
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """Where the tensor's elements come from; None if they come from no source."""
-        record = self._records.get(tensor)
+        record = self._records.get(id(tensor))
         origin = None if record is None else record.origin
         if not self._memories:
             return origin
@@ -306,7 +316,7 @@ class Places(TorchFunctionMode):
         done = 0 if record is None else record.writes
         if memory is None or done == len(memory.writes):
             return origin
-        with unseen(), torch.no_grad():
+        with unseen():
             for lies, written in memory.writes[done:]:
                 origin = self._overwritten(tensor, origin, lies, written)
             self._record(tensor, origin)
@@ -320,7 +330,7 @@ class Places(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__
+        name = _name(func)
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
         out = func(*args, **kwargs)
@@ -337,44 +347,46 @@ class Places(TorchFunctionMode):
             results = list(tensors((out,)))
         else:
             results = list(_written_by(func, name, args, kwargs))
-        if results:
-            with unseen(), torch.no_grad():
-                self._apply(name, func, args, kwargs, results)
+        name = plain(name)
+        known = self._known((*args, *kwargs.values()))
+        if results and (known or name in EMPTY):
+            with unseen():
+                self._note(name, func, args, kwargs, results, known)
         return out
 
-    def _apply(
+    def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
+        """The followed tensors among ``values``, however nested, by their ids."""
+        known = {}
+        for x in tensors(values):
+            if id(x) not in known and type(x) is not torch.nn.Parameter:
+                found = self.origin(x)
+                if found is not None:
+                    known[id(x)] = x, found
+        return known
+
+    def _note(
         self,
         name: str,
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         results: list[Tensor],
+        known: dict[int, tuple[Tensor, Origin]],
     ) -> None:
         """Note where what a function returned, or wrote to, comes from."""
-        name = plain(name)
-        if name in EMPTY and "out" not in kwargs:
+        writes = name in ("__setitem__", "__set__")
+        if "out" in kwargs:
+            kwargs, writes = {k: v for k, v in kwargs.items() if k != "out"}, True
+            known = self._known((*args, *kwargs.values()))
+        elif name in EMPTY:
             self._fill(results[0])
             return
-        in_place = name[-1] == "_" != name[-2]
-        if in_place and name not in RULES:
-            name = plain(name[:-1])
-        into = kwargs.get("out")
-        if into is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
-        known = {}
-        for x in tensors((*args, *kwargs.values())):
-            if id(x) not in known and not isinstance(x, torch.nn.Parameter):
-                found = self.origin(x)
-                if found is not None:
-                    known[id(x)] = x, found
-        writes = in_place or into is not None or name in ("__setitem__", "__set__")
-        if not known and not writes:
-            return
+        if name[-1] == "_" != name[-2]:
+            name, writes = name if name in RULES else plain(name[:-1]), True
         origins = self._origins(name, func, args, kwargs, results, known)
-        rule = RULES.get(name)
         for result, origin in zip(results, origins, strict=True):
             changed = writes or (id(result) in known and name not in HANDING)
-            if changed and rule is not kept:
+            if changed and RULES.get(name) is not kept:
                 self._write(result, origin)
             elif origin is not None:
                 self._record(result, origin)
@@ -398,7 +410,8 @@ class Places(TorchFunctionMode):
         groups: Sequence[Groups] = [()] * len(results)
         if blend is None and known:
             try:
-                if rule is None or _is_indexed_by_ids(name, known.values(), results[0]):
+                ids = any(not _is_number(x) for x, _ in known.values())
+                if rule is None or (name in INDEXED and ids and _is_number(results[0])):
                     raise TokensMeet
                 groups = rule(call)
             except TokensMeet as met:
@@ -413,14 +426,13 @@ class Places(TorchFunctionMode):
     def _blend(self, call: Call, known: dict[int, tuple[Tensor, Origin]]) -> Mixed | None:
         """What mixed the tokens of an operand already, if the function hands that on."""
         operands = list(known.values())
-        if call.name in HANDING and call.name not in WRITING and call.args:
-            # of a list all tensors count; of others that are handed over the first alone
-            heads = {id(x) for x in tensors(call.args[:1])}
-            if call.name == "where":
-                heads = set(known)
-            operands = [o for o in operands if id(o[0]) in heads]
-        elif RULES.get(call.name) is RULES["zeros_like"]:
+        if call.name in CONSTANT:
             return None
+        if call.name in REPLACING:
+            operands = [o for o in operands if o[0] is call.argument(1, "src")]
+        elif call.name in OF_FIRST:
+            heads = {id(x) for x in tensors((call.first,))}
+            operands = [o for o in operands if id(o[0]) in heads]
         blends = [(x, o.blend) for x, o in operands if o.blend is not None]
         if not blends:
             return None
@@ -450,7 +462,7 @@ class Places(TorchFunctionMode):
 
     def _fill(self, tensor: Tensor) -> None:
         """Note that whatever comes to be in new memory has come there out of sight."""
-        if not _is_number(tensor) or not tensor.numel():
+        if not _is_number(tensor) or not tensor.numel() or tensor.is_meta:
             return
         module = self.where()
         source = next((s for s, name in self._unseen.items() if name == module), None)
@@ -464,7 +476,10 @@ class Places(TorchFunctionMode):
 
     def _record(self, tensor: Tensor, origin: Origin | None) -> None:
         memory = self._memories.get(_storage(tensor)) if self._memories else None
-        self._records[tensor] = _Record(origin, 0 if memory is None else len(memory.writes))
+        writes = 0 if memory is None else len(memory.writes)
+        key, records = id(tensor), self._records
+        alive = weakref.ref(tensor, lambda _: records.pop(key, None))
+        records[key] = _Record(alive, origin, writes)
 
     def _write(self, tensor: Tensor, origin: Origin | None) -> None:
         """Note what a tensor holds after a function changed it in place.
@@ -474,10 +489,11 @@ class Places(TorchFunctionMode):
         key = _storage(tensor)
         if key not in self._memories:
             if len(self._memories) >= 64:
-                gone = [k for k, m in self._memories.items() if m.alive.expired()]
+                gone = [k for k, m in self._memories.items() if m.alive.expired()]  # type: ignore[no-untyped-call]
                 for k in gone:
                     del self._memories[k]
-            self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()), [])
+            alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._memories[key] = _Memory(alive, [])
         self._memories[key].writes.append((_lies(tensor), origin))
         self._record(tensor, origin)
 
@@ -525,6 +541,14 @@ class Places(TorchFunctionMode):
         return self._origin(tensor, groups) if groups else None
 
 
+def _name(func: Callable[..., Any]) -> str:
+    """The name of a function; that of an operator of others than torch tells whose it is."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = func if isinstance(func, torch._ops.OpOverloadPacket) else func.overloadpacket
+        return str(packet._qualified_op_name).removeprefix("aten::")
+    return func.__name__
+
+
 def _written_by(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
@@ -557,16 +581,6 @@ def _is_followed(result: Tensor, name: str, operands: Iterable[tuple[Tensor, Ori
         return True
     ids = any(not _is_number(x) for x, _ in operands)
     return ids and name in HANDING and result.dtype != torch.bool
-
-
-def _is_indexed_by_ids(
-    name: str, operands: Iterable[tuple[Tensor, Origin]], result: Tensor
-) -> bool:
-    """Whether followed ids say where numbers are put."""
-    looks_up = name in ("__getitem__", "index_select")
-    if not _is_number(result) or looks_up or name in SUMS or RULES.get(name) is kept:
-        return False
-    return name in HANDING | WRITING and any(not _is_number(x) for x, _ in operands)
 
 
 def _storage(tensor: Tensor) -> int:
