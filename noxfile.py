@@ -16,6 +16,8 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 
 #: What `-m` chooses where mamba-ssm and flash-linear-attention are: all tests, the longer ones too.
 EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
+#: The core whole: the quick tests and those marked full.
+CORE = "not bench and not processes and not browser and not fuzz"
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -112,13 +114,14 @@ def tests_full(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """How much the quick tests run, with the special packages; setup.cfg sets the least."""
+    """How much all tests run, with the special packages; setup.cfg sets the least."""
     install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
     env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
-    session.run("coverage", "run", "-m", "pytest", *PARALLEL, *session.posargs, env=env)
+    chosen = (*PARALLEL, "-m", EVERYTHING, *session.posargs)
+    session.run("coverage", "run", "-m", "pytest", *chosen, env=env)
     session.run("coverage", "combine", "-q", env=env)
     session.run("coverage", "report", env=env)
 
@@ -136,12 +139,13 @@ def timm(session: nox.Session) -> None:
 
 @nox.session
 def captum08(session: nox.Session) -> None:
-    """The quick tests of methods and pages with Captum 0.8, its Insights, and NumPy 1."""
+    """The tests of methods and pages with Captum 0.8, its Insights, and NumPy 1."""
     constraints = pins_without(session, "captum", "numpy")
     old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
     folders = ("tests/attr", "tests/conformance", "tests/insights")
-    pytest(session, files=(*folders, "tests/cli/test_cli.py", "tests/project/test_documents.py"))
+    files = ("tests/cli/test_cli.py", "tests/project/test_documents.py")
+    pytest(session, "-m", CORE, files=(*folders, *files))
 
 
 @nox.session
@@ -154,7 +158,7 @@ def transformers4(session: nox.Session) -> None:
     folders = ("mixers", "linear", "tracing", "conformance")
     methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
     files = (f"tests/attr/test_{method}.py" for method in methods)
-    pytest(session, files=(*(f"tests/{folder}" for folder in folders), *files))
+    pytest(session, "-m", CORE, files=(*(f"tests/{folder}" for folder in folders), *files))
 
 
 @nox.session

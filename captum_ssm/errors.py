@@ -107,6 +107,10 @@ class GradientModeError(CaptumSSMError, RuntimeError):
     """
 
 
+class TrainingModeError(CaptumSSMError, RuntimeError):
+    """A module in training mode is random or reads across the batch; call ``model.eval()``."""
+
+
 class CheckpointError(CaptumSSMError, ValueError):
     """A file of weights does not fit the model it is loaded into."""
 
@@ -127,7 +131,7 @@ class WriteError(CaptumSSMError, OSError):
 
 
 class WeightsError(CaptumSSMError, RuntimeError):
-    """A module's weights are not in memory when they are read."""
+    """A module's weights are not in memory when they are read, or lack what is asked of tensors."""
 
 
 class CachedStateError(CaptumSSMError, ValueError):

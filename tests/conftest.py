@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
     monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Lets an interrupt raise; processes that a shell starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from captum.attr import Attribution
+from captum.attr._utils.attribution import GradientAttribution, InternalAttribution
 from torch import Tensor, nn
 
-from ..errors import OptionError
+from ..errors import InputError, OptionError
 from ..tracing import find_model
-from .call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
+from .call import checks
+from .call.inputs import (
+    BatchPart,
+    as_tuple,
+    batch_parts,
+    call_model,
+    check_batch,
+    single_input,
+)
 from .call.layout import PatchGrid
+from .call.targets import logits_of
+from .catalogue import METHODS
 from .engine.method import ImplicitMethod
 from .engine.sharing import Kept, shared_forward
 from .flow import LatimFlow
 
-#: A method, or a class of methods to be made on the compared model.
-Method: TypeAlias = Attribution | type[Attribution]
+#: A method, a class of methods to be made on the compared model, or such a class of ours by name.
+Method: TypeAlias = Attribution | type[Attribution] | str
 
 
 def compare(
@@ -45,9 +57,10 @@ def compare(
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
             it.
-        methods: classes, made as ``method(forward_func, model, layers)``; or instances, for
-            methods with arguments of their own and for Captum's.  A mapping gives them names of
-            your choice.
+        methods: classes of this package or their names, made as
+            ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
+            forward_func, made on one that returns the logits; or instances, for methods with
+            arguments of their own.  A mapping gives them names of your choice.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
             one such tensor.
         target: what is explained, in Captum's forms; see :meth:`MambaAttribution.attribute`.
@@ -85,11 +98,13 @@ def compare(
     tensor, _ = single_input(inputs)
     additional = as_tuple(additional_forward_args)
     check_batch(tensor, additional)
+    checks.flags(per_token=per_token)
     made = {
-        name: method(forward_func, model, layers) if isinstance(method, type) else method
-        for name, method in _named(methods).items()
+        name: _made(method, forward_func, model, layers) for name, method in _named(methods).items()
     }
     chosen = _chosen(options, made)
+    for name, method in made.items():
+        _check_foreign(name, method, tensor, chosen[name])
     implicit = [method for method in made.values() if isinstance(method, ImplicitMethod)]
     foreign = len(implicit) < len(made)
     grid = None
@@ -111,31 +126,98 @@ def compare(
     return {name: torch.cat(found) for name, found in parts.items()}
 
 
-def _named(methods: Sequence[Method] | Mapping[str, Method]) -> dict[str, Method]:
+def _named(
+    methods: Sequence[Method] | Mapping[str, Method],
+) -> dict[str, Attribution | type[Attribution]]:
     """The methods by names of which no two are the same."""
+    if isinstance(methods, str | type) or not isinstance(methods, Sequence | Mapping):
+        raise OptionError(
+            f"methods={methods!r} must be a list of methods, for example "
+            "methods=[MambaAttribution, LatimFlow]."
+        )
     if not len(methods):
         raise OptionError("methods is empty. Name at least one, such as MambaAttribution.")
-    for method in methods.values() if isinstance(methods, Mapping) else methods:
-        kind = method if isinstance(method, type) else type(method)
-        if not issubclass(kind, Attribution):
-            raise OptionError(
-                f"methods holds {method!r}, which is no Captum attribution. Use methods of "
-                "captum_ssm or captum.attr that explain one tensor."
-            )
-        if isinstance(method, type) and not issubclass(method, ImplicitMethod):
-            raise OptionError(
-                f"methods holds the class {method.__name__}. Make an instance of it: what its "
-                "arguments are, only you know."
-            )
     if isinstance(methods, Mapping):
-        return dict(methods)
-    named: dict[str, Method] = {}
-    for method in methods:
+        return {name: _checked(method) for name, method in methods.items()}
+    named: dict[str, Attribution | type[Attribution]] = {}
+    for method in map(_checked, methods):
         name, count = method.get_name(), 1
         while (unique := name if count == 1 else f"{name} ({count})") in named:
             count += 1
         named[unique] = method
     return named
+
+
+def _checked(method: Any) -> Attribution | type[Attribution]:
+    """A method or a class that can be made, a class of ours also by its name."""
+    if isinstance(method, str):
+        ours = {entry.name: entry.method for entry in METHODS}
+        if method not in ours:
+            raise OptionError(
+                f"methods names {method!r}. Use one of {', '.join(map(repr, ours))}, or a class or "
+                "an instance of a Captum attribution."
+            )
+        return ours[method]
+    kind = method if isinstance(method, type) else type(method)
+    if not issubclass(kind, Attribution) or not hasattr(kind, "attribute"):
+        raise OptionError(
+            f"methods holds {method!r}, which is no Captum attribution. Use methods of "
+            "captum_ssm or captum.attr that explain one tensor."
+        )
+    known = issubclass(kind, ImplicitMethod) or _required(kind) == ["forward_func"]
+    if isinstance(method, type) and not known:
+        raise OptionError(
+            f"methods holds the class {method.__name__}. Make an instance of it: what its "
+            "arguments are, only you know."
+        )
+    return method
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that a function or a class cannot do without."""
+    parameters = inspect.signature(function).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+
+
+def _made(
+    method: Attribution | type[Attribution],
+    forward_func: Callable[..., Any],
+    model: nn.Module | None,
+    layers: Sequence[str | nn.Module] | None,
+) -> Attribution:
+    if not isinstance(method, type):
+        return method
+    if issubclass(method, ImplicitMethod):
+        return method(forward_func, model, layers)
+
+    def run(inputs: Tensor, *additional: Any) -> Tensor:
+        return logits_of(call_model(forward_func, inputs, additional))
+
+    make: Callable[..., Attribution] = method
+    return make(run)
+
+
+def _check_foreign(
+    name: str, method: Attribution, inputs: Tensor, options: Mapping[str, Any]
+) -> None:
+    """Raise for a method of Captum's that cannot be called on these inputs, with these options."""
+    if isinstance(method, ImplicitMethod):
+        return
+    missing = [x for x in _required(method.attribute) if x != "inputs" and x not in options]
+    if missing:
+        raise OptionError(
+            f"{name} needs {' and '.join(missing)}. Pass options={{{name!r}: "
+            f"{{{missing[0]!r}: ...}}}}."
+        )
+    at_inputs = isinstance(method, GradientAttribution) and not isinstance(
+        method, InternalAttribution
+    )
+    if at_inputs and not inputs.is_floating_point():
+        raise InputError(
+            f"{name} takes gradients at the inputs, and token ids have none. Compare on embeddings "
+            "(B, L, E), with a forward_func that takes them, or leave the method out."
+        )
 
 
 def _kept(methods: Sequence[ImplicitMethod]) -> Kept:
@@ -149,7 +231,12 @@ def _chosen(
     options: Mapping[str, Mapping[str, Any]] | None, names: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """The options of each method."""
-    given = {} if options is None else dict(options)
+    given: Any = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(x, Mapping) for x in given.values()):
+        raise OptionError(
+            f"options={options!r} must be a dict of dicts: the arguments of each method by its "
+            "name, for example options={'LATIM Flow': {'zero_bias': True}}."
+        )
     for name in given:
         if name not in names:
             raise OptionError(f"options names {name!r}, but the methods are {list(names)}.")

@@ -11,12 +11,12 @@ from typing import Any
 from captum.log import log_usage
 from torch import Tensor
 
-from ..errors import OptionError
 from ..linear import Gate
-from ..tracing import find_model
+from ..tracing import find_model, weights_blamed
+from .call import checks
 from .call.inputs import as_tuple, check_batch, single_input
 from .call.layout import PatchGrid
-from .call.targets import Against, as_asked, several
+from .call.targets import Against, as_asked, each_of, several
 from .engine.decompose import Decomposition
 from .engine.linear_run import LinearRuns, Rules
 from .engine.method import ImplicitMethod
@@ -125,6 +125,7 @@ class LatimFlow(ImplicitMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
+        checks.flags(per_token=per_token, return_convergence_delta=return_convergence_delta)
         tensor, in_tuple = single_input(inputs)
         grid = PatchGrid(find_model(self.forward_func, self.model)) if tensor.dim() == 4 else None
         questions = [Against(each, contrast) for each in several(target)]
@@ -207,7 +208,7 @@ class LatimFlow(ImplicitMethod):
         Returns:
             One decomposition for each target.
         """
-        questions = [Against(target, contrast) for target in targets]
+        questions = [Against(target, contrast) for target in each_of(targets).targets]
         return self._decompositions(
             inputs,
             questions,
@@ -238,7 +239,7 @@ class LatimFlow(ImplicitMethod):
         Returns:
             (B,), which rounding alone keeps from 0.
         """
-        given, _ = single_input(attributions)
+        given, _ = single_input(attributions, "attributions")
         found = self.decompose(
             inputs,
             target,
@@ -255,11 +256,10 @@ class LatimFlow(ImplicitMethod):
     def _rules(
         self, gate: Gate | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
     ) -> Rules:
-        gate = self.default_gate if gate is None else gate
-        if gate not in GATES:
-            raise OptionError(f"gate={gate!r} is not known. Use one of {GATES}.")
-        verify = not zero_bias if verify is None else verify
-        return Rules(gate, constants=not zero_bias, by_layer=by_layer, verify=verify)
+        chosen: Gate = self.default_gate if gate is None else checks.choice("gate", gate, GATES)
+        checks.flags(zero_bias=zero_bias)
+        verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
+        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify)
 
     def _decompositions(
         self,
@@ -277,7 +277,8 @@ class LatimFlow(ImplicitMethod):
         self._check_mode()
         model = find_model(self.forward_func, self.model)
         runs = LinearRuns(self.forward_func, model, self.layers, rules, grid)
-        return runs.decompositions(tensor, questions, additional, internal_batch_size)
+        with weights_blamed(model):
+            return runs.decompositions(tensor, questions, additional, internal_batch_size)
 
 
 class MambaLRP(LatimFlow):

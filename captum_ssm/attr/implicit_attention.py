@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..operators import Reduce
-from ..tracing import Layer
+from ..tracing import Layer, find_model, weights_blamed
+from .call import checks
 from .call.inputs import as_tuple, check_batch, single_input
 from .call.query import Query
 from .engine import published
@@ -258,12 +259,17 @@ class ImplicitAttention(ImplicitMethod):
         verify: bool | float,
     ) -> list[Made]:
         """What ``make`` returns for each of the layers wanted, on the device of the inputs."""
+        named = None if layers is None else checks.integers("layers", layers, "layers")
+        checks.flags(show_progress=show_progress)
+        verify = checks.tolerance("verify", verify)
         tensor, _ = single_input(inputs)
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            found = self._run(tensor, None, additional, "mean", stack, verify=verify).layers
-            wanted = range(len(found)) if layers is None else [_index(i, found) for i in layers]
+            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
+            run = self._run(tensor, None, additional, "mean", stack, verify=verify, folds=False)
+            found = run.layers
+            wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
             made = {
                 i: make(found[i]).to(tensor.device)
                 for i in shown(sorted(set(wanted)), self.name, show_progress)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..operators.kernels.rows import Positions
 from ..tracing import Layer
+from .call import checks
 from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, check_row, shown, stages, verify_layer
 from .engine.run import Run
-from .vectors.latim import LatimMethod, for_each, from_layer, query_index, wanted
+from .vectors.latim import LatimMethod, for_each, query_index, read_layers, read_options, wanted
 from .vectors.shares import AltiShares
 
 AGGREGATES = ("rollout", "mean")
@@ -69,6 +70,7 @@ class LatimALTI(LatimMethod):
         activation: str = "linearized",
     ) -> None:
         super().__init__(forward_func, model, layers, activation=activation)
+        checks.flags(residual=residual)
         self.residual = residual
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
@@ -121,8 +123,8 @@ class LatimALTI(LatimMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
-        if aggregate not in AGGREGATES:
-            raise OptionError(f"aggregate={aggregate!r} is not known. Use one of {AGGREGATES}.")
+        chosen = read_options(start_layer, show_progress, verify)
+        checks.choice("aggregate", aggregate, AGGREGATES)
         if aggregate == "rollout" and not self.residual:
             raise OptionError(
                 "aggregate='rollout' multiplies maps that include the residual stream, but this "
@@ -130,13 +132,13 @@ class LatimALTI(LatimMethod):
             )
 
         def relevance(run: Run) -> Tensor:
-            used = stages(from_layer(run.layers, start_layer))
+            used = stages(chosen.used(run.layers))
             row, mean, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
-                for stage in shown(used[::-1], self.name, show_progress):
+                for stage in shown(used[::-1], self.name, chosen.show_progress):
                     row = carry(row.to(stage[-1].values), at, stage[-1])
                     mean, at = carry(mean.to(row), at, stage[-1]), stage[-1]
-                    found = check_row(self._mixing(stage, run, verify).rmatvec(row), at)
+                    found = check_row(self._mixing(stage, run, chosen.verify).rmatvec(row), at)
                     if aggregate == "rollout":
                         row = found
                     else:
@@ -181,15 +183,16 @@ class LatimALTI(LatimMethod):
             One tensor (B, Q, L) per layer or stage, its rows summing to 1. Padded tokens belong
             to nothing but themselves.
         """
+        chosen, named = read_options(0, show_progress, verify), read_layers(layers)
         device = single_input(inputs)[0].device
 
         def make(stage: Sequence[Layer]) -> Tensor:
-            mixing = self._mixing(stage, run, verify)
+            mixing = self._mixing(stage, run, chosen.verify)
             return mixing.rows(query_index(positions, stage[-1])).to(device)
 
-        with self._traced(inputs, additional_forward_args, verify) as run:
-            bar = self.name if show_progress else None
-            return for_each(wanted(stages(run.layers), layers), make, bar)
+        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
+            bar = self.name if chosen.show_progress else None
+            return for_each(wanted(stages(run.layers), named), make, bar)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         for layer in stage:

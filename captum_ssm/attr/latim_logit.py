@@ -10,10 +10,11 @@ import torch
 from captum.log import log_usage
 from torch import Tensor
 
-from ..errors import InputError, OptionError
+from ..errors import InputError
 from ..linear import direct_paths
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Graph, find_model, require_layers, require_real_tokens, trace
+from .call import checks
 from .call.inputs import call_model, single_input
 from .call.query import Query
 from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
@@ -21,7 +22,7 @@ from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
 from .engine.run import Run
 from .engine.sharing import begin, chained, followed
-from .vectors.latim import LatimMethod
+from .vectors.latim import LatimMethod, read_options
 from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
 
 
@@ -125,6 +126,7 @@ class LatimLogit(LatimMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
+        checks.flags(return_convergence_delta=return_convergence_delta)
         found: list[LogitContributions] = []
         relevance = self._traced_back(
             inputs,
@@ -207,7 +209,7 @@ class LatimLogit(LatimMethod):
         Raises:
             InputError: for images, whose relevance is spread over pixels, and has no sum to check.
         """
-        given, _ = single_input(attributions)
+        given, _ = single_input(attributions, "attributions")
         if single_input(inputs)[0].dim() == 4:
             raise InputError(
                 "inputs are images, whose relevance is bilinear in the patch grid and does not sum "
@@ -233,8 +235,8 @@ class LatimLogit(LatimMethod):
         by_layer: bool = False,
     ) -> Any:
         """The relevance laid out; the contributions of each part of the batch go to ``found``."""
-        if mixing not in MIXINGS:
-            raise OptionError(f"mixing={mixing!r} is not known. Use one of {tuple(MIXINGS)}.")
+        make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
+        chosen = read_options(0, show_progress, verify)
 
         ready: list[LogitContributions] = []  # to the questions of a run yet to be asked
 
@@ -244,9 +246,8 @@ class LatimLogit(LatimMethod):
             with unseen():
                 if not ready:
                     for layer in run.layers:
-                        verify_layer(layer, verify)
-                    bar = self.name if show_progress else None
-                    make = MIXINGS[mixing]
+                        verify_layer(layer, chosen.verify)
+                    bar = self.name if chosen.show_progress else None
                     ready.extend(
                         contributions_to(run, self.activation, make, bar, by_layer=by_layer)
                     )
@@ -276,6 +277,7 @@ class LatimLogit(LatimMethod):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
         with ExitStack() as hooks:
@@ -299,7 +301,7 @@ class LatimLogit(LatimMethod):
             output = logits_of(call_model(self.forward_func, start, additional))
             origin = None if tokens is None else tokens.origin(output)
         require_layers(t, model)
-        chain = chained(t, origin)
+        chain = chained(t, origin, folds)
         questions = []
         with unseen():
             mask = t.mask

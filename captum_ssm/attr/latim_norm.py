@@ -9,16 +9,25 @@ import torch
 from captum.log import log_usage
 from torch import Tensor, nn
 
-from ..errors import NonFiniteError, OptionError
+from ..errors import NonFiniteError
 from ..operators.kernels.arithmetic import all_finite, underflow_flushed
 from ..operators.kernels.rows import Positions
 from ..tracing import Layer
+from .call import checks
 from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, shown, verify_layer
 from .engine.run import Run
 from .vectors.contributions import Contributions, tiles
-from .vectors.latim import LatimMethod, for_each, from_layer, query_index, wanted, weighted_rows
+from .vectors.latim import (
+    LatimMethod,
+    for_each,
+    query_index,
+    read_layers,
+    read_options,
+    wanted,
+    weighted_rows,
+)
 
 
 class LatimNorm(LatimMethod):
@@ -65,9 +74,7 @@ class LatimNorm(LatimMethod):
         activation: str = "linearized",
     ) -> None:
         super().__init__(forward_func, model, layers, activation=activation)
-        if p not in (1, 2):
-            raise OptionError(f"p={p!r} is not a norm LATIM uses. Use 1 or 2.")
-        self.p = p
+        self.p = checks.choice("p", p, (1, 2))
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
@@ -112,12 +119,13 @@ class LatimNorm(LatimMethod):
             NonFiniteError: when an operator holds NaN or infinity, or a norm overflows.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
+        chosen = read_options(start_layer, show_progress, verify)
 
         def relevance(run: Run) -> Tensor:
-            used = from_layer(run.layers, start_layer)
+            used = chosen.used(run.layers)
             weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
-            for layer in shown(used[::-1], self.name, show_progress):
-                verify_layer(layer, verify)
+            for layer in shown(used[::-1], self.name, chosen.show_progress):
+                verify_layer(layer, chosen.verify)
                 weights = carry(weights.to(layer.values), at, layer)
                 total = carry(total.to(weights), at, layer) + self._row(layer, weights)
                 at = layer
@@ -159,10 +167,11 @@ class LatimNorm(LatimMethod):
         Returns:
             One tensor (B, Q, L) per layer. Rows and columns of padded tokens are zero.
         """
+        chosen, named = read_options(0, show_progress, verify), read_layers(layers)
         device = single_input(inputs)[0].device
 
         def make(layer: Layer) -> Tensor:
-            verify_layer(layer, verify)
+            verify_layer(layer, chosen.verify)
             index = query_index(positions, layer)
             found = self._map(layer, Contributions(layer, self.activation), index)
             if run.mask is not None:
@@ -170,9 +179,9 @@ class LatimNorm(LatimMethod):
                 found *= keep[:, None] * keep.gather(1, index)[..., None]
             return found.to(device)
 
-        with self._traced(inputs, additional_forward_args, verify) as run:
-            bar = self.name if show_progress else None
-            return for_each(wanted(run.layers, layers), make, bar)
+        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
+            bar = self.name if chosen.show_progress else None
+            return for_each(wanted(run.layers, named), make, bar)
 
     @underflow_flushed()
     def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ..errors import GradientModeError, OptionError
 from ..operators import Operator, Reduce
 from ..operators.kernels.rows import Strip
 from ..tracing import Layer
+from .call import checks
 from .call.query import Query
 from .engine import published
 from .engine.fold import LayerMatrix, fold
@@ -136,8 +137,8 @@ class MambaAttribution(ImplicitMethod):
         """
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
         budget = Budget.parse(memory_budget)
-        if clamp not in CLAMPS:
-            raise OptionError(f"clamp={clamp!r} is not known. Use one of {list(CLAMPS)}.")
+        checks.flags(normalize_rows=normalize_rows)
+        checks.choice("clamp", clamp, CLAMPS)
         if recipe == "published_code" and (clamp != "relu" or normalize_rows):
             raise OptionError(
                 "recipe='published_code' fixes clamping and normalisation; leave clamp and "

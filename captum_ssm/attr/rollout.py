@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..operators import Operator, Reduce
 from ..tracing import Layer
+from .call import checks
 from .call.query import Query
 from .engine import published
 from .engine.fold import LayerMatrix, fold, given, scaled
@@ -124,8 +125,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, reduce, heads, start_layer, recipe, show_progress, verify)
-        if not 0 <= discard_ratio < 1:
-            raise OptionError(f"discard_ratio={discard_ratio} must be at least 0 and below 1.")
+        checks.flags(normalize_rows=normalize_rows, absolute=absolute)
+        discard_ratio = checks.ratio("discard_ratio", discard_ratio)
         budget = Budget.parse(memory_budget)
         entrywise = absolute or discard_ratio > 0
         if recipe == "published_code" and (entrywise or normalize_rows):

@@ -11,11 +11,11 @@ import torch
 from captum.log import log_usage
 from torch import Tensor, nn
 
-from ..errors import OptionError
 from ..mixers.base import LinearMixer
 from ..operators import Operator
 from ..tracing import Graph, Layer, find_model
 from ..tracing.gradients import recordable
+from .call import checks
 from .call.query import Query
 from .call.targets import several
 from .engine.fold import LayerMatrix, fold, given
@@ -101,9 +101,7 @@ class TransformerAttribution(ImplicitMethod):
         form: str = "lrp",
     ) -> None:
         super().__init__(forward_func, model, layers)
-        if form not in FORMS:
-            raise OptionError(f"form={form!r} is not known. Use one of {FORMS}.")
-        self.form = form
+        self.form = checks.choice("form", form, FORMS)
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
@@ -159,6 +157,7 @@ class TransformerAttribution(ImplicitMethod):
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
+        checks.flags(normalize_rows=normalize_rows)
 
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
@@ -201,9 +200,11 @@ class TransformerAttribution(ImplicitMethod):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
-        run = super()._run(inputs, target, additional, query, stack, graph, verify=verify)
+        checks: dict[str, Any] = {"verify": verify, "folds": folds}
+        run = super()._run(inputs, target, additional, query, stack, graph, **checks)
         stack.enter_context(recordable(model))  # gradients pass the output projections again
         if self.form == "gradient":
             return run

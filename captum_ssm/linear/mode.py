@@ -14,7 +14,7 @@ from ..errors import InputError, NotLinearError
 from ..tracing.places import Places
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
-from .rules import RULES
+from .rules import RULES, positional
 
 #: Which factor of a gated product carries its relevance: ``"frozen"``, the stream, of which the
 #: gate is a coefficient; ``"half"``, both alike.
@@ -64,6 +64,7 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
+        self._table = 0
         self._start: Tensor | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
@@ -102,7 +103,10 @@ class Linearising(TorchFunctionMode):
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)
         if name == "embedding":
-            return self._looked_up(func(*args, **kwargs), args[0] if args else kwargs["input"])
+            (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
+            if ids.is_floating_point():  # torch.embedding has them the other way round
+                ids, table = table, ids
+            return self._looked_up(func(*args, **kwargs), ids, table)
         if not self._any_live((*args, *kwargs.values())):
             return func(*args, **kwargs)
         in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
@@ -226,7 +230,7 @@ class Linearising(TorchFunctionMode):
         own = getattr(Tensor, name, on_a_copy)
         return self.overwrite(args[0], RULES[name](self, own, (x, *args[1:]), kwargs))
 
-    def _looked_up(self, out: Tensor, ids: Tensor) -> Tensor:
+    def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
 
         A function that makes up the ids itself never looks up those it was given; then the network
@@ -239,8 +243,9 @@ class Linearising(TorchFunctionMode):
         places = None if origin is None else origin.tokens(0)
         if origin is not None and places:
             batch, tokens = origin.sizes[0]
-            first = torch.arange(batch, device=ids.device)[:, None] * tokens
-            return self._of_given(out, torch.where(places[0] < 0, -1, places[0] - first))
+            start = torch.arange(batch, device=ids.device)[:, None] * tokens
+            given = torch.where(places[0] < 0, -1, places[0] - start)
+            return self._of_given(out, given, table)
         if self._found:
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
@@ -251,23 +256,25 @@ class Linearising(TorchFunctionMode):
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
 
-    def _of_given(self, out: Tensor, given: Tensor) -> Tensor:
+    def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns that looks up explained ids, each in any place.
 
         Args:
             out: it, (B, L', E).
             given: which of the explained ids each is (B, L'), -1 for one that is none of them.
+            table: what they are looked up in; what a second table adds is a constant.
         """
         assert self._ids is not None
         everywhere = torch.arange(self._ids.shape[1], device=given.device).expand(len(given), -1)
         is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
         if not self._found:
-            self._found = True
+            self._found, self._table = True, table.data_ptr()
             self.given = None if is_same else given
             if self._start is not None:  # what came before was not the input
                 self.ledger.noted(self._start, self._start.detach())
             return self.begin(out)
-        assert self.root is not None
+        if self.root is None or table.data_ptr() != self._table:
+            return out
         known = everywhere if self.given is None else self.given
         match = (given[:, :, None] == known[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):

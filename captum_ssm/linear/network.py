@@ -235,7 +235,7 @@ def _verify(mixer: Mixer, call: Call, rebuilt: Tensor | None, verify: bool | flo
         verify: as for :func:`linearised`.
     """
     real = call.output_tensor
-    limit = tolerance_for(real) if verify is True else verify
+    limit = tolerance_for(real, mixer.module) if verify is True else verify
     with torch.no_grad(), unseen(), full_precision(real.device):
         found = linearize(mixer, call).output() if rebuilt is None else rebuilt
         error = relative_error(found, real)

@@ -95,7 +95,7 @@ def token_infidelity(
             additional_forward_args=additional_forward_args,
             **(options or {}),
         )
-    found = as_scores(single_input(attributions)[0], "attributions")
+    found = as_scores(single_input(attributions, "attributions")[0], "attributions")
     if found.shape != tensor.shape:
         raise InputError(
             f"attributions has shape {tuple(found.shape)}, inputs {tuple(tensor.shape)}: they must "

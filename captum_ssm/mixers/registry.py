@@ -142,10 +142,9 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
 def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
     """Raise for the first of ``found``, unsupported mixers by name."""
     for name, module in found:
-        raise UnsupportedMixerError(
-            f"The module {name!r} of class {class_path(type(module))} mixes tokens and has no "
-            f"adapter. {what_is_served()}"
-        )
+        kind = class_path(type(module))
+        place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
+        raise UnsupportedMixerError(f"{place} mixes tokens and has no adapter. {what_is_served()}")
 
 
 def what_is_served() -> str:

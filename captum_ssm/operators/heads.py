@@ -79,23 +79,6 @@ class HeadOperator(Operator):
         return x[..., None, None].expand(*self.shape[:3], 1)
 
 
-def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-    """Factors (B, L, H) that stand for left and right summed over the channels of a head.
-
-    None if both differ between channels: a sum of products is then no product.
-    """
-    left, right = _unexpanded(left), _unexpanded(right)
-    if left.shape[-1] > 1 and right.shape[-1] > 1:
-        return None
-    count = shape.per_head if left.shape[-1] == right.shape[-1] else 1
-    return (count * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
-
-
-def _unexpanded(x: Tensor) -> Tensor:
-    """``x`` with one entry along the dimensions that it repeats."""
-    return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
-
-
 class DenseHeads(HeadOperator):
     """Given matrices, alpha_h = matrices[:, h], such as the probabilities of softmax attention.
 
@@ -236,3 +219,20 @@ class HeadCentering(Operator):
 
     def per_channel(self) -> Operator:
         return Diagonal(self._share, self.shape, self.component)
+
+
+def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+    """Factors (B, L, H) that stand for left and right summed over the channels of a head.
+
+    None if both differ between channels: a sum of products is then no product.
+    """
+    left, right = _unexpanded(left), _unexpanded(right)
+    if left.shape[-1] > 1 and right.shape[-1] > 1:
+        return None
+    count = shape.per_head if left.shape[-1] == right.shape[-1] else 1
+    return (count * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
+
+
+def _unexpanded(x: Tensor) -> Tensor:
+    """``x`` with one entry along the dimensions that it repeats."""
+    return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]

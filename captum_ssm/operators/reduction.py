@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
         >>> discard_smallest(0.5)(torch.tensor([1.0, 2.0, 3.0, 5.0]))
         tensor(4.)
     """
-    if not 0 <= ratio < 1:
+    given: Any = ratio
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= ratio < 1:
         raise OptionError(f"discard_smallest needs 0 <= ratio < 1, got {ratio!r}.")
 
     def mean_of_largest(values: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """One forward run of a model: which mixers were called, with what, in which order."""
 
-from .find import Mixer, find_mixers, find_model, unwrap
+from .chance import require_deterministic
+from .find import Mixer, find_mixers, find_model, runnable, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
 from .padding import require_real_tokens
 from .record import Graph, Trace, require_layers, trace
 from .repair.loops import repaired_scans
+from .weights import weights_blamed
 
 __all__ = [
     "Graph",
@@ -16,8 +18,11 @@ __all__ = [
     "find_model",
     "graphs_dropped",
     "repaired_scans",
+    "require_deterministic",
     "require_layers",
     "require_real_tokens",
+    "runnable",
     "trace",
     "unwrap",
+    "weights_blamed",
 ]

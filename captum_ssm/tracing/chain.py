@@ -25,6 +25,10 @@ _INSTEAD = (
 )
 
 
+class NotAChain(InputError):
+    """Layers of a run that cannot be multiplied one after the other."""
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
     """What a mixer read, as it was seen in the run.
@@ -76,7 +80,8 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
         output: where the model's output comes from; None if that was not seen.
 
     Raises:
-        InputError: when the layers are no chain, naming the first that does not fit.
+        NotAChain: naming the first layer that does not fit.
+        InputError: when something else than mixers has mixed tokens, or nothing tells whether.
     """
     given = _given(layers[0], reads[0].entering)
     orders: dict[int, Tensor | None] = {}
@@ -88,7 +93,7 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
         if outputs and sources != stage_reads:
             if not outputs <= sources:
                 missing = layers[min(outputs - sources) - 1].name
-                raise InputError(
+                raise NotAChain(
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
                 )
@@ -127,11 +132,16 @@ def _given(layer: Layer, entering: Origin | None) -> Tensor | None:
         return None
     places = origin.tokens(0)
     if places is None or len(places) != 1:
-        raise InputError(
+        raise NotAChain(
             f"Layer {layer.name!r} reads the tokens of the input in several orders at once. "
             f"{_INSTEAD}"
         )
     batch, tokens = origin.sizes[0]
+    if len(places[0]) != batch:
+        raise InputError(
+            f"inputs has a batch of {batch}, but the model's mixers see a batch of "
+            f"{len(places[0])}: each example must be explained by itself."
+        )
     first = torch.arange(batch, device=places[0].device)[:, None] * tokens
     found = places[0].long()
     if not bool(((found == -1) | (found // tokens == first // tokens)).all()):
@@ -178,7 +188,7 @@ def _order(
     found: list[Tensor | None] = []
     for source, entries in origin.sources.items():
         if len(entries) > 1:
-            raise InputError(
+            raise NotAChain(
                 f"{name} reads the same tokens in {len(entries)} orders at once. {_INSTEAD}"
             )
         if source == 0:
@@ -189,7 +199,7 @@ def _order(
                 continue  # virtual tokens are told apart by what the layers made of them
         found.append(_common(origin.permutation(source), orders.get(source), name))
     if any(not _alike(other, found[0]) for other in found[1:]):
-        raise InputError(
+        raise NotAChain(
             f"{name} reads what the layers before it left, each in another order of the tokens. "
             f"{_INSTEAD}"
         )
@@ -206,17 +216,17 @@ def _among(places: Tensor | None, given: Tensor | None, origin: Origin, name: st
             return None
         if bool((given >= 0).all()) and own.shape == given.shape:
             return _common((own[:, :, None] == given[:, None]).long().argmax(-1), None, name)
-    raise InputError(f"{name} reads other tokens than the first layer. {_INSTEAD}")
+    raise NotAChain(f"{name} reads other tokens than the first layer. {_INSTEAD}")
 
 
 def _common(permutation: Tensor | None, order: Tensor | None, name: str) -> Tensor | None:
     """A permutation (B, L) of tokens in some order, as the order of the first layer's (L,)."""
     if permutation is None:
-        raise InputError(
+        raise NotAChain(
             f"{name} reads others than all tokens of the layers before it, each once. {_INSTEAD}"
         )
     if not bool((permutation == permutation[:1]).all()):
-        raise InputError(f"{name} reads the tokens of each example in another order. {_INSTEAD}")
+        raise NotAChain(f"{name} reads the tokens of each example in another order. {_INSTEAD}")
     same = torch.arange(permutation.shape[1], device=permutation.device)
     found = permutation[0] if order is None else order.to(permutation.device)[permutation[0]]
     return None if torch.equal(found, same) else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..mixers.registry import (
     refuse,
     what_is_served,
 )
+from .reach import reachable
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,29 +83,33 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None) -> nn.Module:
-    """The module behind ``forward_func``: itself, or the owner of a bound method.
+    """The module behind ``forward_func``: itself, or the one that it refers to.
 
     Args:
-        forward_func: a module, a bound method of one, or a partial of either.
+        forward_func: a module; a bound method or a partial; an object that holds a module, such as
+            a pipeline of transformers; or a function that refers to a module by a closure, a global
+            name or a default argument.
         model: the module, for functions that do not reveal it. Default: None.
 
     Returns:
         The module, without wrappers (see :func:`unwrap`).
 
     Raises:
-        ModelNotFoundError: when ``forward_func`` leads to no module and ``model`` is not given.
+        ModelNotFoundError: when ``forward_func`` leads to no module, or to several, and ``model``
+            is not given.
 
     Example:
         >>> from torch import nn
         >>> from captum_ssm.tracing import find_model
         >>> module = nn.Linear(2, 2)
-        >>> find_model(module.forward) is find_model(lambda x: module(x), module) is module
+        >>> find_model(module.forward) is find_model(lambda x: module(x)[:, -1]) is module
         True
     """
     if model is not None:
         if not isinstance(model, nn.Module):
             raise ModelNotFoundError(
-                f"model must be a torch.nn.Module, got {type(model).__name__}."
+                f"model must be a torch.nn.Module, got {_called(model)}."
+                + (_MAKE_ONE if _is_class(model) else "")
             )
         return unwrap(model)
     function: Any = forward_func
@@ -113,10 +118,75 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     function = getattr(function, "__self__", function)
     if isinstance(function, nn.Module):
         return unwrap(function)
+    if _is_class(forward_func):
+        raise ModelNotFoundError(f"forward_func is {_called(forward_func)}.{_MAKE_ONE}")
+    found = _whole(reachable(forward_func))
+    if len(found) > 1:
+        # losses and heads are no models, but alone they would be taken for one
+        found = {m: name for m, name in found.items() if _mixes(m)} or found
+    if len(found) == 1:
+        return next(iter(found))
+    if found:
+        listed = ", ".join(f"{name!r} ({type(m).__name__})" for m, name in found.items())
+        raise ModelNotFoundError(
+            f"Several modules can be reached from forward_func={forward_func!r}: {listed}. Say "
+            "which one is explained: Method(forward_func, model=module)."
+        )
     raise ModelNotFoundError(
         f"No torch.nn.Module can be reached from forward_func={forward_func!r}. Pass the module "
         "itself, or name it as well: Method(forward_func, model=module)."
     )
+
+
+_MAKE_ONE = " Make an instance of the class and pass that."
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _called(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """Modules without wrappers and their names, less those that are parts of another one."""
+    found: dict[nn.Module, str] = {}
+    for name, module in named:
+        found.setdefault(unwrap(module), name)
+    parts = {part for module in found for part in module.modules() if part is not module}
+    return {module: name for module, name in found.items() if module not in parts}
+
+
+def _mixes(model: nn.Module) -> bool:
+    """Whether a module has mixers, supported or not."""
+    return bool(registered_mixers(model)) or any(map(looks_like_a_mixer, model.modules()))
+
+
+def runnable(forward_func: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called on tensors in place of ``forward_func``.
+
+    Args:
+        forward_func: what the user gave.
+
+    Returns:
+        A module without wrappers; of a pipeline of transformers, which is called on texts or
+        images, the module it holds; else ``forward_func`` itself.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.tracing.find import runnable
+        >>> module = nn.Linear(2, 2)
+        >>> runnable(nn.DataParallel(module)) is module
+        True
+    """
+    function: Any = forward_func
+    if any(class_path(cls) == _PIPELINE for cls in type(function).__mro__):
+        function = function.model
+    return unwrap(function) if isinstance(function, nn.Module) else function
+
+
+_PIPELINE = "transformers.pipelines.base.Pipeline"
 
 
 def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
@@ -146,12 +216,16 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
     """
     found = registered_mixers(model)
     if layers is not None:
-        if isinstance(layers, str) or not layers:
+        if isinstance(layers, str) or not isinstance(layers, Iterable) or not list(layers):
             raise NoMixerError(
                 f"layers={layers!r} must be a non-empty list of names or modules. The model's "
                 f"mixers are: {', '.join(mixer.name for mixer in found) or 'none'}."
             )
-        return [_chosen(found, layer) for layer in layers]
+        chosen = [_chosen(found, layer) for layer in layers]
+        twice = next((x.name for i, x in enumerate(chosen) if x in chosen[:i]), None)
+        if twice is not None:
+            raise NoMixerError(f"layers names {twice!r} twice. Name each mixer once.")
+        return chosen
     refuse(_strangers(model, found))
     modules = {mixer.module for mixer in found}
     found = [mixer for mixer in found if modules.isdisjoint(mixer.around)]  # else counted twice
@@ -204,9 +278,9 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
     for mixer in found:
         if layer in mixer.names or layer is mixer.module:
             return mixer
-    name = layer if isinstance(layer, str) else class_path(type(layer))
+    name = f"a {class_path(type(layer))}" if isinstance(layer, nn.Module) else repr(layer)
     raise NoMixerError(
-        f"layers names {name!r}, which is no supported mixer of this model. Its mixers are: "
+        f"layers names {name}, which is no supported mixer of this model. Its mixers are: "
         f"{', '.join(mixer.name for mixer in found) or 'none'}."
     )
 

@@ -86,7 +86,7 @@ class Layer:
         self._left = call.output_tensor
         self._factor: Tensor | None = None
         self.stream = stream
-        self.tolerance = tolerance_for(self.output)
+        self.tolerance = tolerance_for(self.output, mixer.module)
         self._weights = list(mixer.module.parameters())
         self._versions = self._versions_of(self.call.hidden_states, self.output)
         self._versions_of_weights = self._versions_of(*self._weights)
@@ -175,11 +175,11 @@ class Layer:
             return self.map.in_order(x)
         return x if self._order is None else x.index_select(1, self._order.argsort().to(x.device))
 
-    def arrange(self, stage: int, order: Tensor | None, stream_order: Tensor | None) -> None:
+    def arrange(self, stage: int | None, order: Tensor | None, stream_order: Tensor | None) -> None:
         """Put the operator's tokens into the order of those of the run's first layer.
 
         Args:
-            stage: number of the stage that the layer belongs to.
+            stage: number of the stage that the layer belongs to; None if that is not known.
             order: which of the first layer's tokens each of the mixer's is (L,); None if they are
                 the same.
             stream_order: the same for the tokens of the stream that entered its block.

@@ -30,14 +30,20 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
     Args:
         mixer: the mixer.
         call: its recorded call.
-        running: whether what is around the mixer is running, with its weights loaded. Default:
-            False.
+        running: whether what is around the mixer is running, with its weights loaded; then they are
+            in reach until it ends. Default: False.
     """
     hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
     outer = set(mixer.around) if running else set()
     with _loaded([m for m in hooked if m not in outer], mixer.module, call) as moved:
         _refuse_missing(mixer)
         linear = linear_form(mixer, moved)
+    return linear if running else _loading(mixer, call, linear)
+
+
+def _loading(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
+    """The linear mixer whose projection brings its weights in, where they are elsewhere."""
+    hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
     if not hooked:
         return linear
 
@@ -48,7 +54,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
     return replace(linear, project=project)
 
 
-def lasting_form(mixer: Mixer, linear: LinearMixer) -> LinearMixer:
+def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     """The linear mixer with its output projection as it is now, whatever becomes of the module.
 
     Weights that are brought in for each call would stay in memory with it; these are left to their
@@ -56,10 +62,11 @@ def lasting_form(mixer: Mixer, linear: LinearMixer) -> LinearMixer:
 
     Args:
         mixer: the mixer.
-        linear: what its adapter returned.
+        call: its recorded call.
+        linear: what :func:`linearize` returned while it was running.
     """
     if any(map(_is_hooked, (*mixer.around, *mixer.module.modules()))):
-        return linear
+        return _loading(mixer, call, linear)
     shape = tuple(linear.operator.shape)
     projection = replace(projection_of(linear), check=partial(check_operator, mixer, shape))
     return replace(linear, project=projection)

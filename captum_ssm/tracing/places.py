@@ -179,6 +179,8 @@ def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
 
     Features that come from no token count for nothing.  None if others come from different tokens.
 
+    Features that come from no token of the source do not count.
+
     Example:
         >>> import torch
         >>> from captum_ssm.tracing.places import token_places

@@ -23,7 +23,7 @@ from .memory import bytes_of, free_memory
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .repair.loops import repaired_scans
-from .residual import ADDS_TO_NORMED, residual_stream
+from .residual import ADDS_TO_NORMED, first_floating, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
@@ -72,6 +72,8 @@ class Trace:
         linear = self._made(layer, running=True)
         if self._check:
             layer.checked = _error(layer, linear)
+        with torch.inference_mode(False), torch.no_grad(), unseen():
+            linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
         size = bytes_of(tensors_of(linear), besides=parameters)
         if size <= self._room:
@@ -107,7 +109,7 @@ class Trace:
             except NonFiniteError:
                 self._blame_first(layer)
                 raise
-            return lasting_form(layer.mixer, linear)
+            return linear
 
     def forget(self) -> None:
         """Let go of the linear mixer that is kept, where memory is needed for something else."""
@@ -333,7 +335,8 @@ class _Watch:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.residual.pop(block, None)
-        stream = residual_stream(block, args, kwargs)
+        entering = first_floating((*args, *kwargs.values()))
+        stream = residual_stream(block, args, kwargs) if self.streams else entering
         if stream is None:
             return
         origin = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ def residual_stream(
         block: the block.
         args, kwargs: of its call.
     """
-    values = (*args, *kwargs.values())
-    stream = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+    stream = first_floating((*args, *kwargs.values()))
     if stream is None:
         return None
     # mamba_ssm's blocks receive the last mixer's output and the rest of the stream apart
@@ -36,6 +35,11 @@ def residual_stream(
         if norm is not None:
             stream = norm(stream)
     return stream
+
+
+def first_floating(values: Iterable[Any]) -> Tensor | None:
+    """The first floating tensor among values, or None."""
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 def _argument(

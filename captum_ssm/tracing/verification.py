@@ -38,13 +38,15 @@ _TF32 = 5e-3
 _TOKENS, _MOST = 1024, 1e-3
 
 
-def tolerance_for(output: Tensor) -> float:
+def tolerance_for(output: Tensor, module: nn.Module) -> float:
     """The largest error accepted of an operator, by what the module can have computed in.
 
     Args:
         output: what the module returned, (B, L, E); to be asked within the autocast it ran under.
+        module: the module.
     """
-    device, dtypes = output.device.type, {output.dtype}
+    device = output.device.type
+    dtypes = {output.dtype, *(x.dtype for x in module.parameters() if x.is_floating_point())}
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     limit = max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)

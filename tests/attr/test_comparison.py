@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from captum.attr import InputXGradient, IntegratedGradients
+from captum.attr import InputXGradient, IntegratedGradients, NoiseTunnel
 from helpers.latim_vectors import a_model
 from helpers.sessions import full
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
@@ -179,7 +179,7 @@ def test_names_of_ones_own_and_layers():
 MISUSE = {
     "methods is empty": ([], {}),
     "is no Captum attribution": ([mamba_lm], {}),
-    "holds the class InputXGradient. Make an instance": ([InputXGradient], {}),
+    "holds the class NoiseTunnel. Make an instance": ([NoiseTunnel], {}),
     "options names 'Rollout', but the methods are": ([LatimNorm], {"options": {"Rollout": {}}}),
     "LATIM Flow returned tuple in place of one tensor": (
         [LatimFlow],

@@ -529,16 +529,16 @@ def test_reconstruction(method):
     ids = token_ids()
     model = changed_mixers(mamba_lm(), 1.01)
     check(
-        lambda: method(model).attribute(ids, target=(-1, 3), verify=True),
+        lambda: method(model).attribute(ids, target=(-1, 3)),
         RuntimeError,
         ["'backbone.layers.2.mixer'", "Mamba", "error of", "more than 1e-05"],
     )
-    method(model).attribute(ids, target=(-1, 3))
+    method(model).attribute(ids, target=(-1, 3), verify=False)
     method(model).attribute(ids, target=(-1, 3), verify=0.02)
     check(
-        lambda: method(model).attribute(ids, target=(-1, 3), verify=0.005),
+        lambda: method(model).attribute(ids, target=(-1, 3), verify=1e-4),
         RuntimeError,
-        ["'backbone.layers.2.mixer'", "more than 5e-03"],
+        ["'backbone.layers.2.mixer'", "more than 1e-04"],
     )
     check(
         lambda: ImplicitAttention(model).matrices(ids, layers=[1], verify=True),

@@ -16,7 +16,6 @@ from zoo.mamba import padded_batch, transformers_model
 from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, trace
-from captum_ssm.attr.engine.residual import residual_streams
 from captum_ssm.attr.vectors import contributions, latim
 from captum_ssm.attr.vectors.shares import AltiShares
 from captum_ssm.errors import InputError, OptionError, ReconstructionError
@@ -26,10 +25,9 @@ EXACT = 1e-11  # of rows divided by sums of differences
 
 
 def streams_of(model: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
-    # in a trace, which keeps the scans of transformers in the precision of the model
-    with torch.no_grad(), residual_streams(model) as streams, trace(model):
+    with torch.no_grad(), trace(model, streams=True) as t:
         model(*args, **kwargs)
-    return streams
+    return [layer.residual for layer in t.layers]
 
 
 # --- maps ---------------------------------------------------------------------------------------
@@ -266,12 +264,12 @@ def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_leave_no_hooks() -> None:
     model, ids = mamba_lm(), token_ids(1, 4)
-    with pytest.raises(RuntimeError, match="stop"), residual_streams(model) as streams:
+    with pytest.raises(RuntimeError, match="stop"), trace(model, streams=True) as t:
         model(ids)
         raise RuntimeError("stop")
-    assert len(streams) == 3
+    assert len(t.layers) == 3
     model(ids)
-    assert len(streams) == 3
+    assert len(t.layers) == 3
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 

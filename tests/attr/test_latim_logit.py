@@ -15,7 +15,6 @@ from zoo.mamba import padded_batch, transformers_model
 from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, LatimLogit, trace
-from captum_ssm.attr.engine.residual import residual_streams
 from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError, InputError, OptionError, ReconstructionError
 
@@ -157,9 +156,9 @@ def test_a_part_within_tokens_is_traced_back_from_its_own_token() -> None:
 def test_projection_by_its_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows sum to 1, and for a lone mixer they are <T_i(x_j), y_i> / |y_i|^2."""
     case = a_model(name, monkeypatch)
-    with torch.no_grad(), residual_streams(case.model) as streams, trace(case.model) as t:
+    with torch.no_grad(), trace(case.model, streams=True) as t:
         case.model(case.inputs)
-    kept = dict(zip(t.layers, streams, strict=True))
+    kept = {layer: layer.residual for layer in t.layers}
     layer = next(lay for lay in t.layers if lay.joins == "residual")
     batch, tokens = layer.operator.shape[:2]
     mixing = ProjectionShares([layer], kept)

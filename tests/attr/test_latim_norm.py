@@ -245,7 +245,7 @@ def test_a_model_without_activation_has_none() -> None:
 def test_options_are_checked() -> None:
     model, ids = mamba_lm(), token_ids(2, 5)
     for p in (0, 3, float("inf"), None):
-        with pytest.raises(OptionError, match=r"is not a norm LATIM uses\. Use 1 or 2"):
+        with pytest.raises(OptionError, match=r"p=.* is not known\. Use one of 1, 2"):
             LatimNorm(model, p=p)
     with pytest.raises(OptionError, match="activation='tanh' is not known"):
         LatimNorm(model, activation="tanh")

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from captum_ssm.attr.engine import strips
-from captum_ssm.attr.engine.strips import Budget, free_memory
+from captum_ssm.attr.engine.strips import Budget
 from captum_ssm.errors import OptionError
 from captum_ssm.operators import Diagonal, Shape
+from captum_ssm.tracing import memory
+from captum_ssm.tracing.memory import free_memory
 
 
 def operator(batch=1, tokens=100, heads=3, dtype=torch.float32):
@@ -74,12 +76,12 @@ def test_without_a_budget_there_is_always_room_for_a_row(monkeypatch):
 def test_free_memory(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(strips, "_MEMINFO", meminfo)
-    assert free_memory(cpu) == strips._UNKNOWN
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    assert free_memory(cpu) == memory._UNKNOWN
     meminfo.write_text("MemTotal: 999 kB\nMemFree: 10 kB\nMemAvailable:    700 kB\n")
     assert free_memory(cpu) == 700 * 1024
     meminfo.write_text("MemTotal: 999 kB\n")
-    assert free_memory(cpu) == strips._UNKNOWN
+    assert free_memory(cpu) == memory._UNKNOWN
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (321, 654))
     assert free_memory(torch.device("cuda")) == 321
-    assert free_memory(torch.device("meta")) == strips._UNKNOWN
+    assert free_memory(torch.device("meta")) == memory._UNKNOWN

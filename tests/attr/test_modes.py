@@ -38,7 +38,10 @@ def test_bfloat16_is_explained_in_float32(case: Case) -> None:
     assert all(torch.isfinite(t).all() for t in found.tensors())
     if case.inputs.is_floating_point():
         case.inputs = case.inputs.float()
-    wanted = explain(copy.deepcopy(half).float(), case)
+    rounded = copy.deepcopy(case.model)
+    for parameter in rounded.parameters():  # buffers, of which some adapters know better, are not
+        parameter.data = parameter.data.bfloat16().float()
+    wanted = explain(rounded, case)
     # later layers of a mixture of experts may route another way
     assert relative_error(found.matrices[0], wanted.matrices[0]) <= 0.15
 

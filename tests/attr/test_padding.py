@@ -133,7 +133,7 @@ def test_a_mask_that_hides_nothing_changes_nothing(method):
 def test_padded_tokens_may_not_be_asked_for(method):
     model = mamba_lm()
     ids, mask = padded_batch("right")
-    with pytest.raises(ValueError, match=r"query position 8 is a padded token of example 1"):
+    with pytest.raises(ValueError, match=r"position 8 is a padded token of example 1"):
         method(model).attribute(ids, (8, 2), mask)
     with pytest.raises(ValueError, match=r"query position 6 is a padded token of example 1"):
         method(model).attribute(ids, (0, 2), mask, query=-3)

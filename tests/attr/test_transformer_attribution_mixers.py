@@ -73,7 +73,7 @@ def test_a_function_that_looks_up_more_than_the_inputs(form):
     whole = torch.cat([ids, more], 1)
     betas = mamba_betas(model, whole, lambda logits: logits[:, -1, 4], form)
     found = TransformerAttribution(continued, model, form=form).attribute(ids, 4)
-    assert relative_error(found, betas_to_row(betas, [6])) <= 1e-5
+    assert relative_error(found, betas_to_row(betas, [6])[:, :5]) <= 1e-5
 
 
 HYBRIDS = ["bamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "qwen3_next"]

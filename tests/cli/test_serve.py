@@ -15,8 +15,7 @@ from helpers.insights_examples import ask
 from zoo.small import randomise
 
 from captum_ssm.bench.tasks.recall import generate
-from captum_ssm.cli import main
-from captum_ssm.cli import serve as command
+from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
@@ -33,12 +32,12 @@ VIM = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_classe
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.set_defaults(debug=False)
-    command.add_to(parser.add_subparsers(dest="command"))
+    serve.add_to(parser.add_subparsers(dest="command"))
     return parser.parse_args(["serve", *arguments])
 
 
 def made(*arguments: Any) -> AttributionVisualizer:
-    return command.visualizer_of(parsed(*map(str, arguments)))
+    return serve.visualizer_of(parsed(*map(str, arguments)))
 
 
 @pytest.fixture
@@ -155,11 +154,11 @@ def test_classes_without_names_are_numbers(vim, photos, tmp_path):
 @pytest.mark.usefixtures("interruptible")
 def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     served, statuses = [], []
-    serve = AttributionVisualizer.serve
+    unseen = AttributionVisualizer.serve
 
     def noted(self, *arguments, **options):
         served.append(self)
-        return serve(self, *arguments, **options)
+        return unseen(self, *arguments, **options)
 
     def interrupt():
         while not served or served[0]._server is None:

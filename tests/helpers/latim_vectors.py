@@ -40,7 +40,8 @@ def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
 
 
 def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
-    with torch.no_grad(), trace(model) as t:
+    """The layers of a run, whose operators are made where a test asks for them."""
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(*args, **kwargs)
     return t.layers
 
@@ -62,4 +63,13 @@ def layer_of(operator: Operator, module: nn.Module | None) -> Any:
     """A recorded layer as far as contributions look at it, for any operator."""
     values = torch.randn(operator.shape)
     linear = LinearMixer(values, operator, lambda y: y.flatten(2))
-    return SimpleNamespace(linear=linear, mixer=SimpleNamespace(module=module))
+    return Unhooked(linear=linear, mixer=SimpleNamespace(module=module))
+
+
+class Unhooked(SimpleNamespace):
+    """What a mixer writes is what it returns."""
+
+    @property
+    def written(self) -> LinearMixer:
+        linear: LinearMixer = self.linear
+        return linear

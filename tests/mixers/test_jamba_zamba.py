@@ -35,7 +35,7 @@ def hybrid(family: str, attention: str = "sdpa", **options: Any) -> Any:
 
 
 def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
-    with torch.no_grad(), trace(model) as t:
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(*args, **kwargs)
     return t.layers
 

@@ -24,7 +24,7 @@ FLOAT32 = 1e-5
 
 
 def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
-    with torch.no_grad(), trace(model) as t:
+    with torch.no_grad(), trace(model, operators=False) as t:
         model(*args, **kwargs)
     return t.layers
 

@@ -164,3 +164,16 @@ def test_bands_that_reach_further_back_than_a_pivot_lies(lags: tuple[int, ...]) 
         found = operator.strip_of_product(left, band, rows).whole(150)
         error = (found - wanted[:, rows.start : rows.stop]).abs().max()
         assert error <= EXACT * wanted.abs().max()
+
+
+@pytest.mark.parametrize("reset", range(8, 20))
+def test_resets_while_a_band_writes(reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a column was sent before the reset is gone, and what it was sent after is not."""
+    monkeypatch.setattr(pivot_strip, "_COLUMNS", 4)
+    decay = torch.full((2, 30, 5), 0.9, dtype=torch.float64)
+    decay[:, reset] = 0
+    operator = ElementwiseRecurrence(decay)
+    left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in (0, 2)}
+    wanted = product(operator.dense(None), left, band)[:, 20:]
+    found = strip_by_pivot(operator, left, band, range(20, 30)).whole(30)
+    assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()

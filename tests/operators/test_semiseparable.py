@@ -8,7 +8,7 @@ from oracles import relative_error
 from oracles.kernels import banded_semiseparable
 from torch import Tensor
 
-from captum_ssm.operators.kernels import pivot_tree as semiseparable
+from captum_ssm.operators.kernels import pivot_tree
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 
 Factors = tuple[Tensor, Tensor, list[Tensor]]
@@ -91,13 +91,13 @@ def test_what_is_forgotten(
     lasting = drawn(batch, tokens, lags)
     lasting[0].clamp_(min=0.999)
     windows = []
-    near = semiseparable._Tree.near
+    near = pivot_tree._Tree.near
 
-    def noted(tree: semiseparable._Tree, first: int, window: int) -> None:
+    def noted(tree: pivot_tree._Tree, first: int, window: int) -> None:
         windows.append(window)
         near(tree, first, window)
 
-    monkeypatch.setattr(semiseparable._Tree, "near", noted)
+    monkeypatch.setattr(pivot_tree._Tree, "near", noted)
     factors = [fading, lasting, fading]
     wanted = sum(banded_semiseparable(*f, first_lag) for f in factors)
     assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators import chain as compose
-from captum_ssm.operators import generic
+from captum_ssm.operators import chain, generic
 from captum_ssm.operators.kernels.rows import Strip, clipped, sum_strips
-from captum_ssm.operators.recurrences import scalar_decay as decay_heads
+from captum_ssm.operators.recurrences import scalar_decay
 
 EXACT = 1e-12
 Build = Callable[[int], Any]
@@ -131,7 +130,7 @@ def test_blocks_of_channels_add_up(build: Build, monkeypatch: pytest.MonkeyPatch
     case = build(12)
     left, right = randn(*case.shape), randn(*case.shape)
     wanted = contracted(case, left, right)
-    monkeypatch.setattr(compose, "_FACTOR_ELEMENTS", 2 * 2 * 12)  # two channels, or as many as rows
+    monkeypatch.setattr(chain, "_FACTOR_ELEMENTS", 2 * 2 * 12)  # two channels, or as many as rows
     for rows in (range(0, 12), range(7, 10), range(4, 6)):
         check_rows(case.operator.strip(left, right, rows), rows, wanted)
     assert relative_error(case.operator.contract(left, right), wanted) <= EXACT
@@ -143,7 +142,7 @@ def test_products_of_queries_and_keys_a_few_rows_at_a_time(
     case = build(11)
     left, right = randn(*case.shape[:3], 1), randn(*case.shape[:3], 1)
     wanted = contracted(case, left, right)
-    monkeypatch.setattr(decay_heads, "_ROWS", 3)
+    monkeypatch.setattr(scalar_decay, "_ROWS", 3)
     for rows in (range(0, 11), range(2, 10), range(6, 7)):
         check_rows(case.operator.strip(left, right, rows), rows, wanted)
 
@@ -153,7 +152,7 @@ def test_one_row_of_more_tokens_than_a_factor_holds(
 ) -> None:
     case = build(12)
     left, right = randn(*case.shape), randn(*case.shape)
-    monkeypatch.setattr(compose, "_FACTOR_ELEMENTS", 1)
+    monkeypatch.setattr(chain, "_FACTOR_ELEMENTS", 1)
     wanted = contracted(case, left, right)
     check_rows(case.operator.strip(left, right, range(5, 6)), range(5, 6), wanted)
 

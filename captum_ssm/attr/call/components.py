@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import Tensor
+
 from ...errors import OptionError
 
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
@@ -35,7 +37,9 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
             )
         chosen = PRESETS[preset] - set(removed)
     else:
-        chosen = frozenset(components) if isinstance(components, Collection) else frozenset()
+        listed = isinstance(components, Collection) and not isinstance(components, Tensor)
+        names = listed and all(isinstance(part, str) for part in components)
+        chosen = frozenset(components) if names else frozenset()
     if not chosen or not chosen <= COMPONENTS:
         raise OptionError(
             f"components={components!r} must leave at least one component, and name none but "

@@ -1,23 +1,31 @@
-"""The user's input, in any accepted form: checked, run, and cut into parts of a batch.
-
-Running the user's model on an input of any accepted kind.
-
-Cutting a batch into parts, with everything that has one entry per example.
-"""
+"""The user's input, in any accepted form: checked, run, and cut into parts of a batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ...errors import InputError, OptionError, PaddedExampleError
-from ...tracing import unwrap
+from ...errors import InputError, PaddedExampleError
+from ...tracing import runnable
 from ...tracing.hooks import hooked
+from . import checks
 from .targets import Against
+
+#: What is accepted, for the end of an error's message.
+_FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
+
+#: What a tokenizer or an image processor calls the one tensor, the preferred first.
+_KEYS = ("input_ids", "inputs_embeds", "pixel_values")
+
+#: What torch says where an embedding is given what is no index, and an index that is none of its.
+_NO_INDEX = "'indices' to have one of the following scalar types"
+_NO_SUCH_INDEX = "index out of range in self"
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -27,25 +35,83 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def single_input(inputs: Any) -> tuple[Tensor, bool]:
-    """The one input tensor, and whether it came in a tuple."""
+def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
+    """The one input tensor, and whether it came in a tuple.
+
+    Args:
+        inputs: what the user passed.
+        name: what the argument is called. Default: ``"inputs"``.
+    """
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
-            f"inputs holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
+            f"{name} holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
             "the others as additional_forward_args."
         )
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
-        raise InputError(f"inputs must be a tensor, got {type(tensor).__name__}.")
+        raise InputError(
+            f"{name} must be a tensor, got {type(tensor).__name__}. {_in_place_of(tensor)}"
+        )
     if tensor.dim() < 2:
         raise InputError(
-            f"inputs has shape {tuple(tensor.shape)}; a batch dimension is needed: token ids "
-            "(B, L), embeddings (B, L, E) or images (B, C, H, W)."
+            f"{name} has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}."
         )
     if tensor.numel() == 0:
-        raise InputError(f"inputs is empty: shape {tuple(tensor.shape)}.")
+        raise InputError(f"{name} is empty: shape {tuple(tensor.shape)}.")
+    if not tensor.is_floating_point():
+        _check_ids(tensor, name)
     return tensor, in_tuple
+
+
+def _in_place_of(value: Any) -> str:
+    """What to pass in place of what is no tensor."""
+    if isinstance(value, Mapping):
+        return _in_place_of_mapping(value)
+    if isinstance(value, str):
+        return (
+            "Pass token ids (B, L), such as tokenizer(text, return_tensors='pt')['input_ids'], or "
+            "explain texts with SSMLLMAttribution."
+        )
+    if isinstance(value, np.ndarray):
+        return "Pass torch.from_numpy(inputs)."
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return (
+            f"Pass one tensor: torch.stack(inputs) of examples of one shape. Accepted are {_FORMS}."
+        )
+    if isinstance(value, list | tuple) and value and checks.as_integer(value[0]) is not None:
+        return "Pass token ids as a tensor (B, L): torch.tensor([inputs])."
+    if isinstance(value, list | tuple) and value:
+        return f"Pass torch.tensor(inputs), where it holds numbers. Accepted are {_FORMS}."
+    return f"Accepted are {_FORMS}."
+
+
+def _in_place_of_mapping(encoding: Mapping[Any, Any]) -> str:
+    """What a tokenizer returns: the ids by themselves, all else beside them."""
+    key = next((key for key in _KEYS if key in encoding), None)
+    if key is None:
+        return f"Pass one of its values, out of {list(encoding)}. Accepted are {_FORMS}."
+    mask = (
+        ", and additional_forward_args=(encoding['attention_mask'],), in the order of the model's "
+        "parameters"
+    )
+    return f"Pass inputs=encoding[{key!r}]{mask if 'attention_mask' in encoding else ''}."
+
+
+def _check_ids(ids: Tensor, name: str) -> None:
+    """Raise for what is not floating and cannot be token ids."""
+    if ids.is_complex() or ids.is_quantized or ids.dtype == torch.bool:
+        raise InputError(f"{name} is of dtype {ids.dtype}. Accepted are {_FORMS}.")
+    if ids.dim() == 4:
+        raise InputError(
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but images are "
+            "floating: pass what the model's image processor makes of them."
+        )
+    if ids.dim() != 2:
+        raise InputError(
+            f"{name} of shape {tuple(ids.shape)} holds integers ({ids.dtype}), but token ids are "
+            "(B, L)."
+        )
 
 
 def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
@@ -67,9 +133,15 @@ def call_model(
     A module whose first parameter is ``input_ids`` receives floating inputs as ``inputs_embeds``
     if it has that parameter, else in place of its embedding layer's output.
     """
-    function = unwrap(forward_func) if isinstance(forward_func, nn.Module) else forward_func
-    if not (isinstance(function, nn.Module) and inputs.is_floating_point() and inputs.dim() == 3):
+    with _embeddable(inputs):
+        function = runnable(forward_func)
+        embeddings = inputs.is_floating_point() and inputs.dim() == 3
+        if embeddings and isinstance(function, nn.Module):
+            return _call_on_embeddings(function, inputs, additional)
         return function(inputs, *additional)
+
+
+def _call_on_embeddings(function: nn.Module, inputs: Tensor, additional: tuple[Any, ...]) -> Any:
     try:
         bound = inspect.signature(_own_forward(function)).bind(inputs, *additional)
     except TypeError as error:
@@ -86,6 +158,32 @@ def call_model(
     with _embedded(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
         return function(ids, *additional)
+
+
+@contextmanager
+def _embeddable(inputs: Tensor) -> Iterator[None]:
+    """Let what an embedding cannot look up be told of the inputs."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        shape, said = tuple(inputs.shape), str(error)
+        if inputs.is_floating_point() and _NO_INDEX in said:
+            instead = (
+                "floating inputs are embeddings (B, L, E)"
+                if inputs.dim() == 2
+                else "let forward_func take embeddings, as in model(inputs_embeds=inputs)"
+            )
+            raise InputError(
+                f"inputs of shape {shape} is floating ({inputs.dtype}), but the model looks it up "
+                f"as token ids, which are integers (B, L). Pass ids, or {instead}. Methods that "
+                "add noise or take steps between inputs, such as NoiseTunnel, need embeddings."
+            ) from error
+        if not inputs.is_floating_point() and _NO_SUCH_INDEX in said:
+            raise InputError(
+                f"inputs holds token ids from {int(inputs.min())} to {int(inputs.max())}, of which "
+                "the model does not embed all. Does the tokenizer belong to this model?"
+            ) from error
+        raise
 
 
 def _own_forward(model: nn.Module) -> Callable[..., Any]:
@@ -147,8 +245,6 @@ class BatchPart:
 
 def batch_parts(batch: int, internal_batch_size: int | None) -> Iterator[BatchPart]:
     """The parts of a batch, of at most ``internal_batch_size`` examples each; None: one part."""
-    size = batch if internal_batch_size is None else internal_batch_size
-    if size < 1:
-        raise OptionError(f"internal_batch_size={internal_batch_size} must be at least 1.")
+    size = checks.count("internal_batch_size", internal_batch_size) or batch
     for start in range(0, batch, size):
         yield BatchPart(slice(0, batch) if size >= batch else slice(start, start + size), batch)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ...errors import OptionError, QueryError
 from ...tracing import Layer
+from .checks import as_integer
+from .target_errors import in_few_words
+from .targets import last_real, require_real_target
 
 #: None (found from the model), a name, one position, several positions common to all examples,
 #: or a tensor (B,) or (B, K) of positions per example.
@@ -23,15 +26,36 @@ def check_query(query: Query, batch: int) -> None:
             f"query={query!r} is not known. Use None, 'cls', 'last', 'mean', a position, a list of "
             "positions, or a tensor of positions per example."
         )
-    if isinstance(query, list | tuple | range) and not query:
-        raise OptionError("query is an empty list of positions.")
-    if not isinstance(query, type(None) | str | int | list | tuple | range | Tensor):
+    if query is None or isinstance(query, str) or as_integer(query) is not None:
+        return
+    if not isinstance(query, list | tuple | range | Tensor):
         raise OptionError(f"query={query!r} is neither a name nor positions.")
-    if isinstance(query, Tensor) and query.dim() > 0 and len(query) != batch:
-        raise QueryError(
-            f"query has positions for {len(query)} examples, but the batch holds {batch}. Use an "
-            "int, a list (common to all) or a name where Captum repeats the inputs."
+    if not isinstance(query, Tensor) and not query:
+        raise OptionError("query is an empty list of positions.")
+    positions = _positions(query)
+    if positions.dim() > 2 or not positions.numel():
+        raise OptionError(
+            f"query has shape {tuple(positions.shape)}; a tensor of positions is (B,) or (B, K)."
         )
+    of_each = isinstance(query, Tensor) or positions.dim() == 2
+    if of_each and len(positions) != batch:
+        raise QueryError(
+            f"query has positions for {len(positions)} examples, but the batch holds {batch}. Use "
+            "an int, a list (common to all) or a name where Captum repeats the inputs."
+        )
+
+
+def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
+    """A query's positions as a tensor of integers."""
+    try:
+        positions = torch.as_tensor(query)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(
+            f"query={query!r} does not consist of positions, which are integers."
+        ) from None
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise OptionError(f"query must hold integer positions, got {positions.dtype}.")
+    return positions.long()
 
 
 def needs_readers(query: Query) -> bool:
@@ -65,6 +89,7 @@ def _chosen(
     batch, tokens = keep.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
+        require_real_target(index, output, keep)
         return _last(keep) if index is None else _at(index[:, :1].to(keep.device), keep)
     if isinstance(query, str) and query == "mean":
         return keep
@@ -78,9 +103,8 @@ def _chosen(
                 "token. Use None, 'last', 'mean' or positions."
             )
         return readers
-    positions = torch.as_tensor(query, device=keep.device)
-    if positions.is_floating_point() or positions.dtype == torch.bool:
-        raise OptionError(f"query must hold integer positions, got {positions.dtype}.")
+    assert query is not None and not isinstance(query, str)
+    positions = _positions(query).to(keep.device)
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
@@ -111,9 +135,9 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
 
 
 def _last(keep: Tensor) -> Tensor:
+    """True at the last real token of each example, (B, L)."""
     position = torch.arange(keep.shape[1], device=keep.device)
-    last = torch.where(keep, position, -1).amax(-1, keepdim=True)
-    return position == last
+    return (position == last_real(keep)[:, None]) & keep
 
 
 def _at(positions: Tensor, keep: Tensor) -> Tensor:
@@ -129,8 +153,11 @@ def _at(positions: Tensor, keep: Tensor) -> Tensor:
     padded = ~keep.gather(1, positions)
     if bool(padded.any()):
         example = int(padded.any(-1).nonzero()[0])
+        last = last_real(keep)
         raise QueryError(
-            f"query position {int(positions[padded][0])} is a padded token of example {example}."
+            f"query position {int(positions[padded][0])} is a padded token of example {example}. "
+            f"The last real token of each example is at {in_few_words(last)}; pass query='last', "
+            "or a tensor with a position for each example."
         )
     times = torch.zeros(keep.shape, dtype=torch.long, device=keep.device)
     return times.scatter_add(1, positions, torch.ones_like(positions))

@@ -12,6 +12,8 @@ from ...errors import TargetError
 
 #: Characters of a target that an error repeats at most.
 _SHOWN = 80
+#: Entries of a list that it repeats at most.
+_ENTRIES = 16
 
 
 def is_missing(output: Tensor) -> TargetError:
@@ -67,6 +69,32 @@ def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetErr
         f"{name} {index} is not in [{-size}, {size}). A {name} is numbered from 0 to {size - 1}, "
         f"or from the end, {-size} to -1."
     )
+
+
+def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
+    """A position that is padding.
+
+    Args:
+        index: the target of each example (B, 2).
+        padded: True for examples where it is padding (B,).
+        last: the position of each example's last real token (B,).
+    """
+    examples = padded.nonzero().flatten()
+    first = int(examples[0])
+    better = [(int(at), int(token)) for at, token in zip(last, index[:, 1], strict=True)]
+    return TargetError(
+        f"The target's position {int(index[first, 0])} is a padded token of example {first}"
+        + (f" and of {len(examples) - 1} more" if len(examples) > 1 else "")
+        + f". The last real token of each example is at {in_few_words(last)}: pass one target per "
+        f"example, such as target={in_few_words(better)}, or pad on the left."
+    )
+
+
+def in_few_words(entries: Tensor | Sequence[Any]) -> str:
+    """A list, of which a long one is cut short."""
+    listed = entries.tolist() if isinstance(entries, Tensor) else list(entries)
+    shown_ones = ", ".join(map(str, listed[:_ENTRIES]))
+    return f"[{shown_ones}{', ...' if len(listed) > _ENTRIES else ''}]"
 
 
 def shown(target: Any) -> str:

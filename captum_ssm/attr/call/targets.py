@@ -1,7 +1,4 @@
-"""Captum's target forms, checked, as one number per example.
-
-What a target is held against: nothing, another target, the mean, or all alternatives.
-"""
+"""Captum's target forms, checked, as one number per example; what a target is held against."""
 
 from __future__ import annotations
 
@@ -36,6 +33,22 @@ class Against:
 def several(target: Any) -> Sequence[Any]:
     """The targets of an :class:`Each`, or the one target."""
     return target.targets if isinstance(target, Each) else (target,)
+
+
+def each_of(targets: Any) -> Each:
+    """A user's list of targets, each in one of Captum's forms.
+
+    Raises:
+        TargetError: when it is no list, or empty.
+    """
+    if isinstance(targets, str) or not hasattr(targets, "__len__"):
+        raise TargetError(
+            f"targets={target_errors.shown(targets)} must be a list of targets in Captum's forms, "
+            "such as [(-1, 3), (-1, 5)]."
+        )
+    if not len(targets):
+        raise TargetError("targets is empty; pass a list of targets in Captum's forms.")
+    return Each(list(targets))
 
 
 def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
@@ -81,6 +94,35 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
                 raise target_errors.is_outside(target, place, index, output)
     sizes = torch.tensor(output.shape[1:], device=output.device)
     return torch.tensor(rows, device=output.device).reshape(batch, dims) % sizes
+
+
+def last_real(mask: Tensor) -> Tensor:
+    """The position of each example's last real token, (B,); -1 where there is none.
+
+    Args:
+        mask: True for real tokens (B, L).
+    """
+    position = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, position, -1).amax(-1)
+
+
+def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | None) -> None:
+    """Raise if the target names what a model returns at a padded token.
+
+    Args:
+        index: the target's indices (B, dims of one example), or None.
+        output: what the model returned, (B, ...); its positions are tokens where it is (B, L, V).
+        mask: True for real tokens (B, L), or None.
+
+    Raises:
+        TargetError: naming the examples, and where their last real tokens are.
+    """
+    if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
+        return
+    index, mask = index.cpu(), mask.cpu()
+    padded = ~mask.gather(1, index[:, :1])[:, 0]  # (B,)
+    if bool(padded.any()):
+        raise target_errors.is_padded(index, padded, last_real(mask))
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:

@@ -6,8 +6,7 @@ The sums and products are those of :mod:`~captum_ssm.operators.readings.states` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import index
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from ...operators import Diagonal, Operator
 from ...operators.readings.selection import Factors, selection_factors
 from ...operators.readings.states import Term, products_of, state_matrices, terms_of
 from ...tracing import Layer
+from ..call import checks
 from ..call.components import parse_components
 from .method import options
 
@@ -23,7 +23,7 @@ __all__ = ["Factors", "each_factor", "each_state"]
 
 
 def each_state(
-    channels: Iterable[int], components: str | Collection[str], verify: bool | float
+    channels: Sequence[int], components: str | Collection[str], verify: bool | float
 ) -> Callable[[Layer], Tensor]:
     """The user's choices, checked, as a function from a layer to its (B, C, N, L, L).
 
@@ -50,7 +50,7 @@ def each_state(
 
 
 def each_factor(
-    channels: Iterable[int], simplified: bool, verify: bool | float
+    channels: Sequence[int], simplified: bool, verify: bool | float
 ) -> Callable[[Layer], Factors]:
     """The user's choices, checked, as a function from a layer to its factors.
 
@@ -60,6 +60,7 @@ def each_factor(
         verify: as in :func:`each_state`.
     """
     wanted = _checked(channels)
+    checks.flags(simplified=simplified)
     chosen = options("s6", None, None, 0, "paper", False, verify, keep_channels=True)
 
     def make(layer: Layer) -> Factors:
@@ -97,11 +98,8 @@ def _kinds(operator: Operator) -> str:
     return " and ".join(sorted(kinds)) or "no recurrence"
 
 
-def _checked(channels: Iterable[int]) -> tuple[int, ...]:
-    try:
-        wanted = tuple(index(channel) for channel in channels)
-    except TypeError:
-        wanted = ()
+def _checked(channels: Sequence[int]) -> tuple[int, ...]:
+    wanted = checks.integers("channels", channels, "channels")
     if not wanted:
         raise OptionError(
             f"channels={channels!r} must list at least one channel, for example channels=[0, 5]. "

@@ -14,6 +14,7 @@ from ...errors import InputError, NonFiniteError, OptionError
 from ...operators import Operator, Reduce
 from ...operators.kernels.arithmetic import all_finite, matmul
 from ...tracing import Layer
+from ..call import checks
 
 T = TypeVar("T")
 
@@ -52,7 +53,9 @@ class Options:
                 f"heads={list(self.heads)} must name heads (for Mamba-1: channels) between 0 and "
                 f"{operator.shape.heads - 1}."
             )
-        return operator.select([head % operator.shape.heads for head in self.heads])
+        counted = [head % operator.shape.heads for head in self.heads]
+        checks.no_repeats(f"heads={list(self.heads)}", counted)
+        return operator.select(counted)
 
     def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """The layers from start_layer on."""

@@ -10,10 +10,9 @@ import torch
 from captum.attr import Attribution
 from torch import Tensor, nn
 
-from ...errors import GradientModeError, InputError, OptionError, TargetError
+from ...errors import GradientModeError, InputError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
-from ...operators.reduction import check_reduce
 from ...tracing import (
     Graph,
     find_mixers,
@@ -21,12 +20,14 @@ from ...tracing import (
     graphs_dropped,
     repaired_scans,
     require_real_tokens,
+    weights_blamed,
 )
+from ..call import checks
 from ..call.components import parse_components
 from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
 from ..call.layout import ImageProbe, of_given, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import Each, as_asked, several, target_index
+from ..call.targets import Each, as_asked, each_of, several, target_index
 from .fold import Options
 from .run import Question, Run
 from .sharing import Kept, Request, forward_of, probe_of
@@ -101,10 +102,8 @@ class ImplicitMethod(Attribution):
         Raises:
             TargetError: when ``targets`` is empty, or one of them does not fit.
         """
-        if not len(targets):
-            raise TargetError("targets is empty; pass a list of targets in Captum's forms.")
+        each = each_of(targets)
         tensor, _ = single_input(inputs)
-        each = Each(list(targets))
         found: Tensor = self.attribute(
             tensor, each, additional_forward_args, per_token=True, **options
         )
@@ -136,14 +135,16 @@ class ImplicitMethod(Attribution):
         A target that is an :class:`Each` gives a result per target, stacked in front.  ``graph`` is
         what is kept of the run's where gradients are needed.
         """
+        checks.flags(per_token=per_token)
         tensor, in_tuple = single_input(inputs)
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         check_query(query, len(tensor))
         self._check_mode()
-        parts = []
+        verify = checks.tolerance("verify", verify)
+        model, parts = find_model(self.forward_func, self.model), []
         for cut in batch_parts(len(tensor), internal_batch_size):
-            with torch.inference_mode(False), cut.counting():
+            with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 results = self._one_batch(
                     cut(tensor),
                     Each([cut.target(t) for t in several(target)]),
@@ -217,6 +218,7 @@ class ImplicitMethod(Attribution):
         graph: Graph = "outputs",
         *,
         verify: bool | float = True,
+        folds: bool = True,
     ) -> Run:
         """One traced forward run; its graph lives as long as ``stack``.
 
@@ -227,7 +229,7 @@ class ImplicitMethod(Attribution):
         stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
         model = find_model(self.forward_func, self.model)
         request = Request(self.forward_func, model, self.layers, inputs, additional)
-        kept = Kept(graph, self.needs_streams, verify is not False)
+        kept = Kept(graph, self.needs_streams, verify is not False, folds)
         forward = forward_of(request, kept)
         layers, output, chain = forward.layers, forward.output, forward.chain
         tail = layers[-1]
@@ -264,19 +266,22 @@ def options(
     keep_channels: bool = False,
 ) -> Options:
     """The user's choices, checked before anything runs."""
-    check_reduce(reduce)
+    reduce = checks.reduction(reduce)
     if not keep_channels and (reduce is None or reduce == "heads"):
         raise OptionError(
             f"reduce={reduce!r} keeps several matrices per layer; relevance needs one. Use 'mean', "
             "'max', 'min', 'product', or a function over channels."
         )
-    if recipe not in RECIPES:
-        raise OptionError(f"recipe={recipe!r} is not known. Use one of {RECIPES}.")
+    checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
         raise OptionError("recipe='published_code' fixes the reduction; leave reduce='mean'.")
-    if isinstance(heads, int):
-        raise OptionError(f"heads={heads} must be a list of heads, for example heads=[{heads}].")
-    chosen = None if heads is None else tuple(heads)
+    checks.flags(show_progress=show_progress)
+    chosen = None
+    if heads is not None:
+        chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")
+        checks.no_repeats("heads", chosen)
+    start_layer = checks.integer("start_layer", start_layer)
+    verify = checks.tolerance("verify", verify)
     return Options(
         parse_components(components), reduce, chosen, start_layer, recipe, show_progress, verify
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing import Graph, Layer, Trace, require_layers, trace
-from ...tracing.chain import Chain, arrange
+from ...tracing.chain import Chain, NotAChain, arrange
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
 from ..call.inputs import call_model
@@ -62,11 +62,13 @@ class Kept:
         graph: which autograd graph.
         streams: whether the residual stream entering each mixer's block is.
         verify: whether operators are held to what their modules returned. Default: True.
+        folds: whether layers have to be a chain. Default: True.
     """
 
     graph: Graph
     streams: bool
     verify: bool = True
+    folds: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +193,7 @@ def _run(request: Request, kept: Kept, shared: bool) -> Forward:
         output = logits_of(call_model(request.forward_func, request.inputs, request.additional))
         origin = None if tokens is None else tokens.origin(output)
     require_layers(record, model)
-    return Forward(record, output, chained(record, origin), shared)
+    return Forward(record, output, chained(record, origin, kept.folds), shared)
 
 
 def followed(
@@ -217,16 +219,24 @@ def begin(tokens: Places | None, inputs: Tensor) -> None:
         tokens.begin(inputs)
 
 
-def chained(record: Trace, output: Origin | None) -> Chain | None:
+def chained(record: Trace, output: Origin | None, folds: bool = True) -> Chain | None:
     """How the tokens of a run lie; None where that was not followed, or lies in maps.
 
     Args:
         record: of the run.
         output: where its output comes from.
+        folds: whether layers have to be a chain. Default: True.
     """
     if not record.reads or any(layer.map is not None for layer in record.layers):
         return None
-    return arrange(record.layers, record.reads, output)
+    try:
+        return arrange(record.layers, record.reads, output)
+    except NotAChain:
+        if folds:
+            raise
+    for layer in record.layers:  # each by itself, in the order in which it reads the tokens
+        layer.arrange(None, None, None)
+    return None
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -163,6 +163,11 @@ class SSMLLMAttribution(Attribution):
                 f"target=None has the model generate a text, but {type(self.model).__name__} has "
                 "no generate(). Pass the target."
             )
+        if not isinstance(gen_args, Mapping | None):
+            raise OptionError(
+                f"gen_args={gen_args!r} must be a dict of arguments of generate(), for example "
+                "gen_args={'max_new_tokens': 10}."
+            )
         inputs = ids[None].to(self._device)
         options = dict(_default_gen_args(generate, len(ids)) if gen_args is None else gen_args)
         if "attention_mask" in inspect.signature(type(self.model).forward).parameters:

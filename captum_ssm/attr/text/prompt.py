@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
 
 def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
     """True at the tokens (L,) that are named by id or by string."""
-    if isinstance(skip_tokens, str) or not isinstance(skip_tokens, Sequence | None):
+    listed = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
+    if not listed or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
         raise OptionError(
             f"skip_tokens={skip_tokens!r} must be a list of token ids or of strings, for example "
             f"skip_tokens=[{skip_tokens!r}]."

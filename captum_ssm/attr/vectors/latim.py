@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ...errors import OptionError, QueryError
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.rows import Positions
-from ...tracing import Layer
+from ...tracing import Layer, find_model, weights_blamed
+from ..call import checks
 from ..call.inputs import as_tuple, check_batch, single_input
-from ..engine.fold import shown
+from ..engine.fold import Options, shown
 from ..engine.method import ImplicitMethod, options
 from ..engine.run import Run
 from .contributions import Contributions
@@ -76,11 +77,12 @@ class LatimMethod(ImplicitMethod):
         Returns:
             One number per layer: 0 but for rounding with ``activation="linearized"``.
         """
+        chosen, named = read_options(0, show_progress, False), read_layers(layers)
         with self._traced(inputs, additional_forward_args, verify=False) as run:
             return for_each(
-                wanted(run.layers, layers),
+                wanted(run.layers, named),
                 lambda layer: _missed(layer, self.activation, run.mask),
-                self.name if show_progress else None,
+                self.name if chosen.show_progress else None,
             )
 
     @contextmanager
@@ -95,17 +97,26 @@ class LatimMethod(ImplicitMethod):
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
         with torch.inference_mode(False), ExitStack() as stack:
+            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
             stack.enter_context(torch.no_grad())
             tensor = tensor.clone() if tensor.is_inference() else tensor
-            run = self._run(tensor, None, additional, "mean", stack, verify=verify)
+            # not that of a method with questions of its own, of which there is none here
+            run = ImplicitMethod._run(
+                self, tensor, None, additional, "mean", stack, verify=verify, folds=False
+            )
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
 
 
-def from_layer(layers: Sequence[Layer], start_layer: int) -> Sequence[Layer]:
-    """The layers from ``start_layer`` on; raises if that is none of them."""
-    return options("exact", "mean", None, start_layer, "paper", False, False).used(layers)
+def read_options(start_layer: int, show_progress: bool, verify: bool | float) -> Options:
+    """The user's choices, checked before anything runs."""
+    return options("exact", "mean", None, start_layer, "paper", show_progress, verify)
+
+
+def read_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The indices of the layers wanted, checked before anything runs; None for all."""
+    return None if layers is None else checks.integers("layers", layers, "layers")
 
 
 def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
@@ -133,19 +144,29 @@ def query_index(positions: Positions | None, layer: Layer) -> Tensor:
     """Query positions as (B, Q), all tokens by default."""
     batch, tokens = layer.operator.shape[:2]
     device = layer.values.device
-    index = torch.as_tensor(range(tokens) if positions is None else positions, device=device)
-    if not index.numel():
-        raise QueryError("positions is empty. Name at least one token, or use None for all.")
-    if index.dim() not in (1, 2) or index.is_floating_point() or index.dtype == torch.bool:
-        raise OptionError(
-            f"positions must be a list of integers or a tensor of integers (B, Q), got "
-            f"{positions!r}."
-        )
+    index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
         raise QueryError(f"positions has {len(index)} rows, but the batch holds {batch} examples.")
     if bool(((index < -tokens) | (index >= tokens)).any()):
         raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions!r}.")
     return (index % tokens).expand(batch, -1)
+
+
+def _read_positions(positions: Positions) -> Tensor:
+    """Positions (Q,), or (B, Q)."""
+    try:
+        index = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.tensor(False)  # as good as no integers
+    if not index.numel():
+        raise QueryError("positions is empty. Name at least one token, or use None for all.")
+    of_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+    if index.dim() not in (1, 2) or not of_integers:
+        raise OptionError(
+            f"positions must be a list of integers or a tensor of integers (B, Q), got "
+            f"{positions!r}."
+        )
+    return index.long()
 
 
 def weighted_rows(weights: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:

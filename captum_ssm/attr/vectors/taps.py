@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError, UnsupportedMixerError
+from ...errors import UnsupportedMixerError
 from ...mixers.base import LinearMixer
 from ...operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
 from ...operators.kernels.bands import shift_tokens
+from ..call import checks
 
 Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
@@ -74,8 +75,7 @@ class Path:
 
 def check_activation(activation: str) -> None:
     """Raise unless ``activation`` is one of :data:`ACTIVATIONS`."""
-    if activation not in ACTIVATIONS:
-        raise OptionError(f"activation={activation!r} is not known. Use one of {ACTIVATIONS}.")
+    checks.choice("activation", activation, ACTIVATIONS)
 
 
 def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Path]:

@@ -142,9 +142,14 @@ def _add_earlier(out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows
             columns = _left_of(values, recurrence, fades, some_times, some)
             into = out[:, :, some_times.start - last : some_times.stop - last]
             into.baddbmm_(read.flatten(2), columns.flatten(2).mT)
-            first = some_times.start - max(values)
-            if first > 0 and fades(slice(first, first + 1)).amax() <= forgotten(out.dtype):
-                break  # and so has all that came earlier
+            latest = some_times.start - 1  # of the tokens that wrote to columns still to come
+            if latest >= times.start and _all_forgotten(fades, latest, out.dtype):
+                break
+
+
+def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
+    """Whether nothing is left at the pivot of a token's state, and so of any earlier one."""
+    return bool(fades(slice(token, token + 1)).amax() <= forgotten(dtype))
 
 
 def _left_of(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:

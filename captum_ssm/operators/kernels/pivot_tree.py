@@ -101,7 +101,7 @@ class _Sum:
         self, like: Tensor, batch: int, rows: range, lags: int, own: Tensor | None
     ) -> None:
         self.rows = rows
-        self.levels = [Level(like, batch, pairs) for pairs in all_pairs(rows.stop)]
+        self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
         self._summed = range(0 if own is None else 1, lags)
         if own is not None:
@@ -166,11 +166,11 @@ class _Tree:
         steps: of each level.
     """
 
-    def __init__(self, levels: Sequence[Level], factors: Factors) -> None:
+    def __init__(self, levels: Sequence[_Level], factors: Factors) -> None:
         self.factors = factors
         self.steps = [level.steps(*factors) for level in levels]
         self._levels = levels
-        self._near: dict[tuple[int, int], list[Product]] = {}
+        self._near: dict[tuple[int, int], list[_Product]] = {}
 
     def near(self, first: int, window: int) -> None:
         """The levels from ``first`` on, where nothing reaches further than a window."""
@@ -203,10 +203,10 @@ def forgotten(dtype: torch.dtype) -> float:
 # --- its levels: where the rows of blocks meet the columns of those before them ----------------
 
 #: A stack of matrices, and two to whose product it is added.
-Product = tuple[Tensor, Tensor, Tensor]
+_Product = tuple[Tensor, Tensor, Tensor]
 
 
-class Steps:
+class _Steps:
     """Products and scalings in place, prepared once: there are many, some of them small.
 
     Attributes:
@@ -215,7 +215,7 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self.products: list[Product] = []
+        self.products: list[_Product] = []
         self.scalings: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
@@ -225,10 +225,10 @@ class Steps:
             scaled.mul_(factor)
 
 
-class Level:
+class _Level:
     """The tiles where the rows of second blocks meet the columns of first ones."""
 
-    def __init__(self, like: Tensor, batch: int, pairs: Pairs) -> None:
+    def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
         self.pairs = pairs
         # batched products want evenly spaced matrices: those of one pair, or of one example
         self.by_pair = pairs.whole < batch and not pairs.even
@@ -236,7 +236,7 @@ class Level:
         self.tiles = like.new_zeros(*size, pairs.span, pairs.span)
         self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
 
-    def steps(self, total: Tensor, u: Tensor, v: Tensor) -> Steps:
+    def steps(self, total: Tensor, u: Tensor, v: Tensor) -> _Steps:
         """What adds to the tiles, and then makes one block of each pair, (B, R, K) each.
 
         Args:
@@ -244,7 +244,7 @@ class Level:
             u: row factors with the decays from their block's first token on.
             v: column factors with the decays to their block's last token.
         """
-        steps, pairs = Steps(), self.pairs
+        steps, pairs = _Steps(), self.pairs
         second = total[:, pairs.span :: 2 * pairs.span]
         first = total[:, :: 2 * pairs.span][:, : second.shape[1]]
         steps.products += self.products(u, v, pairs.span)
@@ -257,10 +257,10 @@ class Level:
         steps.scalings.append((first, second))
         return steps
 
-    def products(self, u: Tensor, v: Tensor, window: int) -> list[Product]:
+    def products(self, u: Tensor, v: Tensor, window: int) -> list[_Product]:
         """What adds to the tiles, from so many tokens on either side of a pivot."""
         pairs = self.pairs
-        found: list[Product] = []
+        found: list[_Product] = []
         if pairs.whole:
             rows, columns = pairs.second(u)[:, :, :window], pairs.first(v)[:, :, -window:].mT
             found += self._products(self.tiles[..., :window, -window:], rows, columns)
@@ -282,7 +282,7 @@ class Level:
         if self.pairs.rest:
             out[:, end + span :, end : end + span] = self.last_tile
 
-    def _products(self, tiles: Tensor, rows: Tensor, columns: Tensor) -> Iterable[Product]:
+    def _products(self, tiles: Tensor, rows: Tensor, columns: Tensor) -> Iterable[_Product]:
         if self.by_pair:
             rows, columns = rows.transpose(0, 1), columns.transpose(0, 1)
         elif self.pairs.even:
@@ -291,7 +291,7 @@ class Level:
         return zip(tiles.unbind(), rows.unbind(), columns.unbind(), strict=True)
 
 
-class Pairs:
+class _Pairs:
     """Tokens in pairs of neighbouring blocks; the last pair's second block may be shorter.
 
     Attributes:
@@ -329,9 +329,9 @@ class Pairs:
         return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
 
 
-def all_pairs(tokens: int) -> Iterator[Pairs]:
+def _all_pairs(tokens: int) -> Iterator[_Pairs]:
     """The levels of the tree, from blocks of one token on."""
     span = 1
     while span < tokens:
-        yield Pairs(tokens, span)
+        yield _Pairs(tokens, span)
         span *= 2

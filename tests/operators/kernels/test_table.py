@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
 import re
@@ -154,17 +153,3 @@ def test_a_kernel_has_a_naive_version(module: str) -> None:
     for name in names:
         place, _, function = name.rpartition(".")
         assert callable(getattr(importlib.import_module(f"{oracles.__name__}.{place}"), function))
-
-
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_kernel_knows_an_operator(module: str) -> None:
-    """Of the package, kernels import each other and errors."""
-    tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1 or (node.level, node.module) == (3, "errors"), node.module
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = (
-                [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            )
-            assert not any(str(name).startswith("captum_ssm") for name in names), names

@@ -1,0 +1,167 @@
+"""Checks of options, one function for each kind; what passes is returned as plain Python has it.
+
+Integers of numpy and torch are integers; a bool is none, and an integer is no bool.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...errors import OptionError
+from ...operators import Reduce
+from ...operators.kernels.portions import ran_out_of_memory
+from ...operators.reduction import check_reduce
+
+
+def flags(**given: Any) -> None:
+    """Raise unless all options are True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise OptionError(f"{name}={value!r} must be True or False.")
+
+
+def integer(name: str, value: Any, example: int = 0) -> int:
+    """An option that is an integer.
+
+    Args:
+        name: the option.
+        value: what the user passed for it.
+        example: a value that an error suggests. Default: 0.
+    """
+    found = as_integer(value)
+    if found is None:
+        raise OptionError(f"{name}={value!r} must be an integer, for example {name}={example}.")
+    return found
+
+
+def count(name: str, value: Any) -> int | None:
+    """An option that is an integer from 1 on, or None."""
+    if value is None:
+        return None
+    found = integer(name, value, example=1)
+    if found < 1:
+        raise OptionError(f"{name}={found} must be at least 1, or None for all.")
+    return found
+
+
+def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
+    """An option that lists integers: a list, a tuple, a range, a tensor (n,) or an array (n,).
+
+    Args:
+        name: the option.
+        value: what the user passed for it.
+        meant: what the integers are called, such as ``"heads"``.
+    """
+    entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        suggested = f"[{entries}]" if as_integer(entries) is not None else "[0, 1]"
+        raise OptionError(
+            f"{name}={value!r} must be a list of {meant}, for example {name}={suggested}."
+        )
+    listed = list(entries)
+    found = [as_integer(entry) for entry in listed]
+    for entry, number in zip(listed, found, strict=True):
+        if number is None:
+            raise OptionError(f"{name} holds {entry!r}; {meant} are numbered by integers from 0.")
+    return tuple(number for number in found if number is not None)
+
+
+def no_repeats(name: str, numbers: Iterable[int]) -> None:
+    """Raise if a number is there twice, for it would count twice."""
+    seen = set[int]()
+    for number in numbers:
+        if number in seen:
+            raise OptionError(f"{name} names {number} twice. Name each one once.")
+        seen.add(number)
+
+
+def tolerance(name: str, value: Any) -> bool | float:
+    """An option such as ``verify``: True, False, or a tolerance."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    found = as_number(value)
+    if found is None or not 0 < found < 1:
+        raise OptionError(
+            f"{name}={value!r} must be True, False, or a tolerance above 0 and below 1, for "
+            f"example {name}=1e-2."
+        )
+    return found
+
+
+def ratio(name: str, value: Any) -> float:
+    """An option that is a number from 0 on and below 1."""
+    found = as_number(value)
+    if found is None or not 0 <= found < 1:
+        raise OptionError(f"{name}={value!r} must be a number, at least 0 and below 1.")
+    return found
+
+
+def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
+    """An option that is one of a few values, all names or all integers."""
+    plain = as_integer(value) if not isinstance(value, str) else value
+    if plain is None or plain not in accepted:
+        raise OptionError(
+            f"{name}={value!r} is not known. Use one of {', '.join(map(repr, accepted))}."
+        )
+    return plain
+
+
+def reduction(reduce: Any) -> Reduce:
+    """The option ``reduce``; a function of the user's own is held to what it must return."""
+    check_reduce(reduce)
+    if reduce is None or isinstance(reduce, str):
+        return reduce
+
+    def checked(values: Tensor) -> Tensor:
+        try:
+            found = reduce(values)
+        except Exception as error:
+            out_of_memory = isinstance(error, RuntimeError) and ran_out_of_memory(error)
+            if out_of_memory or isinstance(error, MemoryError):
+                raise
+            raise _no_reduction(reduce, f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, Tensor):
+            raise _no_reduction(reduce, f"returned {type(found).__name__} in place of a tensor")
+        if found.shape != values.shape[:-1] or not found.is_floating_point():
+            raise _no_reduction(
+                reduce,
+                f"made {tuple(found.shape)} of {found.dtype} out of {tuple(values.shape)} of "
+                f"{values.dtype}",
+            )
+        return found
+
+    return checked
+
+
+def _no_reduction(reduce: Any, what: str) -> OptionError:
+    return OptionError(
+        f"reduce={reduce!r} {what}. A function must reduce the last dimension, as in "
+        "reduce=lambda channels: channels.mean(-1)."
+    )
+
+
+def as_integer(value: Any) -> int | None:
+    """A value as an int; None for what is no integer, such as a bool."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return None
+    try:
+        plain: Any = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+        return None if isinstance(plain, bool) else operator.index(plain)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def as_number(value: Any) -> float | None:
+    """A value as a finite float; None for what is no number, such as a bool or NaN."""
+    one = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
+    plain = value.item() if one else value
+    if isinstance(plain, bool) or not isinstance(plain, Real):
+        return None
+    return float(plain) if math.isfinite(plain) else None

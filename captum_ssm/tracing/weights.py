@@ -1,0 +1,61 @@
+"""Weights of a class of their own, such as quantised ones, that lack operations of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from ..errors import CaptumSSMError, WeightsError
+
+#: What torch says where a class of tensors has no form of an operation.
+_NO_FORM = "all __torch_dispatch__ handlers returned NotImplemented"
+
+
+@contextmanager
+def weights_blamed(model: nn.Module) -> Iterator[None]:
+    """Let an operation that a weight's class lacks name the layer and the class.
+
+    Args:
+        model: the model that is run or read inside the ``with``.
+
+    Raises:
+        WeightsError: in place of torch's error.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.tracing import weights_blamed
+        >>> with weights_blamed(nn.Linear(2, 2)):  # plain weights lack nothing
+        ...     pass
+    """
+    try:
+        yield
+    except Exception as error:
+        lacking = _lacking(error)
+        named = None if lacking is None else next(_of_own_class(model), None)
+        if named is None:
+            raise
+        name, weight = named
+        raise WeightsError(
+            f"Layer {name.rpartition('.')[0]!r}: its {name.rpartition('.')[2]} is of class "
+            f"{type(weight).__name__}, which lacks an operation that this method needs: {lacking}. "
+            "Load the model without quantisation, or turn its weights into plain tensors. Methods "
+            "that read fewer weights, such as ImplicitAttentionRollout, may do without."
+        ) from error
+
+
+def _lacking(error: BaseException) -> str | None:
+    """What a class of tensors says it lacks, also through an adapter's error; None for others."""
+    cause = error.__cause__ if isinstance(error, CaptumSSMError) else error
+    if isinstance(cause, NotImplementedError) or (
+        isinstance(cause, TypeError) and _NO_FORM in str(cause)
+    ):
+        return f"{type(cause).__name__} {str(cause).rstrip('.')}"
+    return None
+
+
+def _of_own_class(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter):
+            yield name, tensor
