@@ -248,6 +248,7 @@ class Places(TorchFunctionMode):
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
         self._paused = 0
+        self._given: Tensor | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -269,6 +270,8 @@ class Places(TorchFunctionMode):
             tensor: the source itself.
             source: its number. Default: 0, the explained input.
         """
+        if source == 0 and tensor.dim() == 2 and _is_ids(tensor):
+            self._given = tensor
         self.declare(tensor, source)
 
     def declare(
@@ -333,6 +336,8 @@ class Places(TorchFunctionMode):
         name = _name(func)
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
+        if name == "embedding" and not self._paused:  # modes around this one may ask at once
+            self._recognise((*args, *kwargs.values()))
         out = func(*args, **kwargs)
         if not self._sizes or self._paused:
             return out
@@ -353,6 +358,26 @@ class Places(TorchFunctionMode):
             with unseen():
                 self._note(name, func, args, kwargs, results, known)
         return out
+
+    def _recognise(self, values: Iterable[Any]) -> None:
+        """Follow ids that are looked up, if they are those explained, made anew.
+
+        Captum's wrappers of language models make them of the prompt that they hold, and put what
+        was generated behind them.
+        """
+        if self._given is None:
+            return
+        batch, length = self._given.shape
+        for x in values:
+            if not (isinstance(x, Tensor) and _is_ids(x) and x.dim() == 2 and len(x) == batch):
+                continue
+            if self.origin(x) is not None:
+                return
+            with unseen():
+                if torch.equal(x[:, :length].to(self._given), self._given):
+                    order = x.new_full(x.shape, -1, dtype=torch.int32)
+                    order[:, :length] = self._identity(batch, length, x.device)
+                    self.declare(x, 0, order, (batch, length))
 
     def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
         """The followed tensors among ``values``, however nested, by their ids."""
