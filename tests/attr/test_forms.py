@@ -82,7 +82,7 @@ def of_a_global(ids):
 
 
 def of_a_global_inside(ids):
-    return torch.stack([(lambda one: GLOBAL(one).logits[0, -1])(one[None]) for one in ids])
+    return [(lambda x: GLOBAL(x).logits[:, -1])(one) for one in (ids,)][0]
 
 
 def of_a_function(ids):
@@ -140,6 +140,18 @@ def decorated(function):
     return inner
 
 
+def calling(function):
+    return lambda ids: function(ids)
+
+
+def indexing(models, key):
+    return lambda ids: models[key](ids).logits[:, -1]
+
+
+def beside(loss, model):
+    return lambda ids: loss is not None and model(ids).logits[:, -1]
+
+
 FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "closure": lambda model: lambda ids: model(ids).logits[:, -1],
     "def over a global": lambda model: of_a_global,
@@ -154,15 +166,13 @@ FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "method of an object": lambda model: Holder(model).last,
     "object": Holder,
     "object without a module": lambda model: Caller(),
-    "closure over an object": lambda model: lambda ids, h=Holder(model): h(ids),
-    "closure over a dict": lambda model: lambda ids, m={"lm": model}: m["lm"](ids).logits[:, -1],
-    "closure over a list": lambda model: lambda ids, m=[model]: m[0](ids).logits[:, -1],
-    "bound method in a closure": lambda model: lambda ids, f=model.forward: f(ids).logits[:, -1],
+    "closure over an object": lambda model: calling(Holder(model)),
+    "closure over a dict": lambda model: indexing({"lm": model}, "lm"),
+    "closure over a list": lambda model: indexing([model], 0),
+    "closure over a bound method": lambda model: calling(Holder(model).last),
     "model and its part": lambda model: lambda ids: (model.lm_head, model(ids).logits[:, -1])[1],
-    "model and a loss": lambda model: (
-        lambda ids, loss=nn.CrossEntropyLoss(): loss and model(ids).logits[:, -1]
-    ),
-    "compiled": lambda model: lambda ids, m=nn.DataParallel(model): m(ids).logits[:, -1],
+    "model and a loss": lambda model: beside(nn.CrossEntropyLoss(), model),
+    "wrapped": lambda model: calling(Holder(nn.DataParallel(model))),
 }
 
 
@@ -181,7 +191,9 @@ def test_functions_that_refer_to_a_model(model, form):
 def test_a_name_that_is_only_an_attribute_is_no_reference(model):
     """``.UNRELATED`` of something is not the module of that name."""
 
-    def function(ids, holder=Holder(model)):
+    holder = Holder(model)
+
+    def function(ids):
         return holder.UNRELATED if ids is None else holder(ids)
 
     assert find_model(function) is model
@@ -480,7 +492,11 @@ def test_modules_that_mix_the_batch():
 
 def test_training_mode_without_chance():
     require_deterministic(mamba_lm().train())
-    require_deterministic(nn.Sequential(nn.LayerNorm(3), nn.LSTM(2, 2), nn.RReLU().eval()).train())
+    require_deterministic(nn.Sequential(nn.LayerNorm(3), nn.LSTM(2, 2)).train())
+    model = nn.Sequential(nn.Dropout(0.5), nn.RReLU(), nn.BatchNorm1d(3)).train()
+    for module in model:
+        module.eval()
+    require_deterministic(model)
 
 
 # --- targets and queries at padding --------------------------------------------------------------
@@ -562,8 +578,13 @@ class Int8Weight(Tensor):
         return nn.Parameter(cls(held, scale), requires_grad=False)
 
     @classmethod
+    def serves(cls, x: Tensor) -> bool:
+        """Whether inputs can be multiplied."""
+        return True
+
+    @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is F.linear:
+        if func is F.linear and cls.serves(args[0]):
             x, weight, *bias = args
             return F.linear(x, weight.held.to(x) * weight.scale[:, None], *bias)
         with torch._C.DisableTorchFunctionSubclass():
@@ -573,40 +594,82 @@ class Int8Weight(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].held, args[0].scale)
+        return cls.unknown(func)
+
+    @classmethod
+    def unknown(cls, func):
         raise NotImplementedError(f"{cls.__name__} dispatch: no implementation of {func}")
 
 
-class SilentWeight(Int8Weight):
+class Forward(Int8Weight):
+    """One for inference, whose product has no backward."""
+
+    @classmethod
+    def serves(cls, x):
+        return not x.requires_grad
+
+
+class SilentForward(Forward):
     """One that leaves it to torch to say what is missing."""
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].held, args[0].scale)
+    def unknown(cls, func):
         return NotImplemented
 
 
-@pytest.mark.parametrize("kind", [Int8Weight, SilentWeight])
-@pytest.mark.parametrize("method", METHODS)
-def test_weights_that_lack_operations(method, kind):
-    """Right where the method can do without, else an error that names layer, class and way out."""
-    model, ids = mamba_lm(), token_ids(2, 5)
-    plain = mamba_lm()
+def quantised(kind: type[Int8Weight]) -> tuple[nn.Module, nn.Module]:
+    """A model with quantised weights, and the same one with plain tensors."""
+    model, plain = mamba_lm(), mamba_lm()
     plain.load_state_dict(model.state_dict())
     for mixer, same in zip(mixers_of(model), mixers_of(plain), strict=True):
         for name in ("in_proj", "out_proj"):
             weight = kind.of(getattr(mixer, name).weight)
             getattr(mixer, name).weight = weight
             getattr(same, name).weight = nn.Parameter(weight.held * weight.scale[:, None])
-    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
-    if method in (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution):
+    return model, plain
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_only_multiplied_with(method):
+    model, plain = quantised(Int8Weight)
+    ids = token_ids(2, 5)
+    expected = method(plain).attribute(ids, target=(-1, 3))
+    found = method(model).attribute(ids, target=(-1, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Forward, SilentForward])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_lack_operations(method, kind):
+    """Right where the method can do without, else an error that names layer, class and way out."""
+    model, plain = quantised(kind)
+    ids = token_ids(2, 5)
+    if not method.needs_gradient and method is not LatimLogit:
         expected = method(plain).attribute(ids, target=(-1, 3))
         found = method(model).attribute(ids, target=(-1, 3))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         return
-    named = r"'backbone\.layers\.0\.mixer\.in_proj': its weight is of class " + kind.__name__
+    named = (
+        rf"^Layer 'backbone\.layers\.\d\.mixer\.in_proj': its weight is of class {kind.__name__}"
+    )
     with pytest.raises(WeightsError, match=named + r".*without quantisation"):
         method(model).attribute(ids, target=(-1, 3))
+
+
+@pytest.mark.parametrize("kind", [Forward, SilentForward])
+def test_matrices_and_maps_of_weights_that_lack_operations(kind):
+    """Of plain weights in out_proj, and those of a kind that cannot be multiplied with at all."""
+    model, _ = quantised(kind)
+    kind_that_serves_nothing = type(kind.__name__, (kind,), {"serves": classmethod(lambda c, x: 0)})
+    mixer = mixers_of(model)[1]
+    mixer.in_proj.weight = kind_that_serves_nothing.of(torch.ones(40, WIDTH))
+    for call in (
+        ImplicitAttention(model).matrices,
+        LatimNorm(model).maps,
+        LatimFlow(model).decompose,
+    ):
+        with pytest.raises(WeightsError, match="its weight is of class"):
+            call(token_ids(2, 5))
 
 
 def test_other_errors_of_plain_weights():
@@ -622,5 +685,5 @@ def test_other_errors_of_plain_weights():
 def test_a_mixer_named_twice():
     model = randomise(mamba_lm())
     names = ["backbone.layers.1.mixer", mixers_of(model)[1]]
-    with pytest.raises(NoMixerError, match="layers names 'backbone.layers.1.mixer' twice"):
+    with pytest.raises(NoMixerError, match=r"layers names 'backbone\.layers.1\.mixer' twice"):
         ImplicitAttention(model, layers=names)
