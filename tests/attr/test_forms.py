@@ -82,7 +82,7 @@ def of_a_global(ids):
 
 
 def of_a_global_inside(ids):
-    return [(lambda x: GLOBAL(x).logits[:, -1])(one) for one in (ids,)][0]
+    return next((lambda x: GLOBAL(x).logits[:, -1])(one) for one in (ids,))
 
 
 def of_a_function(ids):
