@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import function_arguments, function_calls
+from helpers.function_arguments import Constants
 from helpers.origins import (
     MASK,
     ORDER,
@@ -17,12 +20,15 @@ from helpers.origins import (
     E,
     L,
     check,
+    claimed,
     depends,
     draw,
     followed,
 )
 from torch import Tensor, nn
 
+from captum_ssm.tracing import place_rules
+from captum_ssm.tracing.place_rules.groups import tensors
 from captum_ssm.tracing.places import Places
 
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -478,3 +484,82 @@ def test_mixing(name: str) -> None:
     assert found.module == "here"
     truth = depends(same_weights, (x,))[0]
     assert (truth.sum(-1) > 1).any(), "tokens do meet"
+
+
+# --- every function, however it is called ---------------------------------------------------------
+
+#: Their results are whole numbers, or drawn at random, before they are numbers again.
+NO_ORIGIN = {"argsort", "one_hot", "bernoulli"}
+#: Said to mix tokens though they need not.
+ALARMING = {
+    "block_diag",
+    "cdist",
+    "chain_matmul",
+    "embedding_bag",
+    "interpolate",
+    "masked_fill",
+    "multi_dot",
+    "tensordot",
+    "unfold",
+}
+
+
+@pytest.mark.parametrize("name", function_calls.names())
+def test_every_function(name: str) -> None:
+    """No result depends on a token that is not claimed, nor are tokens mixed that are apart."""
+    constants, state = Constants(), torch.get_rng_state()
+    x = function_arguments.draw(positive=name in ("log", "log2", "log10", "sqrt", "rsqrt"))
+    for call in function_calls.calls(name):
+
+        def results(x: Tensor, call: Any = call) -> list[Tensor]:
+            torch.set_rng_state(state)
+            found = tensors((call(x.clone(), constants),))
+            return [r for r in found if r.is_floating_point() or r.is_complex()]
+
+        places, explained = Places(lambda: "here"), x.clone()
+        with torch.no_grad(), places:
+            places.begin(explained)
+            found = results(explained)
+        for i, result in enumerate(found):
+            origin = places.origin(result)
+            (truth,) = depends(lambda x: results(x)[i], (x,))  # noqa: B023
+            if origin is None:
+                assert name in NO_ORIGIN or not truth.any()
+            elif origin.mixed is not None:
+                assert name in ALARMING or (truth.sum(-1) > 1).any()
+            else:
+                assert not (truth & ~claimed(origin, 0)).any()
+
+
+#: What functions of numbers are given after the first.
+MORE: dict[str, tuple[Any, ...]] = {
+    "prelu": (torch.tensor(0.3).double(),),
+    "threshold": (0.1, 20.0),
+    "clamp": (-99, 99),
+    "clamp_min": (-99,),
+    "clamp_max": (99,),
+    "lerp": (3.0, 0.3),
+    "fake_quantize_per_tensor_affine": (0.1, 0, -99, 99),
+}
+
+
+@pytest.mark.parametrize("name", place_rules.POINTWISE.split())
+def test_numbers_one_by_one(name: str) -> None:
+    spaces = (torch, F, torch.special, Tensor)
+    functions = [f for space in spaces if callable(f := getattr(space, name, None))]
+    assert functions or name in ("swish", "log_sigmoid"), name
+    x = draw().flip(1).flatten(0, 1).abs()[:, None].clamp(0.2, 0.8).expand(-1, 2, -1).contiguous()
+    for function in functions:
+        numbers = (torch.complex(x, x),) if name in ("angle", "real", "imag") else (x,)
+        for more in (MORE.get(name, ()), (x.flip(1) + 0.1,), (x + 0.1, x + 0.2)):
+            try:
+                function(*numbers, *more)
+            except (TypeError, RuntimeError, ValueError):
+                continue
+            break
+        else:
+            raise AssertionError(f"no way to call {name} is known; add one")
+        out, origin = followed(lambda x: function(x, *more), *numbers)  # noqa: B023
+        assert origin.mixed is None and origin.sources[0][0].skip == 0
+        assert out.shape == x.shape
+        assert origin.is_identity(0)

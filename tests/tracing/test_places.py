@@ -343,7 +343,8 @@ def _write_back(x: Tensor, a: int, b: int) -> Tensor:
     return out
 
 
-#: On the tensor that is there, one kept from before, another source, and two numbers.
+#: On the tensor that is there, one kept from before, another source, and two numbers.  What comes
+#: from no token is not zero, or a product with it would come from none.
 STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "flip": lambda x, kept, y, a, b: x.flip(1),
     "roll": lambda x, kept, y, a, b: x.roll(a, 1),
@@ -353,7 +354,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "sum": lambda x, kept, y, a, b: x + kept if x.shape == kept.shape else x + kept[:, :1],
     "other": lambda x, kept, y, a, b: torch.cat([x, y[:, a % 2 :]], 1)[:, b % 2 :],
     "product": lambda x, kept, y, a, b: x * kept if x.shape == kept.shape else x * y[:, :1],
-    "norm": lambda x, kept, y, a, b: F.layer_norm(x, (E,)),
+    "norm": lambda x, kept, y, a, b: F.layer_norm(x, (E,), None, WEIGHT[0]),
     "linear": lambda x, kept, y, a, b: F.linear(x, WEIGHT),
     "mlp": lambda x, kept, y, a, b: x + torch.sin(x @ WEIGHT) @ WEIGHT.T,
     "heads": lambda x, kept, y, a, b: x.unflatten(-1, (2, -1)).transpose(1, 2).sin().transpose(
@@ -361,7 +362,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     ).flatten(2),
     "index": lambda x, kept, y, a, b: x[:, [a % x.shape[1], b % x.shape[1], 0]],
     "repeat": lambda x, kept, y, a, b: x.repeat_interleave(1 + a % 2, dim=1)[:, :6],
-    "shift": lambda x, kept, y, a, b: F.pad(x, (0, 0, 1, -1)),
+    "shift": lambda x, kept, y, a, b: F.pad(x, (0, 0, 1, -1), value=0.5),
     "where": lambda x, kept, y, a, b: torch.where(
         (torch.arange(x.shape[1]) % 2 == a % 2)[:, None], x, x.roll(b, 1)
     ),

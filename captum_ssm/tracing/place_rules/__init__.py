@@ -141,6 +141,7 @@ def _table() -> dict[str, Rule]:
         ("layer_norm rms_norm", along.last_dims),
         ("matmul __rmatmul__ mm bmm mv dot vdot", products.matmul),
         ("addmm baddbmm addmv", products.with_summand),
+        ("inner", products.inner),
         ("outer ger", products.outer),
         ("conv1d conv2d conv3d", products.convolution),
         ("max min", along.extremum),

@@ -105,6 +105,13 @@ def einsum(call: Call) -> Sequence[Groups]:
     return _contracted(call, factors, labels(out, max(counts)))
 
 
+def inner(call: Call) -> Sequence[Groups]:
+    a, b = call.args
+    left = [f"a{d}" for d in range(len(call.shape(a)) - 1)]
+    right = [f"b{d}" for d in range(len(call.shape(b)) - 1)]
+    return _contracted(call, [(a, [*left, "k"]), (b, [*right, "k"])], [*left, *right])
+
+
 def outer(call: Call) -> Sequence[Groups]:
     a, b = call.args
     return _contracted(call, [(a, ["i"]), (b, ["j"])], ["i", "j"])
