@@ -51,7 +51,8 @@ def _lacking(error: BaseException) -> str | None:
     if isinstance(cause, NotImplementedError) or (
         isinstance(cause, TypeError) and _NO_FORM in str(cause)
     ):
-        return f"{type(cause).__name__} {str(cause).rstrip('.')}"
+        said = str(cause).strip() or "NotImplementedError"
+        return said.splitlines()[0].rstrip(".:")
     return None
 
 
