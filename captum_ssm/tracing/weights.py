@@ -20,6 +20,9 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model that is run or read inside the ``with``.
 
+    Yields:
+        Nothing.
+
     Raises:
         WeightsError: in place of torch's error.
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing import Graph, Layer, Trace, require_deterministic, require_layers, trace
-from ...tracing.chain import Chain, NotAChain, arrange
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
+from ...tracing.places.chain import Chain, NotAChain, arrange
 from ..call.inputs import call_model, explained_ids
 from ..call.layout import ImageProbe
 from ..call.targets import logits_of, select

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .layer import Layer
-from .places import Mixed, Origin, token_places
+from ...errors import InputError
+from ..layer import Layer
+from .origin import Mixed, Origin, token_places
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
