@@ -7,12 +7,20 @@ B     batch
 L     tokens
 H     heads (for Mamba-1 every channel is a head of its own)
 P     value channels per head
-C     channels, H * P
+C     channels, H * P; beside T, chunks of tokens
+G     groups of heads that share vectors, H / G heads in a row each
 N     state size of a recurrence
 K     taps of a short convolution
 Q     query positions
+R, W  rows and columns of a strip
+T     some tokens in a row, such as those of a chunk
 E     width of the residual stream
 ====  =============================================================
+
+A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
+some neighbouring rows of a matrix, of which only the columns that can differ from zero are held.
+:meth:`Operator.stream` feeds an operator a few tokens at a time; it has nothing to do with the
+residual stream of a model.
 
 An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
 channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
@@ -66,25 +74,35 @@ class Shape(NamedTuple):
 class Operator:
     """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
 
-    The base of all operators.  A subclass defines :meth:`apply`, :meth:`tensors`, :meth:`select`
-    and the attributes; everything else follows, if slowly.
+    The base of all operators.  A subclass detaches its coefficients, sets :attr:`shape` and
+    :attr:`component`, and defines :meth:`apply`, :meth:`tensors` and :meth:`select`; it overrides
+    :attr:`mixes_tokens` and :attr:`data_dependent` where they are not True.  Everything else
+    follows, if slowly.
 
     Attributes:
-        component: name of the part of a mixer this operator stands for (``"scan"``, ``"gate"``,
-            ...). Default: None, for structural parts, which :meth:`restrict` always keeps.
+        component: name of the part of a mixer this operator stands for, one of ``conv``,
+            ``activation``, ``scan``, ``skip``, ``gate``, ``norm`` (``scan`` for whatever mixes
+            tokens, but for a short convolution). Default: None, for structural parts, which
+            :meth:`restrict` always keeps.
         shape: the sizes it acts on, a :class:`Shape`.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import Operator, Shape
         >>> class Half(Operator):
-        ...     shape = Shape(batch=1, tokens=3, heads=2, per_head=1)
+        ...     component = "skip"
+        ...     mixes_tokens = data_dependent = False
+        ...     def __init__(self, shape):
+        ...         self.shape = shape
         ...     def apply(self, v):
         ...         return 0.5 * v
         ...     def tensors(self):
         ...         return {"weight": torch.tensor(0.5)}
-        >>> bool((Half().dense() == 0.5 * torch.eye(3)).all())
-        True
+        ...     def select(self, heads):
+        ...         return Half(self.shape._replace(heads=len(heads)))
+        >>> half = Half(Shape(batch=1, tokens=3, heads=2, per_head=1))
+        >>> bool((half.dense() == 0.5 * torch.eye(3)).all()), half.mixing.value
+        (True, 'none')
     """
 
     component: str | None = None
