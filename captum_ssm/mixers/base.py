@@ -96,8 +96,11 @@ class LinearMixer:
     output in the map's order.
 
     Attributes:
-        values: the stream after the input projection, (B, L, H, P).
-        operator: the frozen map over tokens.
+        values: the stream after the input projection, (B, L, H, P), with its graph: relevance goes
+            back along it to the input (:class:`~captum_ssm.LatimFlow`).
+        operator: the frozen map over tokens. Its coefficients are detached; but the weight of a
+            :class:`~captum_ssm.operators.Diagonal` named ``"gate"`` is given with its graph, along
+            which :class:`~captum_ssm.MambaLRP` sends the gate's half.
         project: the output projection, (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), as an argument of the call tells it; calls that receive
             the sequence alone are not asked. Default: None, no token is padding.

@@ -7,12 +7,20 @@ B     batch
 L     tokens
 H     heads (for Mamba-1 every channel is a head of its own)
 P     value channels per head
-C     channels, H * P
+C     channels, H * P; beside T, chunks of tokens
+G     groups of heads that share vectors, H / G heads in a row each
 N     state size of a recurrence
 K     taps of a short convolution
 Q     query positions
+R, W  rows and columns of a strip
+T     some tokens in a row, such as those of a chunk
 E     width of the residual stream
 ====  =============================================================
+
+A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
+some neighbouring rows of a matrix, of which only the columns that can differ from zero are held.
+:meth:`Operator.stream` feeds an operator a few tokens at a time; it has nothing to do with the
+residual stream of a model.
 
 An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
 channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
@@ -25,7 +33,6 @@ Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -36,7 +43,11 @@ from .kernels.arithmetic import linear_map
 from .kernels.bands import Band
 from .kernels.portions import SMALL, Portion, Stream
 from .kernels.rows import Positions, Strip
+from .mixing import Mixing
 from .reduction import Reduce
+
+#: What a part of a mixer can stand for, and what users' choices of components are made of.
+COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
 
 
 class Shape(NamedTuple):
@@ -60,67 +71,38 @@ class Shape(NamedTuple):
     per_head: int
 
 
-class Mixing(Enum):
-    """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
-
-    The theorem asks of a layer whether the part that mixes its tokens depends on the data.  S4 and
-    DSS convolve with a fixed kernel; GSS and Hyena put gates, one factor per token, around such a
-    kernel; in S6, as in attention, the data enters the mixing itself.
-
-    The answer follows from the parts an operator is made of, whatever numbers they hold:
-
-    - A product of fixed mixing with gates between, such as two steps of Hyena (gate . conv . gate .
-      conv), is data-controlled: what reaches token i from token j depends on the tokens between.
-      The theorem, too, speaks of a single step.
-    - A recurrence whose decays follow from the data is data-controlled even with a single state.
-      Each of its matrices is a constant one between two diagonals, but these hold products of
-      decays over the whole past, not factors of single tokens.
-    - Which tokens are padding is no data.
-
-    Attributes:
-        NONE: no output reads another token.
-        FIXED: by one matrix per channel, the same for every input (S4, DSS).
-        GATED: by diag(r) . fixed . diag(w), where r and w may follow from the input (GSS, Hyena).
-        CONTROLLED: by matrices that follow from the input in any other way (S6, attention).
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
-        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
-        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
-        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
-        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
-        ('fixed', 'gated')
-    """
-
-    NONE = "none"
-    FIXED = "fixed"
-    GATED = "gated"
-    CONTROLLED = "controlled"
-
-
 class Operator:
     """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
 
-    The base of all operators.  A subclass defines :meth:`apply`, :meth:`tensors`, :meth:`select`
-    and the attributes; everything else follows, if slowly.
+    The base of all operators.  A subclass detaches its coefficients, sets :attr:`shape` and
+    :attr:`component`, and defines :meth:`apply`, :meth:`tensors` and :meth:`select`; it overrides
+    :attr:`mixes_tokens` and :attr:`data_dependent` where they are not True.  Everything else
+    follows, if slowly.
 
     Attributes:
-        component: name of the part of a mixer this operator stands for (``"scan"``, ``"gate"``,
-            ...). Default: None, for structural parts, which :meth:`restrict` always keeps.
+        component: name of the part of a mixer this operator stands for, one of ``conv``,
+            ``activation``, ``scan``, ``skip``, ``gate``, ``norm`` (``scan`` for whatever mixes
+            tokens, but for a short convolution). Default: None, for structural parts, which
+            :meth:`restrict` always keeps.
         shape: the sizes it acts on, a :class:`Shape`.
 
     Example:
         >>> import torch
         >>> from captum_ssm.operators import Operator, Shape
         >>> class Half(Operator):
-        ...     shape = Shape(batch=1, tokens=3, heads=2, per_head=1)
+        ...     component = "skip"
+        ...     mixes_tokens = data_dependent = False
+        ...     def __init__(self, shape):
+        ...         self.shape = shape
         ...     def apply(self, v):
         ...         return 0.5 * v
         ...     def tensors(self):
         ...         return {"weight": torch.tensor(0.5)}
-        >>> bool((Half().dense() == 0.5 * torch.eye(3)).all())
-        True
+        ...     def select(self, heads):
+        ...         return Half(self.shape._replace(heads=len(heads)))
+        >>> half = Half(Shape(batch=1, tokens=3, heads=2, per_head=1))
+        >>> bool((half.dense() == 0.5 * torch.eye(3)).all()), half.mixing.value
+        (True, 'none')
     """
 
     component: str | None = None

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from oracles import relative_error, times
 
-from captum_ssm.operators import Chain, Diagonal, ShortConv, Sum
-from captum_ssm.operators.base import Mixing
+from captum_ssm.operators import Chain, Diagonal, Mixing, ShortConv, Sum
 from captum_ssm.operators.combine import DirectSum
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from oracles import relative_error
 
-from captum_ssm.operators import Chain, Diagonal
-from captum_ssm.operators.base import Mixing
+from captum_ssm.operators import Chain, Diagonal, Mixing
 from captum_ssm.operators.reorder import Windowed, Windows
 
 #: Five tokens in three windows of two places.

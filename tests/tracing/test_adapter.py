@@ -14,7 +14,7 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register
 from captum_ssm.errors import AdapterError, CachedStateError
 from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.mixers.parts.token_map import TokenMap, square_windows
-from captum_ssm.operators import Diagonal, ElementwiseRecurrence, Shape
+from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Shape
 from captum_ssm.tracing import find_mixers
 from captum_ssm.tracing.adapter import linear_form
 
@@ -100,6 +100,20 @@ def resized(*shape: int) -> Callable[[Any, Call], LinearMixer]:
     return adapter
 
 
+def gated(
+    change: Callable[[Tensor], Tensor], component: str = "gate", dependent: bool | None = None
+) -> Callable[[Any, Call], LinearMixer]:
+    """The right adapter with a gate of ones after its operator, which follow from the input."""
+
+    def adapter(module: Any, call: Call) -> LinearMixer:
+        linear = right(module, call)
+        ones = torch.ones_like(linear.values) + 0 * linear.values
+        gate = Diagonal(change(ones), linear.operator.shape, component, dependent)
+        return replace(linear, operator=Chain(gate, linear.operator))
+
+    return adapter
+
+
 def raising(error: Exception) -> Callable[[Any, Call], LinearMixer]:
     def adapter(module: Any, call: Call) -> LinearMixer:
         raise error
@@ -138,6 +152,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         changed(mask=lambda m: torch.ones(2, 5, 5, dtype=torch.bool)),
         r"mask=a tensor of shape \(2, 5, 5\)",
     ),
+    "a component of another name": (
+        gated(lambda g: g, "forget gate"),
+        r"a Diagonal of component='forget gate'.*\['activation', 'conv', 'gate', 'norm', 'scan', 's"
+        r"kip'\], or None",
+    ),
     "an exception": (
         raising(KeyError("gate")),
         r"<locals>\.adapter raised KeyError: 'gate'",
@@ -167,6 +186,10 @@ CUT: dict[str, tuple[Any, str]] = {
     "values": (
         changed(values=lambda m: m.values.detach()),
         "cut values off from call.hidden_states",
+    ),
+    "a gate": (
+        gated(lambda g: g.detach()),
+        'cut the weight of a Diagonal named "gate" off from call.hidden_states.*data_dependent=F',
     ),
     "the operator": (
         with_apply(lambda y: y.detach()),
@@ -294,7 +317,17 @@ def test_errors_that_say_something_else_stay_what_they_are(error: Exception) -> 
     assert caught.value is error
 
 
-def test_the_right_adapter_passes() -> None:
-    model, x = model_with(right), inputs()
+RIGHT = {
+    "without a gate": right,
+    "a gate that follows from the input": gated(lambda g: g),
+    "a gate of parameters by token": gated(lambda g: g.detach(), dependent=False),
+    "a gate of one factor for all tokens": gated(lambda g: g[:, :1].detach()),
+    "a frozen norm": gated(lambda g: g.detach(), "norm"),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_adapter_passes(case: str) -> None:
+    model, x = model_with(RIGHT[case]), inputs()
     relevance, delta = LatimFlow(model).attribute(x, target=(-1, 2), return_convergence_delta=True)
     assert relevance.shape == x.shape and delta.abs().max() <= 1e-5

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ...errors import OptionError
-
-COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
+from ...operators.base import COMPONENTS
 
 #: ``s6``: the scan alone (hidden-attention paper, eq. 14).  ``unified``: with convolution,
 #: activation, gate and norm (unified paper, eqs. 9, 11, 17, 21).  ``exact``: the skip as well, so

@@ -4,6 +4,11 @@
 
 so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
 (hidden-attention paper, eqs. 14 and 17).
+
+``apply`` and ``transpose`` stand in :mod:`.base` and call ``_run``.  ``cut``, ``reads``,
+``writes``, ``entering``, ``fades`` and ``by_memory`` are what strips of rows are found from, a
+contract written down in ``kernels.pivot_strip``, as ``Fading``.  On a first reading stop at the
+section "its matrices": what follows makes these quick.
 """
 
 from __future__ import annotations
@@ -126,7 +131,7 @@ class SelectiveScan(FadingRecurrence):
             length: tokens of a whole chunk.
         """
         heads = self.shape.heads
-        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, C, T, 1)
+        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, chunks, T, 1)
         key, read = (
             in_chunks(vectors_of_heads(x[:, part], heads), length) for x in (self.b, self.c)
         )
