@@ -38,15 +38,17 @@ _TF32 = 5e-3
 _TOKENS, _MOST = 1024, 1e-3
 
 
-def tolerance_for(output: Tensor, module: nn.Module) -> float:
+def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
     """The largest error accepted of an operator, by what the module can have computed in.
 
     Args:
         output: what the module returned, (B, L, E); to be asked within the autocast it ran under.
-        module: the module.
+        module: the module, whose parameters may be less precise than what it returns. Default:
+            None.
     """
+    parameters = () if module is None else module.parameters()
     device = output.device.type
-    dtypes = {output.dtype, *(x.dtype for x in module.parameters() if x.is_floating_point())}
+    dtypes = {output.dtype, *(x.dtype for x in parameters if x.is_floating_point())}
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     limit = max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)

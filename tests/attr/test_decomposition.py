@@ -113,7 +113,8 @@ def test_what_is_exact():
     inputs, output = torch.tensor([[1.0, 2.0], [3.0, -3.0]]), torch.tensor([3.0, 0.5])
 
     def found(bias: float) -> Decomposition:
-        return Decomposition(inputs, (), (), {"a": torch.tensor([0.0, bias])}, output)
+        biases = {"a": torch.tensor([0.0, bias])}
+        return Decomposition(inputs, (), (), biases, output, torch.zeros(2))
 
     assert exact(found(0.5)) and not exact(found(0.6))
     assert not exact(found(float("nan")))

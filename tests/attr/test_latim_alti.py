@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.latim_vectors import a_model, all_vectors, layer_of, record
+from helpers.latim_vectors import Unhooked, a_model, all_vectors, layer_of, record
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error
 from torch import Tensor
@@ -182,7 +181,7 @@ def test_mixers_that_feed_others(family: str) -> None:
     assert next(found, None) is None
 
 
-class Recorded(SimpleNamespace):
+class Recorded(Unhooked):
     """A layer as far as its mixing looks at it."""
 
     __hash__ = object.__hash__
