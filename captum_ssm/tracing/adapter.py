@@ -81,7 +81,8 @@ def _complaint(found: Any, call: Call) -> str | None:
         )
     if mask is not None and not _marks_tokens(mask, shape[:2]):
         return f"returned mask={_named(mask)} in place of booleans (B, L) = {shape[:2]}"
-    strange = next((x for x in operator.leaves() if not _is_known(x.component)), None)
+    known = (None, *COMPONENTS)
+    strange = next((leaf for leaf in operator.leaves() if leaf.component not in known), None)
     if strange is not None:
         return (
             f"returned an operator with a {type(strange).__name__} of component="
@@ -91,11 +92,6 @@ def _complaint(found: Any, call: Call) -> str | None:
     if _follows(call.hidden_states) and not values.requires_grad:
         return _cut_off("values", "call.hidden_states")
     return None
-
-
-def _is_known(component: Any) -> bool:
-    """Whether methods know what to do with a part of this name."""
-    return component is None or component in COMPONENTS
 
 
 def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
