@@ -25,7 +25,6 @@ from .call.inputs import (
 )
 from .call.layout import PatchGrid
 from .call.targets import logits_of
-from .catalogue import METHODS
 from .engine.method import ImplicitMethod
 from .engine.sharing import Kept, shared_forward
 from .flow import LatimFlow
@@ -151,6 +150,8 @@ def _named(
 def _checked(method: Any) -> Attribution | type[Attribution]:
     """A method or a class that can be made, a class of ours also by its name."""
     if isinstance(method, str):
+        from .catalogue import METHODS  # which methods do without
+
         ours = {entry.name: entry.method for entry in METHODS}
         if method not in ours:
             raise OptionError(

@@ -13,11 +13,27 @@ from torch import Tensor
 from ..errors import InputError
 from ..linear import direct_paths
 from ..operators.kernels.arithmetic import unseen
-from ..tracing import Graph, find_model, require_layers, require_real_tokens, trace
+from ..tracing import (
+    Graph,
+    find_model,
+    require_deterministic,
+    require_layers,
+    require_real_tokens,
+    trace,
+)
 from .call import checks
-from .call.inputs import call_model, single_input
+from .call.inputs import call_model, explained_ids, single_input
 from .call.query import Query
-from .call.targets import Against, Each, as_asked, contrasted, logits_of, several
+from .call.targets import (
+    Against,
+    Each,
+    as_asked,
+    contrasted,
+    logits_of,
+    require_real_target,
+    several,
+    target_index,
+)
 from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
 from .engine.run import Run
@@ -280,6 +296,8 @@ class LatimLogit(LatimMethod):
         folds: bool = True,
     ) -> Run:
         model = find_model(self.forward_func, self.model)
+        require_deterministic(model)
+        ids = explained_ids(inputs, additional)
         with ExitStack() as hooks:
             tokens = followed(model, self.layers, hooks)
             t = hooks.enter_context(
@@ -291,13 +309,11 @@ class LatimLogit(LatimMethod):
                     follow=tokens,
                 )
             )
-            paths = stack.enter_context(
-                direct_paths(model, inputs, layers=self.layers, follow=tokens)
-            )
+            paths = stack.enter_context(direct_paths(model, ids, layers=self.layers, follow=tokens))
             if tokens is not None:
                 hooks.enter_context(tokens)
             start = paths.mode.begun(inputs)
-            begin(tokens, start)
+            begin(tokens, start if start.is_floating_point() else ids)
             output = logits_of(call_model(self.forward_func, start, additional))
             origin = None if tokens is None else tokens.origin(output)
         require_layers(t, model)
@@ -307,6 +323,7 @@ class LatimLogit(LatimMethod):
             mask = t.mask
             require_real_tokens(mask)
             for asked in several(target):
+                require_real_target(target_index(asked.target, output), output, mask)
                 number, constant = contrasted(output, asked.target, asked.contrast)
                 if not number.requires_grad:
                     raise not_reached()
@@ -319,6 +336,6 @@ def _require_sums(found: Sequence[LogitContributions], run: LogitRun) -> None:
     """Raise unless the parts of every output sum to it."""
     for parts, question in zip(found, run.questions, strict=True):
         written = torch.cat([parts.layers, parts.locals, parts.embedding[None]])  # (parts, B, L)
-        if not sums_up(parts, written.transpose(0, 1)):
+        if not sums_up(parts, written.transpose(0, 1), together=True):
             assert question.selected is not None
             raise not_linear(question.selected)

@@ -68,6 +68,8 @@ class Network:
         mode: the rules and the constants.
         mixers: the mixers of the model.
         ran: whether one of them has run. Default: False.
+        mask: True for real tokens (B, L), as the mixers were told; None if none is padding.
+            Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
             empty.
 
@@ -86,6 +88,7 @@ class Network:
     mode: Linearising
     mixers: Sequence[Mixer]
     ran: bool = False
+    mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -101,6 +104,21 @@ class Network:
                 "have no embeddings to attribute to. Pass embeddings (B, L, E) as inputs."
             )
         return self.mode.root
+
+    def took(self, linear: LinearMixer, name: str) -> LinearMixer:
+        """The linear mixer, in which there is nothing to complain of.
+
+        Args:
+            linear: it.
+            name: of the mixer.
+
+        Raises:
+            PaddedExampleError, NonFiniteError: as :func:`linearised` does.
+        """
+        require_real_tokens(linear.mask)
+        linear.check_finite(name)
+        self.mask = linear.mask if self.mask is None else self.mask
+        return linear
 
     def check_ran(self) -> None:
         """Raise if none of the model's mixers ran.
@@ -171,7 +189,7 @@ def linearised(
 
         def frozen(mixer: Mixer, call: Call) -> Tensor:
             with full_precision(call.output_tensor.device):
-                out = through(_checked(linearize(mixer, call), mixer.name), mode)
+                out = through(network.took(linearize(mixer, call), mixer.name), mode)
             if verify is not False:
                 _verify(mixer, call, out if constants else None, verify)
             network.ran = True
@@ -217,12 +235,6 @@ def under_rules(
             follow.begin(ids)
             stack.enter_context(follow)
         yield mode
-
-
-def _checked(linear: LinearMixer, name: str) -> LinearMixer:
-    require_real_tokens(linear.mask)
-    linear.check_finite(name)
-    return linear
 
 
 def _verify(mixer: Mixer, call: Call, rebuilt: Tensor | None, verify: bool | float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MEMINFO = Path("/proc/meminfo")
 #: What counts as free where the system does not tell (4 GiB).
@@ -33,7 +33,8 @@ def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
         besides: tensors that are kept anyway; what lies in their memory costs nothing. Default:
             empty.
     """
-    kept = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    # a quantised weight's own memory may lie in parts that it alone knows
+    kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
     storages = (tensor.untyped_storage() for tensor in tensors)
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for place, size in sizes.items() if place not in kept)

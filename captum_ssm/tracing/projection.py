@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
@@ -135,7 +135,9 @@ class _Overheard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.linear or kwargs or len(args) < 2:
+        # a quantised weight, say, may know no more than how to be multiplied with
+        plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
+        if func is not F.linear or kwargs or not plain:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         if self._are_zeros(x):

@@ -13,7 +13,6 @@ from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
 from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
 from .caches import without_caches
-from .chain import Read
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph, recordable
@@ -22,6 +21,7 @@ from .layer import Layer, hook_factor
 from .memory import bytes_of, free_memory
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
+from .places.chain import Read
 from .repair.loops import repaired_scans
 from .residual import ADDS_TO_NORMED, first_floating, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
@@ -36,6 +36,11 @@ _SHARE = 4
 
 class Trace:
     """The recorded layers of one forward run, as :func:`trace` yields them.
+
+    Args:
+        room: bytes that operators may take that are made in the run. Default: None, they are made
+            when they are asked for.
+        check: whether operators are held to their modules when they are made. Default: False.
 
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.

@@ -20,6 +20,9 @@ def weights_blamed(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model that is run or read inside the ``with``.
 
+    Yields:
+        Nothing.
+
     Raises:
         WeightsError: in place of torch's error.
 
@@ -51,7 +54,8 @@ def _lacking(error: BaseException) -> str | None:
     if isinstance(cause, NotImplementedError) or (
         isinstance(cause, TypeError) and _NO_FORM in str(cause)
     ):
-        return f"{type(cause).__name__} {str(cause).rstrip('.')}"
+        said = str(cause).strip() or "NotImplementedError"
+        return said.splitlines()[0].rstrip(".:")
     return None
 
 

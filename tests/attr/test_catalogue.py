@@ -88,6 +88,7 @@ def test_costs_in_words() -> None:
     assert str(Cost("", backward=1, linear=True)) == "1 backward, linear"
 
 
+@pytest.mark.processes
 def test_no_method_waits_for_the_catalogue() -> None:
     """It is read by those who list methods; the package, and a method, do without it."""
     said = (

@@ -75,6 +75,7 @@ def test_models_compiled_in_place(method, part):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_compiled_model_that_ran_before(method):
     model, ids = mamba_lm(), token_ids(2, 5)
     expected = method(model).attribute(ids, target=(3, 2))

@@ -19,7 +19,13 @@ from zoo.mamba2 import make_model
 
 import captum_ssm
 from captum_ssm import ImplicitAttention
-from captum_ssm.errors import InputError, NotLinearError, ReconstructionError
+from captum_ssm.errors import (
+    CaptumSSMError,
+    InputError,
+    NotLinearError,
+    ReconstructionError,
+    TargetError,
+)
 
 NAMES = (
     "ImplicitAttention",
@@ -274,3 +280,29 @@ def test_a_hook_that_adds_is_explained_or_refused_by_name(method: Any) -> None:
         return
     with pytest.raises(InputError, match=r"layers\.0\.mixer': a forward hook .* LatimFlow"):
         method(model).attribute(ids, target=TARGET)
+
+
+# --- what cannot be explained ------------------------------------------------------------------
+
+
+def test_a_random_model_is_sent_to_eval(method: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=3, target_modules=["in_proj"], lora_dropout=0.5, init_lora_weights=False
+    )
+    model = peft.get_peft_model(transformers_model("mamba"), config)
+    with pytest.raises(CaptumSSMError, match=r"lora_dropout.*model\.eval\(\)"):
+        method(model.train()).attribute(tokens(), target=TARGET)
+    method(model.eval()).attribute(tokens(), target=TARGET)
+
+
+def test_a_target_at_padding_names_the_remedy(method: Any) -> None:
+    """Mixers of transformers are told of padding; on the right the last position is none."""
+    model, ids = transformers_model("mamba"), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    with pytest.raises(TargetError, match=r"padded token of example 1.*\[\(8, 3\), \(5, 3\)\]"):
+        method(model).attribute(ids, target=TARGET, additional_forward_args=(mask,))
+    found = method(model).attribute(ids, [(8, 3), (5, 3)], additional_forward_args=(mask,))
+    alone = method(model).attribute(ids[1:, :6], target=(5, 3))
+    torch.testing.assert_close(found[1:, :6], alone, rtol=1e-4, atol=1e-5)

@@ -90,6 +90,15 @@ def test_virtual_tokens_have_no_place(method: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("more", [0, 2])
+def test_ids_made_up_anew_are_known_by_their_values(method: Any, more: int) -> None:
+    model, ids = transformers_model("mamba"), torch.randint(0, 19, (1, 9))
+    text = torch.tensor([ids[0].tolist() + [4, 5][:more]])
+    found = method(lambda x: model(text.clone()).logits, model).attribute(ids, target=TARGET)
+    expected = method(model).attribute(text, target=TARGET)[:, :9]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_ids_made_up_anew_are_refused(folding: Any) -> None:
     model, ids = transformers_model("mamba"), torch.randint(0, 19, (1, 9))
     forward = lambda x: model(torch.tensor(x.flip(1).tolist())).logits  # noqa: E731

@@ -185,8 +185,8 @@ COMPILED = (
 @pytest.mark.parametrize(
     "backend, blockwise",
     [
-        ("eager", False),
         ("eager", True),
+        pytest.param("eager", False, marks=pytest.mark.full),
         pytest.param("aot_eager", False, marks=pytest.mark.full),
     ],
 )

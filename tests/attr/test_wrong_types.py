@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.language import word_tokenizer
 from zoo.small import WIDTH, mamba_lm, mixers_of, token_ids
 
@@ -375,11 +376,18 @@ def test_numbers_of_numpy_and_torch_say_the_same():
         )
 
 
+class Louder(MambaMixer):
+    """What its operator is not."""
+
+    def forward(self, *args, **kwargs):
+        return 1.01 * super().forward(*args, **kwargs)
+
+
 def test_a_tolerance_of_numpy_is_a_tolerance():
     """np.False_ asks for no check, and a tolerance in any form holds."""
     model, ids = _model(), token_ids(BATCH, TOKENS)
     for mixer in mixers_of(model):
-        mixer.register_forward_hook(lambda module, args, output: 1.01 * output)
+        mixer.__class__ = Louder
     found = ImplicitAttention(model).matrices
     for value in (False, np.False_, 0.02, np.float64(0.02), torch.tensor(0.02)):
         found(ids, verify=value)

@@ -62,6 +62,7 @@ def test_reproduces_the_module(mamba3: Mamba3, case: str, tokens: int) -> None:
     assert layer.architecture == "Mamba-3"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [1, 3])
 def test_many_tokens(mamba3: Mamba3, batch: int) -> None:
     """Past the operator's chunks, and many turns of the angles."""

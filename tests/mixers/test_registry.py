@@ -50,6 +50,10 @@ class OtherMixer(Shift):
     """No mixer of this name has an adapter."""
 
 
+class AroundMixer(nn.Module):
+    """It looks like a mixer by its name alone."""
+
+
 def linearize_shift(module: Any, call: Call) -> LinearMixer:
     x = module.read(call.hidden_states)[..., None]
     shape = Shape(*x.shape)
@@ -266,7 +270,7 @@ def test_parts_of_a_served_mixer_are_not_strangers() -> None:
     register_mixer(Shift, linearize_shift)
     inner = Shift()
     inner.add_module("part", OtherMixer())
-    around = OtherMixer()
+    around = AroundMixer()
     around.add_module("core", Shift())
     for model, names in ((Net(inner), ["mixers.0"]), (Net(around), ["mixers.0.core"])):
         with trace(model):

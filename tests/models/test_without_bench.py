@@ -50,6 +50,7 @@ print([name for name in ("captum_ssm.bench", "torch") if name in sys.modules])
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("use", "seen"),
     [

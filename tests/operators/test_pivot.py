@@ -78,6 +78,7 @@ LAGS = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), lags=LAGS)
 def test_rows_of_products(data: st.DataObject, kind: str, lags: tuple[int, ...]) -> None:

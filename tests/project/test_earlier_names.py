@@ -80,6 +80,7 @@ print(generate.__module__, captum_ssm.tasks.recall.Fact.__module__, Side.__modul
 """
 
 
+@pytest.mark.processes
 def test_modules_that_documents_named() -> None:
     result = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -27,9 +27,8 @@ from helpers.origins import (
 )
 from torch import Tensor, nn
 
-from captum_ssm.tracing import place_rules
-from captum_ssm.tracing.place_rules.groups import tensors
-from captum_ssm.tracing.places import Places
+from captum_ssm.tracing.places import Places, rules
+from captum_ssm.tracing.places.rules.groups import tensors
 
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x.clone(),
@@ -543,7 +542,7 @@ MORE: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", place_rules.POINTWISE.split())
+@pytest.mark.parametrize("name", rules.POINTWISE.split())
 def test_numbers_one_by_one(name: str) -> None:
     spaces = (torch, F, torch.special, Tensor)
     functions = [f for space in spaces if callable(f := getattr(space, name, None))]

@@ -321,6 +321,11 @@ def test_no_work_over_features() -> None:
 # --- random compositions --------------------------------------------------------------------------
 
 
+def _gate(x: Tensor) -> Tensor:
+    """Of a size that no number of products makes too small or too large to be seen to change."""
+    return 1 + 0.5 * torch.sin(x)
+
+
 def _experts_of(x: Tensor, a: int, b: int) -> Tensor:
     flat = x.reshape(-1, E)
     out = torch.zeros_like(flat)
@@ -339,7 +344,7 @@ def _index_write(x: Tensor, a: int, b: int) -> Tensor:
 
 def _write_back(x: Tensor, a: int, b: int) -> Tensor:
     out = x.clone()
-    out.transpose(0, 1)[a % x.shape[1] :].mul_(x[:, b % x.shape[1]])
+    out.transpose(0, 1)[a % x.shape[1] :].mul_(_gate(x[:, b % x.shape[1]]))
     return out
 
 
@@ -353,7 +358,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, int, int], Tensor]] = {
     "beside": lambda x, kept, y, a, b: torch.cat([kept, x[:, :1]], 1),
     "sum": lambda x, kept, y, a, b: x + kept if x.shape == kept.shape else x + kept[:, :1],
     "other": lambda x, kept, y, a, b: torch.cat([x, y[:, a % 2 :]], 1)[:, b % 2 :],
-    "product": lambda x, kept, y, a, b: x * kept if x.shape == kept.shape else x * y[:, :1],
+    "product": lambda x, kept, y, a, b: x * _gate(kept if x.shape == kept.shape else y[:, :1]),
     "norm": lambda x, kept, y, a, b: F.layer_norm(x, (E,), None, WEIGHT[0]),
     "linear": lambda x, kept, y, a, b: F.linear(x, WEIGHT),
     "mlp": lambda x, kept, y, a, b: x + torch.sin(x @ WEIGHT) @ WEIGHT.T,

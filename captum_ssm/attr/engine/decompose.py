@@ -159,13 +159,15 @@ def exact(found: Decomposition) -> bool:
     return sums_up(found, found.inputs, 1 if len(found.output) == 1 else 0.1)
 
 
-def sums_up(found: Parts, inputs: Tensor, share: float = 1.0) -> bool:
+def sums_up(found: Parts, inputs: Tensor, share: float = 1.0, *, together: bool = False) -> bool:
     """Whether parts sum to the output for every example.
 
     Args:
         found: the parts.
         inputs: those of the input (B, ...).
         share: of the tolerance. Default: 1.0.
+        together: whether those of all examples together do, where constants may stand with the
+            wrong example. Default: False.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
@@ -173,6 +175,8 @@ def sums_up(found: Parts, inputs: Tensor, share: float = 1.0) -> bool:
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
+    if together:
+        return bool(found.delta.sum().abs() <= limit * size.sum())
     return bool((found.delta.abs() <= limit * size).all())
 
 

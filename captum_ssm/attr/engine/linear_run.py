@@ -15,9 +15,17 @@ from torch import Tensor, nn
 
 from ...linear import Gate, Network, linearised
 from ...operators.kernels.arithmetic import unseen
-from ..call.inputs import batch_parts, call_model
+from ...tracing import require_deterministic
+from ..call.inputs import batch_parts, call_model, explained_ids
 from ..call.layout import PatchGrid
-from ..call.targets import Against, contrasted, logits_of, select, target_index
+from ..call.targets import (
+    Against,
+    contrasted,
+    logits_of,
+    require_real_target,
+    select,
+    target_index,
+)
 from .decompose import Decomposition, decompose, exact, not_linear, not_reached, stacked
 
 
@@ -76,6 +84,7 @@ class LinearRuns:
         self, inputs: Tensor, questions: Sequence[Against], additional: tuple[Any, ...]
     ) -> list[Decomposition]:
         """One forward run, and one backward pass for each question."""
+        require_deterministic(self.model)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             if self.grid is not None:
@@ -83,7 +92,7 @@ class LinearRuns:
             network = stack.enter_context(
                 linearised(
                     self.model,
-                    inputs,
+                    explained_ids(inputs, additional),
                     gate=self.rules.gate,
                     constants=self.rules.constants,
                     layers=self.layers,
@@ -95,6 +104,9 @@ class LinearRuns:
             output = logits_of(call_model(self.forward_func, start, additional))
             network.check_ran()
             with unseen():
+                for question in questions:
+                    index = target_index(question.target, output)
+                    require_real_target(index, output, network.mask)
                 numbers = [contrasted(output, q.target, q.contrast) for q in questions]
                 if not output.requires_grad:
                     raise not_reached()
@@ -130,7 +142,8 @@ def coefficients(
     Returns:
         For each target one tensor (B, L, E) per mixer call, in their order.
     """
-    with linearised(model, inputs, gate="half", layers=layers) as network:
+    ids = explained_ids(inputs, additional)
+    with linearised(model, ids, gate="half", layers=layers) as network:
         start = network.mode.begun(inputs)
         output = logits_of(call_model(forward_func, start, additional))
         network.check_ran()

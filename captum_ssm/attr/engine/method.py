@@ -27,7 +27,7 @@ from ..call.components import parse_components
 from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
 from ..call.layout import ImageProbe, of_given, spread_over_features, spread_over_image
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import Each, as_asked, each_of, several, target_index
+from ..call.targets import Each, as_asked, each_of, require_real_target, several, target_index
 from .fold import Options
 from .run import Question, Run
 from .sharing import Kept, Request, forward_of, probe_of
@@ -243,6 +243,7 @@ class ImplicitMethod(Attribution):
         mask, questions = forward.record.mask, []
         require_real_tokens(mask)
         for index in [target_index(each, output) for each in several(target)]:
+            require_real_target(index, output, mask)
             selected, taken = forward.selected(index) if self.needs_gradient else (None, None)
             weights = query_weights(query, output, index, tail, mask)
             if chain is not None and chain.output is not None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...tracing import Graph, Layer, Trace, require_layers, trace
-from ...tracing.chain import Chain, NotAChain, arrange
+from ...tracing import Graph, Layer, Trace, require_deterministic, require_layers, trace
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
-from ..call.inputs import call_model
+from ...tracing.places.chain import Chain, NotAChain, arrange
+from ..call.inputs import call_model, explained_ids
 from ..call.layout import ImageProbe
 from ..call.targets import logits_of, select
 from .run import Taken
@@ -174,6 +174,7 @@ def probe_of(model: nn.Module) -> ImageProbe:
 
 def _run(request: Request, kept: Kept, shared: bool) -> Forward:
     model, layers = request.model, request.layers
+    require_deterministic(model)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(kept.graph in ("outputs", "all")))
         tokens = followed(model, layers, stack)
@@ -189,7 +190,7 @@ def _run(request: Request, kept: Kept, shared: bool) -> Forward:
         )
         if tokens is not None:
             stack.enter_context(tokens)
-        begin(tokens, request.inputs)
+        begin(tokens, explained_ids(request.inputs, request.additional))
         output = logits_of(call_model(request.forward_func, request.inputs, request.additional))
         origin = None if tokens is None else tokens.origin(output)
     require_layers(record, model)

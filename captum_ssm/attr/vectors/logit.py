@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...linear import DirectPaths
 from ...tracing import Layer
-from ...tracing.chain import Chain
+from ...tracing.places.chain import Chain
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.run import Question, Run

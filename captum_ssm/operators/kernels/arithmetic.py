@@ -124,9 +124,19 @@ def _is_flushed() -> bool:
     return not tiny.mul_(0.5).item()
 
 
-def unseen() -> Any:
-    """A context in which no mode of torch looks on, for loops over many small steps."""
-    return torch._C.DisableTorchFunction()
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context in which no mode of torch looks on, for loops over many small steps.
+
+    Tensors of a class of their own, such as quantised weights, are still what they are.
+    """
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def full_precision(device: torch.device) -> torch.autocast:

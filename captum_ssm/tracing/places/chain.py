@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .layer import Layer
-from .places import Mixed, Origin, token_places
+from ...errors import InputError
+from ..layer import Layer
+from .origin import Mixed, Origin, token_places
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
@@ -65,8 +65,8 @@ class Chain:
             x: the numbers.
             origin: of the tensor; None if it was not seen.
         """
-        if origin is None or origin.mixed is not None:
-            return x
+        if origin is None or origin.mixed is not None or origin.shape[:2] != x.shape:
+            return x  # tokens in another shape, such as those routed to an expert, are in order
         order = _order(origin, self.orders, self.given, "A part between layers")
         return x if order is None else x.index_select(1, order.argsort().to(x.device))
 

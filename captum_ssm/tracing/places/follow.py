@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from ..operators.kernels.arithmetic import unseen
-from .place_rules import (
+from ...operators.kernels.arithmetic import unseen
+from .origin import Mixed, Origin
+from .rules import (
     CONSTANT,
     EMPTY,
     HANDING,
@@ -32,168 +33,19 @@ from .place_rules import (
     WRITING,
     plain,
 )
-from .place_rules.groups import (
+from .rules.groups import (
     Call,
     Group,
     Groups,
     TokensMeet,
     joined,
-    settled,
     tensors,
     thinned,
 )
-from .place_rules.moves import kept
+from .rules.moves import kept
 
 #: What a rule raises where torch cannot do to places what it did to numbers.
 _CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration)
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """What first brought several tokens together.
-
-    Attributes:
-        function: torch's name of it.
-        module: the module that was running.
-        pooled: whether it pooled all tokens by a sum, a mean or a maximum. Default: False.
-        joined: whether the result was added to, or written into, a tensor whose tokens were apart,
-            as a mixer adds its output to the residual stream. Default: False.
-
-    Example:
-        >>> from captum_ssm.tracing.places import Mixed
-        >>> Mixed("softmax", "blocks.0.attention").joined
-        False
-    """
-
-    function: str
-    module: str
-    pooled: bool = False
-    joined: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One way in which a source enters a tensor.
-
-    Attributes:
-        places: with as many dimensions as the tensor, and size 1 along those that do not tell
-            tokens apart: the flat index b * L + t of the source's token, or -1 for none.
-        skip: the weight with which the source itself is a term of the tensor, unchanged but for the
-            order of what it holds; 0 if the tensor is only a function of it.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.tracing.places import Entry
-        >>> Entry(torch.arange(4).view(1, 4, 1), skip=1.0).places.shape
-        torch.Size([1, 4, 1])
-    """
-
-    places: Tensor
-    skip: float
-
-
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """Where the elements of a tensor come from, as :meth:`Places.origin` returns it.
-
-    Attributes:
-        shape: the tensor's.
-        groups: the places, and the sources that share them.
-        sizes: batch and tokens (B, L) of every source.
-        unseen: by negative number, the modules in which memory was filled out of torch's sight.
-        blend: what mixed tokens in torch's sight, or None.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.tracing.places import Places
-        >>> x = torch.randn(1, 3, 2)
-        >>> with Places(lambda: "model") as places:
-        ...     places.begin(x)
-        ...     y, z = x + torch.relu(x.flip(1)), x.softmax(1)
-        >>> [(e.places.flatten().tolist(), e.skip) for e in places.origin(y).sources[0]]
-        [([0, 1, 2], 1.0), ([2, 1, 0], 0.0)]
-        >>> places.origin(z).mixed
-        Mixed(function='softmax', module='model', pooled=False, joined=False)
-    """
-
-    shape: torch.Size
-    groups: Groups
-    sizes: dict[int, tuple[int, int]]
-    unseen: dict[int, str]
-    blend: Mixed | None = None
-
-    @property
-    def mixed(self) -> Mixed | None:
-        """What brought several tokens together, or may have; None if nothing did."""
-        hidden = [s for g in self.groups for s in g.skips if s < 0 and bool((g.places >= 0).any())]
-        if self.blend is None and hidden:
-            return Mixed("empty", self.unseen[hidden[0]], joined=bool(self.sources))
-        return self.blend
-
-    @property
-    def sources(self) -> dict[int, list[Entry]]:
-        """How each source enters; nothing where tokens are mixed."""
-        with unseen():
-            out: dict[int, list[Entry]] = {}
-            for places, skips in self.groups:
-                if bool((places >= 0).any()):
-                    for source, skip in skips.items():
-                        if source >= 0:
-                            out.setdefault(source, []).append(Entry(places, skip))
-        return dict(sorted(out.items()))
-
-    def tokens(self, source: int) -> list[Tensor] | None:
-        """Places of a source over the tensor's first two dimensions (B, L), one for each entry.
-
-        None if they differ along others.
-        """
-        with unseen():
-            found = [token_places(self.shape, e.places) for e in self.sources.get(source, [])]
-        return None if any(p is None for p in found) else [p for p in found if p is not None]
-
-    def is_identity(self, source: int) -> bool:
-        """Whether every token comes from the source's own, and all of these are there."""
-        order = self.permutation(source)
-        with unseen():
-            return order is not None and bool(
-                (order == torch.arange(order.shape[1], device=order.device)).all()
-            )
-
-    def permutation(self, source: int) -> Tensor | None:
-        """Which of the source's tokens each token comes from (B, L).
-
-        None if that is not each of them once, within its own example.
-        """
-        tokens, (batch, length) = self.tokens(source), self.sizes.get(source, (0, 0))
-        if not tokens or len(tokens) > 1 or tokens[0].shape != (batch, length):
-            return None
-        with unseen():
-            steps = torch.arange(batch * length, device=tokens[0].device).view(batch, length)
-            if not torch.equal(tokens[0].long().sort(1).values, steps):
-                return None
-            return tokens[0].long() - steps[:, :1]
-
-
-def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
-    """Places over the first two dimensions of a tensor (B, L, ...).
-
-    Features that come from no token count for nothing.  None if others come from different tokens.
-
-    Features that come from no token of the source do not count.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.tracing.places import token_places
-        >>> token_places((1, 3, 8), torch.tensor([[[0], [1], [2]]]))
-        tensor([[0, 1, 2]])
-    """
-    if len(shape) < 2:
-        return None
-    try:
-        places = settled(places, range(2, len(shape)))
-    except TokensMeet:
-        return None
-    return places.reshape(places.shape[:2]).expand(*shape[:2])
 
 
 class _Record(NamedTuple):
@@ -248,6 +100,7 @@ class Places(TorchFunctionMode):
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
         self._paused = 0
+        self._given: Tensor | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -269,6 +122,8 @@ class Places(TorchFunctionMode):
             tensor: the source itself.
             source: its number. Default: 0, the explained input.
         """
+        if source == 0 and tensor.dim() == 2 and _is_ids(tensor):
+            self._given = tensor
         self.declare(tensor, source)
 
     def declare(
@@ -333,6 +188,8 @@ class Places(TorchFunctionMode):
         name = _name(func)
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
+        if name == "embedding" and not self._paused:  # modes around this one may ask at once
+            self._recognise((*args, *kwargs.values()))
         out = func(*args, **kwargs)
         if not self._sizes or self._paused:
             return out
@@ -353,6 +210,26 @@ class Places(TorchFunctionMode):
             with unseen():
                 self._note(name, func, args, kwargs, results, known)
         return out
+
+    def _recognise(self, values: Iterable[Any]) -> None:
+        """Follow ids that are looked up, if they are those explained, made anew.
+
+        Captum's wrappers of language models make them of the prompt that they hold, and put what
+        was generated behind them.
+        """
+        if self._given is None:
+            return
+        batch, length = self._given.shape
+        for x in values:
+            if not (isinstance(x, Tensor) and _is_ids(x) and x.dim() == 2 and len(x) == batch):
+                continue
+            if self.origin(x) is not None:
+                return
+            with unseen():
+                if torch.equal(x[:, :length].to(self._given), self._given):
+                    order = x.new_full(x.shape, -1, dtype=torch.int32)
+                    order[:, :length] = self._identity(batch, length, x.device)
+                    self.declare(x, 0, order, (batch, length))
 
     def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
         """The followed tensors among ``values``, however nested, by their ids."""

@@ -1,0 +1,689 @@
+"""Forms of models, inputs and targets that users have: taken as they are, or refused with help."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from captum.attr import InputXGradient, NoiseTunnel, Saliency
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor, nn
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    PreTrainedTokenizerFast,
+    TextClassificationPipeline,
+    TextGenerationPipeline,
+)
+from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, mixers_of, randomise, token_ids
+
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaAttribution,
+    MambaLRP,
+    TransformerAttribution,
+    compare,
+)
+from captum_ssm.attr.call.targets import require_real_target
+from captum_ssm.errors import (
+    InputError,
+    ModelNotFoundError,
+    NoMixerError,
+    OptionError,
+    QueryError,
+    TargetError,
+    TrainingModeError,
+    UnsupportedMixerError,
+    WeightsError,
+)
+from captum_ssm.tracing import find_model, require_deterministic
+
+METHODS = [
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    MambaAttribution,
+    LatimNorm,
+    LatimALTI,
+    LatimLogit,
+    LatimFlow,
+    MambaLRP,
+    TransformerAttribution,
+]
+
+# --- models that a function refers to ------------------------------------------------------------
+
+GLOBAL: Any = None
+UNRELATED = nn.Linear(2, 2)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A language model, which is a global name of this module too."""
+    made = mamba_lm()
+    monkeypatch.setitem(globals(), "GLOBAL", made)
+    return made
+
+
+def of_a_global(ids):
+    return GLOBAL(ids).logits[:, -1]
+
+
+def of_a_global_inside(ids):
+    return next((lambda x: GLOBAL(x).logits[:, -1])(one) for one in (ids,))
+
+
+def of_a_function(ids):
+    return of_a_global(ids)
+
+
+class Holder:
+    """An object that is no module, but has one among other things."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.words = ["a", "b"]
+        self.model = model
+
+    def last(self, ids):
+        return self.model(ids).logits[:, -1]
+
+    def __call__(self, ids):
+        return self.last(ids)
+
+
+class Caller:
+    """An object that has no module, but calls one."""
+
+    def __call__(self, ids):
+        return of_a_global(ids)
+
+
+def defaulting(model: nn.Module) -> Callable[..., Any]:
+    def last(ids, net=model):
+        return net(ids).logits[:, -1]
+
+    return last
+
+
+def keyword_only(model: nn.Module) -> Callable[..., Any]:
+    def last(ids, *, net=model):
+        return net(ids).logits[:, -1]
+
+    return last
+
+
+def given(net, ids):
+    return net(ids).logits[:, -1]
+
+
+def given_by_name(ids, net):
+    return net(ids).logits[:, -1]
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+def calling(function):
+    return lambda ids: function(ids)
+
+
+def indexing(models, key):
+    return lambda ids: models[key](ids).logits[:, -1]
+
+
+def beside(loss, model):
+    return lambda ids: loss is not None and model(ids).logits[:, -1]
+
+
+FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "closure": lambda model: lambda ids: model(ids).logits[:, -1],
+    "def over a global": lambda model: of_a_global,
+    "global inside a comprehension": lambda model: of_a_global_inside,
+    "function over a function": lambda model: of_a_function,
+    "closure over a closure": lambda model: decorated(decorated(lambda x: model(x).logits[:, -1])),
+    "default argument": defaulting,
+    "keyword argument": keyword_only,
+    "partial": lambda model: functools.partial(given, model),
+    "partial by name": lambda model: functools.partial(given_by_name, net=model),
+    "partial of a partial": lambda model: functools.partial(functools.partial(given, model)),
+    "method of an object": lambda model: Holder(model).last,
+    "object": Holder,
+    "object without a module": lambda model: Caller(),
+    "closure over an object": lambda model: calling(Holder(model)),
+    "closure over a dict": lambda model: indexing({"lm": model}, "lm"),
+    "closure over a list": lambda model: indexing([model], 0),
+    "closure over a bound method": lambda model: calling(Holder(model).last),
+    "model and its part": lambda model: lambda ids: (model.lm_head, model(ids).logits[:, -1])[1],
+    "model and a loss": lambda model: beside(nn.CrossEntropyLoss(), model),
+    "wrapped": lambda model: calling(Holder(nn.DataParallel(model))),
+}
+
+
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_functions_that_refer_to_a_model(model, form):
+    """The model is found, and the explanation is that with the model named beside it."""
+    function, ids = FUNCTIONS[form](model), token_ids(2, 5)
+    assert find_model(function) is model
+    expected = LatimFlow(function, model).attribute(ids, target=2)
+    assert torch.equal(LatimFlow(function).attribute(ids, target=2), expected)
+    rollout = ImplicitAttentionRollout(function).attribute(ids, query="last")
+    expected = ImplicitAttentionRollout(model).attribute(ids, query="last")
+    assert torch.equal(rollout, expected)
+
+
+def test_a_name_that_is_only_an_attribute_is_no_reference(model):
+    """``.UNRELATED`` of something is not the module of that name."""
+
+    holder = Holder(model)
+
+    def function(ids):
+        return holder.UNRELATED if ids is None else holder(ids)
+
+    assert find_model(function) is model
+
+
+def test_two_models():
+    first, second = mamba_lm(), mamba_lm()
+
+    def both(ids):
+        return first(ids).logits - second(ids).logits
+
+    with pytest.raises(ModelNotFoundError) as caught:
+        LatimFlow(both)
+    message = str(caught.value)
+    for part in ("Several modules", "'first' (MambaForCausalLM)", "'second'", "model=module"):
+        assert part in message
+    assert find_model(both, second) is second
+
+
+def test_two_modules_without_mixers():
+    first, second = nn.Linear(2, 2), nn.Sequential(nn.ReLU())
+    with pytest.raises(ModelNotFoundError, match=r"'first' \(Linear\), 'second' \(Sequential\)"):
+        LatimFlow(lambda x: second(first(x)))
+
+
+def test_one_module_without_mixers():
+    with pytest.raises(NoMixerError, match="Linear"):
+        LatimFlow(lambda x: UNRELATED(x))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x, len, torch.cumsum, functools.partial(F.softmax, dim=-1), "model", 3]
+)
+def test_functions_that_refer_to_no_model(function):
+    with pytest.raises(ModelNotFoundError, match=r"No torch\.nn\.Module.*model=module"):
+        LatimFlow(function)
+
+
+def test_a_class_in_place_of_a_model():
+    for call in (lambda: LatimFlow(Holder), lambda: LatimFlow(nn.Linear)):
+        with pytest.raises(ModelNotFoundError, match="forward_func"):
+            call()
+    with pytest.raises(ModelNotFoundError, match=r"the class Linear.*Make an instance"):
+        LatimFlow(lambda x: x, nn.Linear)
+
+
+def test_the_model_itself_as_an_unknown_mixer():
+    class UnknownMixer(nn.Module):
+        pass
+
+    with pytest.raises(UnsupportedMixerError, match=r"^The model itself, a .*UnknownMixer, mixes"):
+        LatimFlow(UnknownMixer())
+
+
+# --- pipelines of transformers -------------------------------------------------------------------
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", unk_token="w0")
+
+
+def test_a_pipeline_that_generates_text():
+    model, words = mamba_lm(), tokenizer()
+    pipe = TextGenerationPipeline(model=model, tokenizer=words, device="cpu")
+    ids = words("w3 w7 w2 w5", return_tensors="pt")["input_ids"]
+    assert find_model(pipe) is find_model(pipe.__call__) is pipe.model
+    for method in METHODS:
+        expected = method(model).attribute(ids, target=(-1, 3))
+        assert torch.equal(method(pipe).attribute(ids, target=(-1, 3)), expected)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    expected = LatimFlow(model).attribute(embeddings, target=(-1, 3))
+    assert torch.equal(LatimFlow(pipe).attribute(embeddings, target=(-1, 3)), expected)
+
+    def last(ids):
+        return pipe.model(ids).logits[:, -1]
+
+    expected = LatimFlow(last, model).attribute(ids, target=3)
+    assert torch.equal(LatimFlow(last).attribute(ids, target=3), expected)
+
+
+def test_a_pipeline_that_classifies_text():
+    words = tokenizer()
+    model = classifier("mean")
+    model.config = model.backbone.config
+    model.config.id2label = {i: f"class {i}" for i in range(5)}
+    model.device, model.dtype = torch.device("cpu"), torch.float32
+    model.can_generate = lambda: False
+    pipe = TextClassificationPipeline(model=model, tokenizer=words, device="cpu")
+    ids = words("w3 w7 w2 w5", return_tensors="pt")["input_ids"]
+    expected = LatimFlow(model).attribute(ids, target=1)
+    assert torch.equal(LatimFlow(pipe).attribute(ids, target=1), expected)
+    found = compare(pipe, ["LatimFlow"], ids, target=1)["LATIM Flow"]
+    assert torch.equal(found, expected)
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+def test_a_tokenizers_output():
+    encoding = tokenizer()(["w1 w2 w3", "w4 w5"], return_tensors="pt", padding=True)
+    for given_inputs in (encoding, dict(encoding)):
+        with pytest.raises(InputError) as caught:
+            LatimFlow(mamba_lm()).attribute(given_inputs, target=(-1, 3))
+        for part in (
+            "inputs must be a tensor",
+            "encoding['input_ids']",
+            "additional_forward_args=(encoding['attention_mask'],)",
+        ):
+            assert part in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        LatimFlow(mamba_lm()).attribute({"pixel_values": torch.ones(1, 3, 4, 4)})
+    assert "inputs=encoding['pixel_values']." in str(caught.value)
+
+
+INPUTS: dict[str, tuple[Any, str]] = {
+    "ids": ([1, 2, 3], "torch.tensor([inputs])"),
+    "lists of ids": ([[1, 2], [3, 4]], "torch.tensor(inputs)"),
+    "text": ("w1 w2", "return_tensors='pt')['input_ids'], or explain texts with SSMLLMAttribution"),
+    "array": (np.ones((2, 3)), "torch.from_numpy(inputs)"),
+    "tensors": ([torch.ones(3), torch.ones(3)], "torch.stack(inputs)"),
+    "nothing": (None, "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"),
+    "other dict": ({"a": 1}, "out of ['a']"),
+    "ids of three dimensions": (torch.ones(2, 5, 1).long(), "token ids are (B, L)"),
+    "pixels that are integers": (torch.ones(2, 3, 4, 4).byte(), "image processor"),
+    "booleans": (torch.ones(2, 5).bool(), "dtype torch.bool"),
+    "complex numbers": (torch.ones(2, 5, WIDTH) * 1j, "dtype torch.complex64"),
+}
+
+
+@pytest.mark.parametrize("form", INPUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_that_are_no_inputs(method, form):
+    value, remedy = INPUTS[form]
+    with pytest.raises(InputError, match="inputs") as caught:
+        method(mamba_lm()).attribute(value, target=(-1, 3))
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_floating_ids(method, wrapped):
+    model = mamba_lm()
+    asked = method((lambda ids: model(ids).logits) if wrapped else model)
+    with pytest.raises(InputError, match=r"integers \(B, L\).*NoiseTunnel, need embeddings"):
+        asked.attribute(token_ids(2, 5).float(), target=(-1, 3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_embeddings_for_a_function_of_ids(method):
+    model = mamba_lm()
+    asked = method(lambda ids: model(ids).logits)
+    with pytest.raises(InputError, match="model\\(inputs_embeds=inputs\\)"):
+        asked.attribute(torch.randn(2, 5, WIDTH), target=(-1, 3))
+
+
+def test_noise_on_ids():
+    model, ids = mamba_lm(), token_ids(2, 5)
+    with pytest.raises(InputError, match="NoiseTunnel, need embeddings"):
+        NoiseTunnel(LatimFlow(model)).attribute(ids, target=(-1, 3), nt_samples=2)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    found = NoiseTunnel(LatimFlow(model)).attribute(embeddings, target=(-1, 3), nt_samples=2)
+    assert found.shape == embeddings.shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ids_that_are_not_embedded(method):
+    with pytest.raises(InputError, match=r"from 3 to 19, of which.*tokenizer"):
+        method(mamba_lm()).attribute(torch.tensor([[3, VOCABULARY, 4]]), target=(-1, 3))
+
+
+def test_errors_of_the_model_are_its_own():
+    model = mamba_lm()
+
+    def broken(ids):
+        raise IndexError("list index out of range")
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        LatimFlow(broken, model).attribute(token_ids(), target=(-1, 3))
+
+
+# --- methods by name, and Captum's classes -------------------------------------------------------
+
+
+def test_methods_by_name():
+    model, ids = mamba_lm(), token_ids(2, 5)
+    found = compare(model, ["LatimFlow", LatimNorm], ids, (-1, 3))
+    expected = compare(model, [LatimFlow, LatimNorm], ids, (-1, 3))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    with pytest.raises(OptionError, match=r"names 'Latimflow'.*'LatimFlow'"):
+        compare(model, ["Latimflow"], ids, (-1, 3))
+
+
+def test_classes_of_captum_that_take_nothing_else():
+    """Made on the logits, with embeddings that reach a model of ids."""
+    model = mamba_lm()
+    embeddings = torch.randn(2, 5, WIDTH)
+    found = compare(model, [InputXGradient, Saliency, LatimFlow], embeddings, (-1, 3))
+    assert list(found) == ["Input X Gradient", "Saliency", "LATIM Flow"]
+    x = embeddings.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=x).logits[:, -1, 3].sum(), x)
+    expected = (gradient * embeddings).sum(-1)
+    torch.testing.assert_close(found["Input X Gradient"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_at_ids():
+    with pytest.raises(InputError, match="Input X Gradient takes gradients at the inputs"):
+        compare(mamba_lm(), [InputXGradient], token_ids(2, 5), (-1, 3))
+
+
+# --- random modules ------------------------------------------------------------------------------
+
+
+class DropPath(nn.Module):
+    """As timm's, by its name and attribute."""
+
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob = drop_prob
+
+
+class StochasticDepth(nn.Module):
+    """As torchvision's."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+
+def jamba(attention_dropout: float) -> nn.Module:
+    config = JambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=3,
+        mamba_dt_rank=2,
+        use_mamba_kernels=False,
+        attention_dropout=attention_dropout,
+    )
+    return JambaForCausalLM(config)
+
+
+def lora(dropout: float) -> nn.Module:
+    adapter = LoraConfig(r=2, target_modules=["in_proj"], lora_dropout=dropout)
+    return get_peft_model(mamba_lm(), adapter)
+
+
+RANDOM: dict[str, tuple[Callable[[float], nn.Module], str]] = {
+    "dropout": (nn.Dropout, "Dropout"),
+    "of channels": (nn.Dropout1d, "Dropout1d"),
+    "alpha": (nn.AlphaDropout, "AlphaDropout"),
+    "stochastic depth": (StochasticDepth, "p=0.5"),
+    "paths": (DropPath, "drop_prob=0.5"),
+    "attention of torch": (lambda p: nn.MultiheadAttention(4, 2, dropout=p), "dropout=0.5"),
+    "LoRA": (lora, "lora_dropout"),
+    "attention of Jamba": (jamba, "attention_dropout=0.5"),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_random_modules(kind):
+    make, named = RANDOM[kind]
+    model = nn.ModuleDict({"inner": make(0.5)})
+    require_deterministic(model.eval())
+    with pytest.raises(TrainingModeError, match=r"training mode.*Call model\.eval\(\)") as caught:
+        require_deterministic(model.train())
+    assert named in str(caught.value) and "inner" in str(caught.value)
+    require_deterministic(nn.ModuleDict({"inner": make(0.0)}).train())
+
+
+def test_a_random_part_of_a_model_in_evaluation_mode():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval()
+    model[1].train()
+    with pytest.raises(TrainingModeError, match=r"^The module '1' of class Dropout"):
+        require_deterministic(model)
+    with pytest.raises(TrainingModeError, match=r"^The model itself, a Dropout, is"):
+        require_deterministic(model[1])
+
+
+def test_modules_that_mix_the_batch():
+    for norm in (nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.SyncBatchNorm(3)):
+        with pytest.raises(TrainingModeError, match="examples mix"):
+            require_deterministic(nn.Sequential(norm).train())
+        require_deterministic(nn.Sequential(norm).eval())
+
+
+def test_training_mode_without_chance():
+    require_deterministic(mamba_lm().train())
+    require_deterministic(nn.Sequential(nn.LayerNorm(3), nn.LSTM(2, 2)).train())
+    model = nn.Sequential(nn.Dropout(0.5), nn.RReLU(), nn.BatchNorm1d(3)).train()
+    for module in model:
+        module.eval()
+    require_deterministic(model)
+
+
+# --- targets and queries at padding --------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]).bool()
+
+
+def test_targets_at_padded_tokens():
+    output = torch.zeros(3, 5, 7)
+    with pytest.raises(TargetError) as caught:
+        require_real_target(torch.tensor([[4, 6]] * 3), output, MASK)
+    for part in (
+        "position 4 is a padded token of example 1 and of 1 more",
+        "last real token of each example is at [4, 2, 3]",
+        "target=[(4, 6), (2, 6), (3, 6)]",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(TargetError, match=r"position 0 is a padded token of example 2\."):
+        require_real_target(torch.tensor([[0, 1]] * 3), output, MASK)
+
+
+def test_targets_at_real_tokens():
+    output = torch.zeros(3, 5, 7)
+    require_real_target(torch.tensor([[4, 6], [2, 6], [3, 6]]), output, MASK)
+    require_real_target(torch.tensor([[2, 6]] * 3), output, MASK)
+    for index, returned, mask in [
+        (None, output, MASK),
+        (torch.tensor([[4, 6]] * 3), output, None),
+        (torch.tensor([[4]] * 3), torch.zeros(3, 5), MASK),  # classes, as many as tokens
+        (torch.tensor([[5, 6]] * 3), torch.zeros(3, 6, 7), MASK),  # positions that are no tokens
+    ]:
+        require_real_target(index, returned, mask)
+
+
+def test_many_examples_at_padded_tokens():
+    mask = torch.ones(100, 4).bool()
+    mask[1:, -1] = False
+    with pytest.raises(TargetError, match=r"of example 1 and of 98 more") as caught:
+        require_real_target(torch.tensor([[3, 0]] * 100), torch.zeros(100, 4, 2), mask)
+    assert len(str(caught.value)) < 600
+
+
+FOLDS = [m for m in METHODS if m not in (LatimFlow, MambaLRP, LatimLogit)]
+
+
+@pytest.mark.parametrize("method", FOLDS)
+def test_a_padded_batch_whose_last_token_is_asked_for(method):
+    """The remedy that the error names is one."""
+    model, ids, mask = mamba_lm(), token_ids(3, 5), MASK.long()
+    with pytest.raises(TargetError, match=r"target=\[\(4, 6\), \(2, 6\), \(3, 6\)\]"):
+        method(model).attribute(ids, (-1, 6), mask)
+    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask)
+    with pytest.raises(QueryError, match=r"at \[4, 2, 3\]; pass query='last'"):
+        method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query=4)
+    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query="last")
+    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query=torch.tensor([4, 2, 3]))
+
+
+# --- weights of a class of their own -------------------------------------------------------------
+
+
+class Int8Weight(Tensor):
+    """A weight held in 8 bits, which knows how to be multiplied with, and no more."""
+
+    held: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, held, scale):
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=scale.dtype)
+
+    def __init__(self, held, scale):
+        self.held, self.scale = held, scale
+
+    @classmethod
+    def of(cls, weight: Tensor) -> nn.Parameter:
+        scale = weight.detach().abs().amax(1) / 127
+        held = (weight.detach() / scale[:, None]).round().to(torch.int8)
+        return nn.Parameter(cls(held, scale), requires_grad=False)
+
+    @classmethod
+    def serves(cls, x: Tensor) -> bool:
+        """Whether inputs can be multiplied."""
+        return True
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear and cls.serves(args[0]):
+            x, weight, *bias = args
+            return F.linear(x, weight.held.to(x) * weight.scale[:, None], *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].scale)
+        return cls.unknown(func)
+
+    @classmethod
+    def unknown(cls, func):
+        raise NotImplementedError(f"{cls.__name__} dispatch: no implementation of {func}")
+
+
+class Forward(Int8Weight):
+    """One for inference, whose product has no backward."""
+
+    @classmethod
+    def serves(cls, x):
+        return not x.requires_grad
+
+
+class SilentForward(Forward):
+    """One that leaves it to torch to say what is missing."""
+
+    @classmethod
+    def unknown(cls, func):
+        return NotImplemented
+
+
+def quantised(kind: type[Int8Weight]) -> tuple[nn.Module, nn.Module]:
+    """A model with quantised weights, and the same one with plain tensors."""
+    model, plain = mamba_lm(), mamba_lm()
+    plain.load_state_dict(model.state_dict())
+    for mixer, same in zip(mixers_of(model), mixers_of(plain), strict=True):
+        for name in ("in_proj", "out_proj"):
+            weight = kind.of(getattr(mixer, name).weight)
+            getattr(mixer, name).weight = weight
+            getattr(same, name).weight = nn.Parameter(weight.held * weight.scale[:, None])
+    return model, plain
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_only_multiplied_with(method):
+    model, plain = quantised(Int8Weight)
+    ids = token_ids(2, 5)
+    expected = method(plain).attribute(ids, target=(-1, 3))
+    found = method(model).attribute(ids, target=(-1, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Forward, SilentForward])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_lack_operations(method, kind):
+    """Right where the method can do without, else an error that names layer, class and way out."""
+    model, plain = quantised(kind)
+    ids = token_ids(2, 5)
+    if not method.needs_gradient and method is not LatimLogit:
+        expected = method(plain).attribute(ids, target=(-1, 3))
+        found = method(model).attribute(ids, target=(-1, 3))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        return
+    named = (
+        rf"^Layer 'backbone\.layers\.\d\.mixer\.in_proj': its weight is of class {kind.__name__}"
+    )
+    with pytest.raises(WeightsError, match=named + r".*without quantisation"):
+        method(model).attribute(ids, target=(-1, 3))
+
+
+@pytest.mark.parametrize("kind", [Forward, SilentForward])
+def test_matrices_and_maps_of_weights_that_lack_operations(kind):
+    """Of plain weights in out_proj, and those of a kind that cannot be multiplied with at all."""
+    model, _ = quantised(kind)
+    kind_that_serves_nothing = type(kind.__name__, (kind,), {"serves": classmethod(lambda c, x: 0)})
+    mixer = mixers_of(model)[1]
+    mixer.in_proj.weight = kind_that_serves_nothing.of(torch.ones(40, WIDTH))
+    for call in (
+        ImplicitAttention(model).matrices,
+        LatimNorm(model).maps,
+        LatimFlow(model).decompose,
+    ):
+        with pytest.raises(WeightsError, match="its weight is of class"):
+            call(token_ids(2, 5))
+
+
+def test_other_errors_of_plain_weights():
+    model = mamba_lm()
+
+    def unfinished(ids):
+        raise NotImplementedError("to be written")
+
+    with pytest.raises(NotImplementedError, match="to be written"):
+        LatimFlow(unfinished, model).attribute(token_ids(), target=(-1, 3))
+
+
+def test_a_mixer_named_twice():
+    model = randomise(mamba_lm())
+    names = ["backbone.layers.1.mixer", mixers_of(model)[1]]
+    with pytest.raises(NoMixerError, match=r"layers names 'backbone\.layers.1\.mixer' twice"):
+        ImplicitAttention(model, layers=names)
