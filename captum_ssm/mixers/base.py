@@ -100,7 +100,7 @@ class LinearMixer:
             back along it to the input (:class:`~captum_ssm.LatimFlow`).
         operator: the frozen map over tokens. Its coefficients are detached; but the weight of a
             :class:`~captum_ssm.operators.Diagonal` named ``"gate"`` is given with its graph, along
-            which :class:`~captum_ssm.MambaLRP` sends the gate's half.
+            which :class:`~captum_ssm.MambaLRP` sends relevance of the gate's own.
         project: the output projection, (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), as an argument of the call tells it; calls that receive
             the sequence alone are not asked. Default: None, no token is padding.

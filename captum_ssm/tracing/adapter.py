@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import AdapterError, CaptumSSMError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, class_path
-from ..operators import Diagonal, Operator
+from ..operators import Operator
 from ..operators.base import COMPONENTS
 from ..operators.kernels.portions import ran_out_of_memory
 from .find import Mixer
@@ -81,32 +81,17 @@ def _complaint(found: Any, call: Call) -> str | None:
         )
     if mask is not None and not _marks_tokens(mask, shape[:2]):
         return f"returned mask={_named(mask)} in place of booleans (B, L) = {shape[:2]}"
-    strange = next((x for x in operator.leaves() if not _is_known(x.component)), None)
+    known = (None, *COMPONENTS)
+    strange = next((leaf for leaf in operator.leaves() if leaf.component not in known), None)
     if strange is not None:
         return (
             f"returned an operator with a {type(strange).__name__} of component="
             f"{strange.component!r}: no choice of components names it, so that it would be left "
             f"out of all. Use one of {sorted(COMPONENTS)}, or None for a part that is always kept"
         )
-    if _follows(call.hidden_states):
-        if not values.requires_grad:
-            return _cut_off("values", "call.hidden_states")
-        if any(_is_gate(x) and not x.source.requires_grad for x in operator.leaves()):
-            gates = _cut_off('the weight of a Diagonal named "gate"', "call.hidden_states")
-            return f"{gates}, or pass data_dependent=False if the weight does not follow from them"
+    if _follows(call.hidden_states) and not values.requires_grad:
+        return _cut_off("values", "call.hidden_states")
     return None
-
-
-def _is_known(component: Any) -> bool:
-    """Whether methods know what to do with a part of this name."""
-    return component is None or component in COMPONENTS
-
-
-def _is_gate(leaf: Operator) -> TypeGuard[Diagonal]:
-    """Whether the rule of halves sends relevance back along what an operator is made of."""
-    if not (isinstance(leaf, Diagonal) and leaf.component == "gate"):
-        return False
-    return leaf.data_dependent and leaf.weight.shape[1] > 1
 
 
 def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
