@@ -7,14 +7,13 @@ channels'.  Methods take more out of them by ``readings``.  What makes them fast
 where a table says which kernel serves which operation.
 """
 
-from .base import Operator, Shape
+from .base import Mixing, Operator, Shape
 from .chain import Chain
 from .combine import Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
-from .mixing import Mixing
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import ElementwiseRecurrence, wkv
 from .recurrences.scalar_decay import ScalarDecayHeads

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator
+from .base import Mixing, Operator
 from .combine import Composite, Sum
 from .diagonal import Diagonal
 from .generic import all_streams, channel_mean, channel_sums
@@ -21,7 +21,6 @@ from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
 from .kernels.portions import Stream
 from .kernels.rows import Positions, Strip, clipped, sum_strips
-from .mixing import Mixing
 from .reorder import Permute, outermost
 
 #: Elements of one factor over all tokens (4 MiB in float32).

@@ -9,14 +9,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from .base import Operator
+from .base import Mixing, Operator
 from .diagonal import Diagonal
 from .generic import all_streams
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
 from .kernels.portions import Portion, Stream
 from .kernels.rows import Positions, Strip, by_query, sum_strips
-from .mixing import Mixing
 
 
 class Composite(Operator):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape
+from .base import Mixing, Operator, Shape
 from .diagonal import Diagonal
 from .kernels.rows import Positions, Strip, by_query
-from .mixing import Mixing
 
 # --- reorderings -------------------------------------------------------------------------------
 

@@ -272,6 +272,8 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
     returned, left = returned.detach(), left.detach()
     if returned is left or torch.equal(returned, left):
         return None
+    if not bool(returned.isfinite().all()):  # the operator will be refused
+        return None
     if left.shape == returned.shape:
         size = returned.abs().amax(-1, keepdim=True)
         largest = returned.abs().argmax(-1, keepdim=True)
