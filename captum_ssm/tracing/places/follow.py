@@ -11,7 +11,7 @@ attention, a pool or a function nobody knows, leaves a tensor that says so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...operators.kernels.arithmetic import unseen
+from .calls import is_followed, is_ids, is_number, layout_of, name_of, storage_of, written_by
 from .origin import Mixed, Origin
 from .rules import (
     CONSTANT,
@@ -122,7 +123,7 @@ class Places(TorchFunctionMode):
             tensor: the source itself.
             source: its number. Default: 0, the explained input.
         """
-        if source == 0 and tensor.dim() == 2 and _is_ids(tensor):
+        if source == 0 and tensor.dim() == 2 and is_ids(tensor):
             self._given = tensor
         self.declare(tensor, source)
 
@@ -167,7 +168,7 @@ class Places(TorchFunctionMode):
         origin = None if record is None else record.origin
         if not self._memories:
             return origin
-        memory = self._memories.get(_storage(tensor))
+        memory = self._memories.get(storage_of(tensor))
         done = 0 if record is None else record.writes
         if memory is None or done == len(memory.writes):
             return origin
@@ -185,7 +186,7 @@ class Places(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
+        name = name_of(func)
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
         if name == "embedding" and not self._paused:  # modes around this one may ask at once
@@ -193,7 +194,7 @@ class Places(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not self._sizes or self._paused:
             return out
-        if self._ids_only and not any(map(_is_ids, tensors((out,)))):
+        if self._ids_only and not any(map(is_ids, tensors((out,)))):
             return out
         if name in ("__get__", "__set__"):
             attribute = func.__self__.__name__  # type: ignore[attr-defined]
@@ -203,7 +204,7 @@ class Places(TorchFunctionMode):
         if isinstance(out, Tensor | tuple | list) and type(out) is not torch.Size:
             results = list(tensors((out,)))
         else:
-            results = list(_written_by(func, name, args, kwargs))
+            results = list(written_by(func, name, args, kwargs))
         name = plain(name)
         known = self._known((*args, *kwargs.values()))
         if results and (known or name in EMPTY):
@@ -221,7 +222,7 @@ class Places(TorchFunctionMode):
             return
         batch, length = self._given.shape
         for x in values:
-            if not (isinstance(x, Tensor) and _is_ids(x) and x.dim() == 2 and len(x) == batch):
+            if not (isinstance(x, Tensor) and is_ids(x) and x.dim() == 2 and len(x) == batch):
                 continue
             if self.origin(x) is not None:
                 return
@@ -280,15 +281,15 @@ class Places(TorchFunctionMode):
         rule = RULES.get(name)
         sizes = {key: (origin.shape, origin.groups) for key, (_, origin) in known.items()}
         call = Call(name, func, args, kwargs, results, sizes, self._length)
-        live = [r.numel() > 0 and _is_followed(r, name, known.values()) for r in results]
+        live = [r.numel() > 0 and is_followed(r, name, known.values()) for r in results]
         if not any(live):
             return [None] * len(results)
         blend = self._blend(call, known)
         groups: Sequence[Groups] = [()] * len(results)
         if blend is None and known:
             try:
-                ids = any(not _is_number(x) for x, _ in known.values())
-                if rule is None or (name in INDEXED and ids and _is_number(results[0])):
+                ids = any(not is_number(x) for x, _ in known.values())
+                if rule is None or (name in INDEXED and ids and is_number(results[0])):
                     raise TokensMeet
                 groups = rule(call)
             except TokensMeet as met:
@@ -339,7 +340,7 @@ class Places(TorchFunctionMode):
 
     def _fill(self, tensor: Tensor) -> None:
         """Note that whatever comes to be in new memory has come there out of sight."""
-        if not _is_number(tensor) or not tensor.numel() or tensor.is_meta:
+        if not is_number(tensor) or not tensor.numel() or tensor.is_meta:
             return
         module = self.where()
         source = next((s for s, name in self._unseen.items() if name == module), None)
@@ -352,7 +353,7 @@ class Places(TorchFunctionMode):
     # --- memory that several tensors share ----------------------------------------------------
 
     def _record(self, tensor: Tensor, origin: Origin | None) -> None:
-        memory = self._memories.get(_storage(tensor)) if self._memories else None
+        memory = self._memories.get(storage_of(tensor)) if self._memories else None
         writes = 0 if memory is None else len(memory.writes)
         key, records = id(tensor), self._records
         alive = weakref.ref(tensor, lambda _: records.pop(key, None))
@@ -363,7 +364,7 @@ class Places(TorchFunctionMode):
 
         Others that share its memory learn of it when they are asked for.
         """
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self._memories:
             if len(self._memories) >= 64:
                 gone = [k for k, m in self._memories.items() if m.alive.expired()]  # type: ignore[no-untyped-call]
@@ -371,7 +372,7 @@ class Places(TorchFunctionMode):
                     del self._memories[k]
             alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._memories[key] = _Memory(alive, [])
-        self._memories[key].writes.append((_lies(tensor), origin))
+        self._memories[key].writes.append((layout_of(tensor), origin))
         self._record(tensor, origin)
 
     def _overwritten(
@@ -385,7 +386,7 @@ class Places(TorchFunctionMode):
             lies: where in memory the part lies.
             new: the part's origin.
         """
-        if lies == _lies(tensor):
+        if lies == layout_of(tensor):
             return None if new is None else replace(new, shape=tensor.shape)
         if origin is None and new is None:
             return None
@@ -396,7 +397,7 @@ class Places(TorchFunctionMode):
         part = cells.as_strided(*lies[:3])
         owner = torch.full((size,), -1, device=device)
         owner[part.flatten()] = torch.arange(part.numel(), device=device)
-        ours = owner[cells.as_strided(*_lies(tensor)[:3])]
+        ours = owner[cells.as_strided(*layout_of(tensor)[:3])]
         hit = ours >= 0
         if not bool(hit.any()):
             return origin
@@ -416,58 +417,3 @@ class Places(TorchFunctionMode):
         except TokensMeet:
             return self._origin(tensor, (), Mixed("copy", self.where()))
         return self._origin(tensor, groups) if groups else None
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """The name of a function; that of an operator of others than torch tells whose it is."""
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = func if isinstance(func, torch._ops.OpOverloadPacket) else func.overloadpacket
-        return str(packet._qualified_op_name).removeprefix("aten::")
-    return func.__name__
-
-
-def _written_by(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    """The tensors that a function which returns none has written to."""
-    if name in ("__setitem__", "__set__"):
-        yield args[0]
-    elif name.startswith("_foreach_"):
-        yield from tensors(args[:1])
-    elif isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = func if isinstance(func, torch._ops.OpOverloadPacket) else func.overloadpacket
-        for overload in packet.overloads():
-            declared = getattr(packet, overload)._schema.arguments
-            for i, argument in enumerate(declared):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[i] if i < len(args) else kwargs.get(argument.name)
-                    yield from tensors((given,))
-
-
-def _is_ids(x: Tensor) -> bool:
-    return x.dtype in (torch.int64, torch.int32)
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _is_followed(result: Tensor, name: str, operands: Iterable[tuple[Tensor, Origin]]) -> bool:
-    """Whether a result is: numbers are, and ids that are handed on as they are."""
-    if _is_number(result):
-        return True
-    ids = any(not _is_number(x) for x, _ in operands)
-    return ids and name in HANDING and result.dtype != torch.bool
-
-
-def _storage(tensor: Tensor) -> int:
-    """A number that tensors have in common which share memory."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _lies(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in memory: shape, strides, where it begins, bytes of an element."""
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.element_size()
