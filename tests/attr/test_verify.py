@@ -164,9 +164,11 @@ def test_with_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = networks.make(name, monkeypatch)
     mask = torch.ones_like(case.inputs)
     mask[0, :4] = mask[1, -3:] = mask[2, :-1] = 0
+    last = mask.shape[1] - 1
+    targets = [(last, 2), (last - 3, 2), (last, 2)]
     explain = LatimFlow(lambda ids, mask: case.model(ids, attention_mask=mask), model=case.model)
     for zero_bias in (False, True):
-        explain.decompose(case.inputs, (3, 2), mask, zero_bias=zero_bias, verify=True)
+        explain.decompose(case.inputs, targets, mask, zero_bias=zero_bias, verify=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
