@@ -32,6 +32,16 @@ def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [value if value in quick else full(value)[0] for value in values]
 
 
+def spread(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Rows of values, of which the quick session tries those that bring a new one to a column."""
+    found, tried = [], set()
+    for row in rows:
+        values = set(enumerate(map(_key, row)))
+        found.append(row if values - tried else pytest.param(*row, marks=pytest.mark.full))
+        tried |= values
+    return found
+
+
 def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
     """Mark every collected test with the session that runs it."""
     files: dict[Path, list[pytest.Item]] = {}
