@@ -129,7 +129,7 @@ def direct_paths(
             before, register = _entry_hook(paths, follow), block.register_forward_pre_hook
             stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
-            stack.enter_context(substituted(mixer, cut, {}))
+            stack.enter_context(substituted(mixer, cut, {}, paths.mode))
         for part in _within_tokens(model, mixers):
             _cut_if_bent(part, paths, follow, stack)
         yield paths

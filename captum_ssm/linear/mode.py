@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -64,10 +65,20 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
+        self._looks_away = 0
         self._table = 0
         self._start: Tensor | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Leave functions as they are inside the ``with``."""
+        self._looks_away += 1
+        try:
+            yield
+        finally:
+            self._looks_away -= 1
 
     @property
     def tokens(self) -> int:
@@ -99,6 +110,8 @@ class Linearising(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self._looks_away:
+            return func(*args, **(kwargs or {}))
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)

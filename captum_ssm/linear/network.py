@@ -203,7 +203,7 @@ def linearised(
             register = block.register_forward_pre_hook
             stack.enter_context(hooked(register, before, with_kwargs=True))
         for mixer in mixers:
-            stack.enter_context(substituted(mixer, frozen, entering))
+            stack.enter_context(substituted(mixer, frozen, entering, mode))
         yield network
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call
-from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer
 from ..tracing.hooks import hooked, swap_first
+from .mode import Linearising
 
 
 @contextmanager
@@ -20,6 +20,7 @@ def substituted(
     mixer: Mixer,
     form: Callable[[Mixer, Call], Tensor],
     entering: dict[nn.Module, Any],
+    mode: Linearising,
 ) -> Iterator[None]:
     """Let a mixer run unseen, and return ``form`` of its call in place of what it returns.
 
@@ -27,13 +28,14 @@ def substituted(
         mixer: the mixer.
         form: returns its new output.
         entering: the blocks that were entered, the latest last.
+        mode: the rules, which look away while the mixer runs.
     """
     entered: list[ExitStack] = []
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         contexts = ExitStack()
         contexts.enter_context(torch.no_grad())
-        contexts.enter_context(unseen())
+        contexts.enter_context(mode.looking_away())
         entered.append(contexts)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

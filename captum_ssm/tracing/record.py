@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
-from ..operators.kernels.arithmetic import all_finite, full_precision, unseen
+from ..operators.kernels.arithmetic import all_finite, full_precision
 from .caches import without_caches
 from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
@@ -77,7 +77,7 @@ class Trace:
         linear = self._made(layer, running=True)
         if self._check:
             layer.checked = _error(layer, linear)
-        with torch.inference_mode(False), torch.no_grad(), unseen():
+        with torch.inference_mode(False), torch.no_grad():
             linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
         size = bytes_of(tensors_of(linear), besides=parameters)
@@ -106,8 +106,8 @@ class Trace:
         return self._last[1]
 
     def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
-        modes = torch.inference_mode(False), torch.no_grad(), unseen()
-        with modes[0], modes[1], modes[2], full_precision(layer.output.device):
+        device = layer.output.device
+        with torch.inference_mode(False), torch.no_grad(), full_precision(device):
             linear = linearize(layer.mixer, layer.call, running=running)
             try:
                 linear.check_finite(layer.name)
@@ -148,7 +148,7 @@ class Trace:
 def _error(layer: Layer, linear: LinearMixer) -> float:
     """How far the operator is from its module, beyond what rounding explains."""
     real = layer.call.output_tensor.detach()
-    with torch.no_grad(), unseen(), full_precision(real.device):
+    with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
         if not all_finite(real):  # it is the model's output that will be refused
             return 0.0

@@ -124,19 +124,12 @@ def _is_flushed() -> bool:
     return not tiny.mul_(0.5).item()
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> Any:
     """A context in which no mode of torch looks on, for loops over many small steps.
 
-    Tensors of a class of their own, such as quantised weights, are still what they are.
+    Nor do the classes of tensors of their own, such as quantised weights.
     """
-    count = torch._C._len_torch_function_stack()
-    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+    return torch._C.DisableTorchFunction()
 
 
 def full_precision(device: torch.device) -> torch.autocast:
