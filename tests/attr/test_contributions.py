@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import a_model, all_vectors, layer_of, record
-from helpers.sessions import full
+from helpers.sessions import full, thorough
 from helpers.versions import not_in_4
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error, vim
@@ -33,9 +33,21 @@ EXACT = 1e-12
 #: Families of transformers beyond those of the zoo; of its others the mixers are stand-ins.
 MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "xlstm"]
 REST = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
+#: One of every way to mix.
+QUICK = [
+    "mamba",
+    "mamba2",
+    "bamba",
+    "recurrent_gemma",
+    "rwkv",
+    "minimax",
+    "lfm2",
+    "gpt_neox",
+    "vim",
+]
 
 
-@pytest.mark.parametrize("name", [*architectures.ZOO, *MORE, *full(*REST)])
+@pytest.mark.parametrize("name", thorough([*architectures.ZOO, *MORE, *REST], QUICK))
 def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     layers = record(case.model, case.inputs)

@@ -32,12 +32,18 @@ def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [value if value in quick else full(value)[0] for value in values]
 
 
-def spread(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Rows of values, of which the quick session tries those that bring a new one to a column."""
+def spread(rows: Iterable[Any]) -> list[Any]:
+    """Rows of values, of which the quick session tries those that bring a new one to a column.
+
+    Args:
+        rows: tuples, or what ``pytest.param`` makes of them.
+    """
     found, tried = [], set()
     for row in rows:
-        values = set(enumerate(map(_key, row)))
-        found.append(row if values - tried else pytest.param(*row, marks=pytest.mark.full))
+        param = pytest.param(*row) if type(row) is tuple else row
+        values = set(enumerate(map(_key, param.values)))
+        marks = () if values - tried else pytest.mark.full
+        found.append(pytest.param(*param.values, id=param.id, marks=marks))
         tried |= values
     return found
 
