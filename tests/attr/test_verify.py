@@ -26,6 +26,7 @@ from captum_ssm import (
     compare,
 )
 from captum_ssm.errors import ReconstructionError
+from captum_ssm.tracing import verification
 
 FLOWS = [LatimFlow, MambaLRP]
 TARGET = (-1, 3)
@@ -190,3 +191,14 @@ def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
         for mixer in mixers_of(model):
             mixer.A_log.uniform_(-6, -2)
     LatimFlow(model).attribute(token_ids(1, 16_384), TARGET, verify=True)
+
+
+@pytest.mark.parametrize("method", [ImplicitAttention, LatimFlow, LatimLogit])
+def test_rounding_is_nobodys_fault(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a bound is less than the module's own rounding, float64 tells whose error it is."""
+    monkeypatch.setitem(verification.TOLERANCES, torch.float32, 1e-9)
+    model, ids = mamba_lm(), token_ids()
+    method(model).attribute(ids, TARGET)
+    with_wrong_adapter(model)
+    with pytest.raises(ReconstructionError, match=LAYERS):
+        method(model).attribute(ids, TARGET)
