@@ -204,7 +204,8 @@ def test_compiled_after_a_first_call(
                 block.compile(backend=backend)
     else:
         compiled = torch.compile(case.model, backend=backend)
-    # some models do not compile; what ran before the failure must not matter
-    with contextlib.suppress(RuntimeError), torch.no_grad():
+    # some models do not compile, of which torch says so by asserts, too (LFM2 of transformers 4);
+    # what ran before the failure must not matter
+    with contextlib.suppress(RuntimeError, AssertionError), torch.no_grad():
         compiled(case.inputs)
     assert expected.difference(explain(compiled, case)) <= SAME
