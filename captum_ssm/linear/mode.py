@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InputError, NotLinearError
 from ..tracing.places import Places
+from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
@@ -255,10 +256,7 @@ class Linearising(TorchFunctionMode):
         origin = None if self._follow is None else self._follow.origin(ids)
         places = None if origin is None else origin.tokens(0)
         if origin is not None and places:
-            batch, tokens = origin.sizes[0]
-            start = torch.arange(batch, device=ids.device)[:, None] * tokens
-            given = torch.where(places[0] < 0, -1, places[0] - start)
-            return self._of_given(out, given, table)
+            return self._of_given(out, within_examples(places[0], origin.sizes[0]), table)
         if self._found:
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):

@@ -1,7 +1,4 @@
-"""Runs of a network that is made linear, and what the outputs asked for are made of.
-
-Relevance propagated from the output to the mixers, by the rules of LRP.
-"""
+"""Runs of a network that is made linear: decompositions of outputs, and LRP's coefficients."""
 
 from __future__ import annotations
 

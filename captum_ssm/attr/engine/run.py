@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -54,7 +55,7 @@ class Run:
     kept: dict[Layer, Tensor] = field(default_factory=dict, kw_only=True)
     given: Tensor | None = field(default=None, kw_only=True)
 
-    @property
+    @functools.cached_property
     def streams(self) -> Mapping[Layer, Tensor | None]:
         """The residual stream (B, L, E) entering each layer's block; None where none was kept."""
         return {layer: layer.residual_in_order for layer in self.layers}

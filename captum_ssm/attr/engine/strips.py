@@ -1,7 +1,4 @@
-"""Mixings whose matrix exists a strip of rows at a time.
-
-How much memory the strips of a layer's matrix may take.
-"""
+"""Layer matrices that exist a strip of rows at a time, and how much memory strips may take."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..layer import Layer
-from .origin import Mixed, Origin, token_places
+from .origin import Mixed, Origin, token_places, within_examples
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
@@ -149,7 +149,7 @@ def _given(layer: Layer, entering: Origin | None) -> Tensor | None:
             f"Layer {layer.name!r}: tokens of an example come from other examples of the batch, so "
             "none can be explained by itself."
         )
-    return torch.where(found < 0, -1, found - first)
+    return within_examples(found, origin.sizes[0])
 
 
 def _apart(origin: Origin | None, name: str) -> Origin:
@@ -209,9 +209,7 @@ def _order(
 def _among(places: Tensor | None, given: Tensor | None, origin: Origin, name: str) -> Tensor | None:
     """The order of tokens of the input among those that the first layer read."""
     if places is not None and given is not None:
-        batch, tokens = origin.sizes[0]
-        first = torch.arange(batch, device=places.device)[:, None] * tokens
-        own = torch.where(places < 0, -1, places - first)
+        own = within_examples(places, origin.sizes[0])
         if torch.equal(own, given):
             return None
         if bool((given >= 0).all()) and own.shape == given.shape:

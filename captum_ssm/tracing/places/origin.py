@@ -138,6 +138,24 @@ class Origin:
             return tokens[0].long() - steps[:, :1]
 
 
+def within_examples(places: Tensor, size: tuple[int, int]) -> Tensor:
+    """Places b * L + t (B, L') as tokens t of their own examples, -1 for none.
+
+    Args:
+        places: of a tensor's tokens.
+        size: batch and tokens (B, L) of the source.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.tracing.places.origin import within_examples
+        >>> within_examples(torch.tensor([[-1, 0], [4, 5]]), (2, 3)).tolist()
+        [[-1, 0], [1, 2]]
+    """
+    batch, tokens = size
+    first = torch.arange(batch, device=places.device)[:, None] * tokens
+    return torch.where(places < 0, -1, places.long() - first)
+
+
 def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
     """Places over the first two dimensions of a tensor (B, L, ...).
 
