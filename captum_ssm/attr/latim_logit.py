@@ -300,6 +300,7 @@ class LatimLogit(LatimMethod):
         ids = explained_ids(inputs, additional)
         with ExitStack() as hooks:
             tokens = followed(model, self.layers, hooks)
+            paths = stack.enter_context(direct_paths(model, ids, layers=self.layers, follow=tokens))
             t = hooks.enter_context(
                 trace(
                     model,
@@ -307,9 +308,9 @@ class LatimLogit(LatimMethod):
                     verify=verify is not False,
                     streams=True,
                     follow=tokens,
+                    watchers=(paths,),
                 )
             )
-            paths = stack.enter_context(direct_paths(model, ids, layers=self.layers, follow=tokens))
             if tokens is not None:
                 hooks.enter_context(tokens)
             start = paths.mode.begun(inputs)
