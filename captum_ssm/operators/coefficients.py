@@ -72,8 +72,8 @@ def pullback(
             gradient = pullback(part, inputs.pop(), gradient, at, found, offset)
         return gradient
     if isinstance(operator, Sum):
-        shares = [pullback(p, values, gradient, at, found, offset) for p in operator.parts]
-        return torch.stack(shares).sum(0)
+        terms = [pullback(p, values, gradient, at, found, offset) for p in operator.parts]
+        return torch.stack(terms).sum(0)
     if isinstance(operator, DirectSum):
         heads = [part.shape.heads for part in operator.parts]
         shares = (torch.split(x, heads, -2) for x in (values, gradient))
