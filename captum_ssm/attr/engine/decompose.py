@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -102,17 +103,18 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
             keep = mask.to(root)
         total = keep.sum(1).clamp_min(1)[:, None, None]
         return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
-    if isinstance(baselines, Tensor) and not baselines.is_floating_point():
+    if isinstance(baselines, Tensor) and not baselines.is_floating_point() and baselines.dim() > 1:
         return network.mode.looked_up(baselines)
     found: Any = baselines
-    try:
-        return torch.as_tensor(found).to(root).expand_as(root)
-    except (TypeError, ValueError, RuntimeError):
-        got = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
-        raise OptionError(
-            f"baselines={got} cannot stand in for embeddings of shape {tuple(root.shape)}. Pass "
-            "None, 'mean', a number, a tensor of that shape, or token ids where inputs are ids."
-        ) from None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        start = torch.as_tensor(found).to(root).expand_as(root)
+        if not isinstance(found, bool) and bool(start.isfinite().all()):
+            return start
+    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise OptionError(
+        f"baselines={got} cannot stand in for embeddings of shape {tuple(root.shape)}. Pass None, "
+        "'mean', a finite number, a tensor of that shape, or token ids where inputs are ids."
+    )
 
 
 def decompose(
