@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.sessions import thorough
 from oracles import shares as by_hand
 from torch import Tensor, nn
 from zoo import architectures, delta, fla_cpu
@@ -17,11 +18,18 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import FAMILY
+from captum_ssm.linear.mixer import through
+from captum_ssm.linear.mode import Linearising
+from captum_ssm.mixers import LinearMixer
+from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
+from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
 pytestmark = pytest.mark.transformers5
 TOKENS = 11
 RULES = tuple(FAMILY)
 DIVIDING = ("equal", "centred")
+#: Of these no part has live coefficients.
+UNDIVIDED = ("gpt_neox", "vit")
 
 
 class Alone(nn.Module):
@@ -142,3 +150,91 @@ def test_padding_changes_nothing(
     given = factors_of(model.mixer, entering, mask.bool())
     wanted = by_hand.divided(*given, entering, seed, rule, mask.bool())
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", thorough(architectures.ZOO, architectures.QUICK))
+def test_the_books_of_every_architecture_balance(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = architectures.ZOO[name](monkeypatch)
+    for rule in RULES:
+        found = LatimFlow(case.model).decompose(case.inputs, **case.target, rule=rule)
+        size = found.output.abs() + found.inputs.flatten(1).abs().sum(1)
+        size = size + sum(b.abs() for b in found.biases.values())
+        assert float((found.delta.abs() / size).max()) <= 1e-5, rule
+        assert ("references" in found.biases) == (rule in DIVIDING and name not in UNDIVIDED)
+        assert ("baselines" in found.biases) == (rule in DIVIDING)
+
+
+def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> Tensor:
+    """What a mixer of this operator alone returns under the rules."""
+    mode = Linearising(None, rule, where=lambda: "")
+    linear = LinearMixer(v, operator, project=lambda y: y, mask=mask)
+    with mode:
+        return through(linear, mode)
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: str) -> None:
+    """A direction from the last token to the first, as the mixer and as a term of a sum."""
+    shape = Shape(2, 9, 3, 1)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4] = mask[1, 7:] = False
+    decay, gate, v, seed = randn(*shape[:3]), randn(*shape), randn(*shape), randn(*shape)
+    turn = Permute(torch.arange(8, -1, -1), shape)
+    ahead = Chain(Diagonal(gate, shape, "gate"), ElementwiseRecurrence(decay.sigmoid()))
+    back = Chain(turn, *ahead.parts, turn)
+
+    def gradients(operator: Operator, turned: bool) -> tuple[Tensor, ...]:
+        given = (v.flip(1), mask.flip(1), seed.flip(1)) if turned else (v, mask, seed)
+        out = given_by(operator, given[0], rule, given[1])
+        leaves = [v, decay, gate]
+        return torch.autograd.grad(out, leaves, given[2], retain_graph=True, materialize_grads=True)
+
+    wanted = gradients(ahead, turned=True)
+    for operator in (back, Sum(back)):
+        torch.testing.assert_close(gradients(operator, turned=False), wanted)
+    with_all = given_by(ahead, v, rule, None)
+    (plain,) = torch.autograd.grad(with_all, decay, seed, materialize_grads=True)
+    assert torch.equal(plain, torch.zeros_like(plain)) == (rule == "equal")
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) -> None:
+    places = torch.tensor([[3, 0, -1], [-1, 4, 1], [2, -1, -1]])
+    windows, held = Windows(places), places.repeat(2, 1) >= 0
+    v, seed, content = randn(2, 5, 3, 1), randn(2, 5, 3, 1).detach(), randn(6, 3, 3, 1).detach()
+    lowest = torch.randn(6, 3, 3, dtype=torch.float64)
+
+    def cut(x: Tensor) -> Tensor:
+        inside = x[:, places.clamp_min(0)].flatten(0, 1)
+        return torch.where(held[..., None, None], inside, 0)
+
+    def decays() -> Tensor:
+        return torch.sigmoid(cut(v)[..., 0] + lowest)
+
+    padding = torch.where(held[..., None, None], 0, content)
+    windowed = Windowed(ElementwiseRecurrence(decays()), windows, padding)
+    out = given_by(windowed, v, rule, None)
+    (found,) = torch.autograd.grad(out, v, seed)
+
+    def outer(v: Tensor, step: Tensor) -> Tensor:
+        state, out = torch.zeros(6, 3, 1, dtype=v.dtype), []
+        for i in range(3):
+            state = step[:, i, :, None] * state + v[:, i]
+            out.append(state)
+        back = torch.zeros(2, 5, 3, 1, dtype=v.dtype)
+        for window, row in enumerate(places.tolist()):
+            for place, token in enumerate(row):
+                if token >= 0:
+                    back[:, token] = out[place][window::3]
+        return back
+
+    factors = {"v": (cut(v) + padding, "content"), "step": (decays(), "step")}
+    wanted = by_hand.divided(factors, outer, v, seed, rule, held)
+    torch.testing.assert_close(out.detach(), outer(cut(v) + padding, decays()).detach())
+    torch.testing.assert_close(found * v.detach(), wanted.inputs)

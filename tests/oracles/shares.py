@@ -90,7 +90,8 @@ def divided(
     output = (outer(**values) * seed).flatten(1).sum(1)
     bias = outer(**{name: torch.zeros_like(x) for name, x in values.items()})
     added = output - (bias * seed).flatten(1).sum(1)
-    parts = [(values[name] * x).flatten(1).sum(1) for name, x in gradients.items()]
+    batch = len(entering)  # of windows, those of an example stand in a row
+    parts = [(values[name] * x).reshape(batch, -1).sum(1) for name, x in gradients.items()]
     divided = torch.stack([(factors[name][0] * x).sum() for name, x in gradients.items()]).sum()
     (gradient,) = torch.autograd.grad(divided, entering)
     references = (added - torch.stack(parts).sum(0)).detach()
