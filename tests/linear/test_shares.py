@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.adapters import cut_from_their_graphs
 from helpers.sessions import thorough
 from oracles import shares as by_hand
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
-from captum_ssm.linear import FAMILY
+from captum_ssm.linear import FAMILY, mixer
 from captum_ssm.linear.mixer import through
 from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.shares import shared
 from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
@@ -238,3 +240,73 @@ def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) ->
     wanted = by_hand.divided(factors, outer, v, seed, rule, held)
     torch.testing.assert_close(out.detach(), outer(cut(v) + padding, decays()).detach())
     torch.testing.assert_close(found * v.detach(), wanted.inputs)
+
+
+@pytest.mark.usefixtures("private_registry")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -> None:
+    model, ids = transformers_model("mamba").double(), torch.randint(15, (2, 9))
+    explain = LatimFlow(model)
+    before = explain.decompose(ids, (-1, 3), rule=rule, baselines=0)
+    assert before.content_only == ()
+    names = [name for name, m in model.named_modules() if type(m).__name__ == "MambaMixer"]
+    cut_from_their_graphs(model.get_submodule(names[0]))
+    found = explain.decompose(ids, (-1, 3), rule=rule, baselines=0, internal_batch_size=1)
+    assert found.content_only == (tuple(names) if rule in DIVIDING else ())
+    assert "references" not in found.biases
+    if rule in DIVIDING:
+        frozen = explain.decompose(ids, (-1, 3), rule="frozen")
+        torch.testing.assert_close(found.inputs, frozen.inputs)
+        assert oracles.relative_error(before.inputs, frozen.inputs) > 1e-3
+
+
+@pytest.mark.parametrize("call", ["attribute", "decompose"])
+def test_the_earlier_name_of_the_rule_is_told_of(call: str) -> None:
+    model, ids = transformers_model("mamba"), torch.randint(15, (1, 9))
+
+    def relevance(**options: Any) -> Tensor:
+        found = getattr(LatimFlow(model), call)(ids, (-1, 3), **options)
+        return found if isinstance(found, Tensor) else found.tokens
+
+    with pytest.warns(DeprecationWarning, match="gate= is called rule= now"):
+        earlier = relevance(gate="half")
+    assert torch.equal(earlier, relevance(rule="half"))
+    assert not torch.equal(earlier, relevance())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_family_holds_the_rules_that_have_a_way_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen and half as members of the family are what the product rule makes of them."""
+
+    def by_family(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None) -> Tensor:
+        return shared(operator, v, mode.rule, mode.ledger, mask)
+
+    model = MIXERS[name][0](monkeypatch)
+    hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
+    for rule in ("frozen", "half"):
+        own = explained(model, hidden, seed, rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(mixer, "_apply", by_family)
+            found = explained(model, hidden, seed, rule)
+        assert oracles.relative_error(found.inputs, own.inputs) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_parts_of_a_batch_and_contrasts(rule: str) -> None:
+    model, ids = mamba2_models.make_model("mamba2").double(), torch.randint(15, (3, 9))
+    explain = LatimFlow(model)
+    whole = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule)
+    by_one = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule, internal_batch_size=1)
+    torch.testing.assert_close(by_one.inputs, whole.inputs)
+    torch.testing.assert_close(by_one.bias, whole.bias)
+    first, second, both = (
+        explain.decompose(ids, target, contrast=contrast, rule=rule)
+        for target, contrast in (((-1, 3), None), ((-1, 5), None), ((-1, 3), (-1, 5)))
+    )
+    torch.testing.assert_close(both.inputs, first.inputs - second.inputs)
+    torch.testing.assert_close(both.bias, first.bias - second.bias)
+    embedded = model.get_input_embeddings()(ids).detach()
+    features = explain.decompose(embedded, (-1, 3), rule=rule)
+    torch.testing.assert_close(features.inputs, first.inputs)

@@ -35,6 +35,9 @@ class Decomposition:
         output: the explained number (B,).
         virtual: what tokens add that the model reads and was not given, such as one that
             forward_func puts in front, (B,). Streams and mixers hold these tokens, too.
+        content_only: names of the mixers that moved content alone though the rule divides, for
+            their adapters give it no other factor with its graph: none by the rules ``"frozen"``
+            and ``"half"``, which ask for none.
     """
 
     inputs: Tensor
@@ -43,6 +46,7 @@ class Decomposition:
     biases: dict[str, Tensor]
     output: Tensor
     virtual: Tensor
+    content_only: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -156,7 +160,15 @@ def decompose(
         whole = inputs.flatten(1).sum(1)
         inputs = of_given(inputs, network.mode.given, network.mode.tokens)
         virtual = whole - inputs.flatten(1).sum(1)
-    return Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach(), virtual)
+    return Decomposition(
+        inputs,
+        tuple(streams),
+        tuple(mixers),
+        biases,
+        output.detach(),
+        virtual,
+        tuple(dict.fromkeys(network.content_only)),
+    )
 
 
 def account(
@@ -247,6 +259,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         },
         torch.cat([part.output for part in parts]),
         torch.cat([part.virtual for part in parts]),
+        tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
     )
 
 
