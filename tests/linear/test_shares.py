@@ -30,8 +30,6 @@ pytestmark = pytest.mark.transformers5
 TOKENS = 11
 RULES = tuple(FAMILY)
 DIVIDING = ("equal", "centred")
-#: Of these no part has live coefficients.
-UNDIVIDED = ("gpt_neox", "vit")
 
 
 class Alone(nn.Module):
@@ -164,7 +162,7 @@ def test_the_books_of_every_architecture_balance(
         size = found.output.abs() + found.inputs.flatten(1).abs().sum(1)
         size = size + sum(b.abs() for b in found.biases.values())
         assert float((found.delta.abs() / size).max()) <= 1e-5, rule
-        assert ("references" in found.biases) == (rule in DIVIDING and name not in UNDIVIDED)
+        assert ("references" in found.biases) == (rule in DIVIDING)
         assert ("baselines" in found.biases) == (rule in DIVIDING)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from types import SimpleNamespace
 
 import oracles.kernels
@@ -27,6 +28,7 @@ from captum_ssm.operators import (
 from captum_ssm.operators.base import Operator as Base
 from captum_ssm.operators.coefficients import Gradients, live_coefficients, pullback
 from captum_ssm.operators.combine import DirectSum
+from captum_ssm.operators.heads import SoftmaxHeads
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
 BATCH, HEADS, STATES, VALUES = 2, 4, 5, 3
@@ -165,6 +167,37 @@ def delta_rule(*decay: int) -> Callable[[int], Case]:
     return build
 
 
+def softmax(has_mask: bool) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        hidden = torch.ones(BATCH, 1, tokens, tokens, dtype=torch.bool).triu(1)
+        if has_mask:
+            hidden[1, :, :, :1] = True  # the first token is padding, and reads nothing
+        else:
+            hidden[:] = False
+
+        def probabilities(query: Tensor, key: Tensor) -> Tensor:
+            scores = (0.7 * query @ key.mT).masked_fill(hidden, -1e9)
+            return scores.softmax(-1).masked_fill(hidden, 0)
+
+        def plain(z: Coefficients, v: Tensor) -> Tensor:
+            out = torch.zeros_like(v)
+            for b, h, i in product(range(BATCH), range(HEADS), range(tokens)):
+                read = [j for j in range(tokens) if not hidden[b, 0, i, j]]
+                if read:
+                    weights = (0.7 * z["key"][b, read, h] @ z["query"][b, i, h]).exp()
+                    out[b, i, h] = (weights / weights.sum()) @ v[b, read, h]
+            return out
+
+        given = {name: randn(tokens, HEADS, STATES) for name in ("query", "key")}
+        return Case(
+            given,
+            lambda z: SoftmaxHeads(z["query"], z["key"], probabilities, 0.7, VALUES),
+            plain,
+        )
+
+    return build
+
+
 CASES = {
     "Diagonal": diagonal(1, 1, 1, 1),
     "Diagonal of heads": diagonal(1, 1, 1, 0),
@@ -177,6 +210,8 @@ CASES = {
     "ScalarDecayHeads in one group": scalar_decay(1, scaled=True),
     "VectorDecayHeads": vector_decay(has_bonus=False),
     "VectorDecayHeads with a bonus": vector_decay(has_bonus=True),
+    "SoftmaxHeads": softmax(has_mask=False),
+    "SoftmaxHeads with a mask": softmax(has_mask=True),
     "DeltaRule": delta_rule(),
     "DeltaRule with a decay": delta_rule(HEADS),
     "DeltaRule with a decay of channels": delta_rule(HEADS, STATES),
