@@ -47,7 +47,8 @@ class Alone(nn.Module):
     @property
     def width(self) -> int:
         module: Any = self.mixer
-        return int(getattr(module, "hidden_size", 0) or module.linear_x.in_features)
+        entering = getattr(module, "linear_x", getattr(module, "q_proj", None))
+        return int(entering.in_features if entering is not None else module.hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         options = self.options if mask is None else {**self.options, "attention_mask": mask}
@@ -84,6 +85,10 @@ MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer
     ),
     "rg_lru": (rg_lru, by_hand.rg_lru),
     "gla": (gla, by_hand.gla),
+    "attention": (
+        lambda patch: of(architectures.vit(patch).model, "ViTAttention"),
+        by_hand.softmax_attention,
+    ),
 }
 MASKED = ("mamba", "mamba2", "qwen3_next")
 

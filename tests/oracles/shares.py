@@ -298,6 +298,22 @@ def gla(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
     return _with_roles(factors), returned
 
 
+def softmax_attention(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
+    """transformers' ViTAttention, in which every token reads all."""
+    heads = module.num_attention_heads
+    query, key, v = (
+        project(entering).unflatten(-1, (heads, -1))
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+
+    def returned(v: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        scores = torch.einsum("bihn,bjhn->bhij", query, key) * query.shape[-1] ** -0.5
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        return module.o_proj(torch.einsum("bhij,bjhp->bihp", weights, v).flatten(2))
+
+    return _with_roles({"v": v, "query": query, "key": key}), returned
+
+
 def _with_roles(factors: dict[str, Tensor]) -> Factors:
     roles = {"v": "content", "z": "gate", "write": "key"}
     return {name: (x, roles.get(name, name)) for name, x in factors.items()}
