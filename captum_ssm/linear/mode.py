@@ -18,7 +18,7 @@ from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
-from .shares import Rule
+from .shares import Labels, Rule
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -32,6 +32,7 @@ class Linearising(TorchFunctionMode):
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
         bends: how many functions that are not linear were met so far.
+        labels: says which paths a backward pass follows.
         where: returns the name of the module that is running.
 
     Args:
@@ -44,6 +45,7 @@ class Linearising(TorchFunctionMode):
         constants: whether biases and other constants are kept. Default: True.
         follow: follows the ids, and is asked which of them are looked up. Default: None, they are
             known by their values alone.
+        by_role: whether backward passes are to tell roles apart. Default: False.
     """
 
     def __init__(
@@ -53,9 +55,12 @@ class Linearising(TorchFunctionMode):
         where: Callable[[], str],
         constants: bool = True,
         follow: Places | None = None,
+        by_role: bool = False,
     ) -> None:
         super().__init__()
         self.rule: Rule = rule
+        self.by_role = by_role
+        self.labels = Labels()
         self.root: Tensor | None = None
         self.ledger = Ledger(where, constants)
         self.bends = 0
@@ -83,6 +88,11 @@ class Linearising(TorchFunctionMode):
     @property
     def divides(self) -> bool:
         """Whether more than content and gates of mixers may get a share."""
+        return self.rule not in ("frozen", "half") or (self.by_role and self.rule == "half")
+
+    @property
+    def follows_tangents(self) -> bool:
+        """Whether what opens gates and makes steps depends on the input."""
         return self.rule not in ("frozen", "half")
 
     @property

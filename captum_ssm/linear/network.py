@@ -170,6 +170,7 @@ def linearised(
     inputs: Tensor,
     *,
     rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
@@ -187,6 +188,7 @@ def linearised(
             to run the model on.
         rule: how relevance is divided among what mixers are made of; see :mod:`.shares`. Default:
             ``"frozen"``.
+        by_role: whether backward passes are to tell roles apart; Default: False.
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
@@ -217,7 +219,9 @@ def linearised(
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
-        mode = stack.enter_context(under_rules(model, inputs, rule=rule, constants=constants))
+        mode = stack.enter_context(
+            under_rules(model, inputs, rule=rule, by_role=by_role, constants=constants)
+        )
         network = Network(mode, mixers, steps, verify)
         observe(model, mixers, (network,), stack, gradients=True)
         yield network
@@ -229,13 +233,14 @@ def under_rules(
     inputs: Tensor,
     *,
     rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
-        model, inputs, rule, constants: as for :func:`linearised`.
+        model, inputs, rule, by_role, constants: as for :func:`linearised`.
         follow: what follows tokens through the run already. Default: None, ids are followed up to
             where they are looked up.
     """
@@ -244,7 +249,7 @@ def under_rules(
     own = None
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
-    mode = Linearising(ids, rule, running.name, constants, follow)
+    mode = Linearising(ids, rule, running.name, constants, follow, by_role)
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
