@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, Operator, Sum
+from ..operators.coefficients import follow_mask
 from ..operators.kernels.arithmetic import unseen
 from .mode import Linearising
 from .shares import is_shared, shared
@@ -32,6 +33,7 @@ def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None
                 with unseen():
                     return shared(outer, v, mode.rule, mode.ledger, mode.labels, mask)
             v = _apply(operator.parts[place], v, mode, mask)
+            mask = follow_mask(operator.parts[place], mask, {})
         return v
     if isinstance(operator, Sum):
         total = _apply(operator.parts[0], v, mode, mask)

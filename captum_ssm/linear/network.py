@@ -35,7 +35,7 @@ from ..tracing.verification import (
 )
 from .mixer import through
 from .mode import Linearising
-from .shares import Rule
+from .shares import Rule, is_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,8 @@ class Network(Watcher):
             Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
             empty.
+        content_only: names of the mixers that have run and have no factor but content to which a
+            rule that divides could give a share, one for each call. Default: empty.
 
     Example:
         >>> import torch
@@ -93,6 +95,7 @@ class Network(Watcher):
     ran: bool = False
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
+    content_only: list[str] = field(default_factory=list)
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
@@ -142,6 +145,9 @@ class Network(Watcher):
         require_real_tokens(linear.mask)
         linear.check_finite(name)
         self.mask = linear.mask if self.mask is None else self.mask
+        divides = self.mode.follows_tangents and linear.values.requires_grad
+        if divides and not is_shared(linear.operator, self.mode.rule):
+            self.content_only.append(name)
         return linear
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:

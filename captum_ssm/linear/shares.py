@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.coefficients import Gradients, live_coefficients, pullback
+from ..operators.coefficients import Gradients, follow_mask, live_coefficients, pullback
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
@@ -113,7 +113,7 @@ def shared(
         rule: the rule.
         ledger: takes down what belongs to the references.
         labels: says which paths a backward pass follows.
-        mask: True for real tokens (B, L), or None.
+        mask: True for real tokens (B, L), in the order of the values, or None.
     """
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
@@ -160,7 +160,9 @@ class _Outer:
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors."""
         shares = FAMILY[self.rule]
-        references = [self._reference(leaf, name) for leaf, name in self.chosen]
+        masks: dict[Operator, Tensor | None] = {}
+        follow_mask(self.operator, self.mask, masks)
+        references = [self._reference(leaf, name, masks[leaf]) for leaf, name in self.chosen]
         of_values, found = torch.zeros_like(x), list[Tensor | None]([None] * len(self.chosen))
         for node in _NODES:
             moved: dict[Operator, dict[str, Tensor]] = {}
@@ -176,11 +178,11 @@ class _Outer:
         gradients = [w * x for w, x in zip(weights, found, strict=True) if x is not None]
         return of_values * (shares["content"].share / len(_NODES)), gradients
 
-    def _reference(self, leaf: Operator, name: str) -> Tensor:
+    def _reference(self, leaf: Operator, name: str, mask: Tensor | None) -> Tensor:
         coefficient = leaf.tensors()[name]
         if FAMILY[self.rule][leaf.roles[name]].reference == "zero":
             return torch.zeros_like(coefficient)
-        return running_mean(coefficient, self.mask)
+        return running_mean(coefficient, mask)
 
 
 class _Averaged(torch.autograd.Function):
@@ -200,15 +202,17 @@ class _Averaged(torch.autograd.Function):
         of_values, of_sources = outer.followed(x, gradient)
         if outer.labels.label is not None:  # the account is of all paths
             return None, of_values, *of_sources
-        rest = _by_example(gradient, out) - _by_example(of_values, x)
+        batch = len(out)
+        rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
         for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
-            rest = rest - _by_example(found, leaf.tensors()[name])
+            rest = rest - _by_example(found * leaf.tensors()[name], batch)
         outer.ledger.write_rest(rest)
         return None, of_values, *of_sources
 
 
-def _by_example(gradient: Tensor, x: Tensor) -> Tensor:
-    return (gradient * x).flatten(1).sum(1)
+def _by_example(x: Tensor, batch: int) -> Tensor:
+    """Sums (B,) of what has examples, or their windows, in front; what all share is spread."""
+    return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
 
 
 def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Operator, Role
 from .chain import Chain
 from .combine import DirectSum, Sum
-from .reorder import Windowed
+from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
@@ -41,6 +41,34 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
         ['weight']
     """
     return {(leaf, name): x for leaf in operator.leaves() for name, x in leaf.live.items()}
+
+
+def follow_mask(
+    operator: Operator, mask: Tensor | None, found: dict[Operator, Tensor | None]
+) -> Tensor | None:
+    """Which tokens are real, in the order in which the operator returns them.
+
+    Args:
+        operator: chains and sums of any depth.
+        mask: True for real tokens (B, L) in the order in which it is given them; None if all are.
+        found: takes up the masks of leaves.
+    """
+    if isinstance(operator, Chain):
+        for part in operator.parts[::-1]:
+            mask = follow_mask(part, mask, found)
+        return mask
+    if isinstance(operator, Sum | DirectSum):
+        after = mask
+        for part in operator.parts:  # each returns the tokens in the same order
+            after = follow_mask(part, mask, found)
+        return after
+    if isinstance(operator, Windowed):
+        follow_mask(operator.inner, operator.windows.mask(mask, operator.shape.batch), found)
+        return mask
+    found[operator] = mask
+    if isinstance(operator, Permute) and mask is not None:
+        return mask.index_select(1, operator.order)
+    return mask
 
 
 def pullback(
@@ -80,9 +108,8 @@ def pullback(
         parts = zip(operator.parts, *shares, strict=True)
         return torch.cat([pullback(p, v, g, at, found, offset) for p, v, g in parts], -2)
     if isinstance(operator, Windowed):
-        inner, windows = operator.inner, operator.windows
-        cut = windows.cut(values), windows.cut(gradient)
-        return windows.merge(pullback(inner, *cut, at, found, offset))
+        cut = operator.entering(values, offset), operator.windows.cut(gradient)
+        return operator.windows.merge(pullback(operator.inner, *cut, at, found, offset))
     here = at.get(operator, operator)
     if not operator.live:
         return here.transpose(gradient)
@@ -108,8 +135,8 @@ def _applied(
         parts = zip(operator.parts, torch.split(values, heads, -2), strict=True)
         return torch.cat([_applied(p, v, at, offset) for p, v in parts], -2)
     if isinstance(operator, Windowed):
-        windows = operator.windows
-        return windows.merge(_applied(operator.inner, windows.cut(values), at, offset))
+        inside = _applied(operator.inner, operator.entering(values, offset), at, offset)
+        return operator.windows.merge(inside)
     here = at.get(operator, operator)
     out, constant = here.apply(values), here.offset()
     return out if constant is None else out + offset * constant

@@ -42,6 +42,9 @@ class Decomposition:
             step by which states moved on.  They sum to :attr:`tokens`: every path from the output
             to the input counts for the first factor other than content that it takes, and for
             content where it takes none.  None if nobody asked. Default: None.
+        content_only: names of the mixers that moved content alone though the rule divides, for
+            their adapters give it no other factor with its graph: none by the rules ``"frozen"``
+            and ``"half"``, which ask for none.
     """
 
     inputs: Tensor
@@ -51,6 +54,7 @@ class Decomposition:
     output: Tensor
     virtual: Tensor
     roles: dict[Role, Tensor] | None = None
+    content_only: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -164,7 +168,15 @@ def decompose(
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
     virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
-    found = Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach(), virtual)
+    found = Decomposition(
+        inputs,
+        tuple(streams),
+        tuple(mixers),
+        biases,
+        output.detach(),
+        virtual,
+        content_only=tuple(dict.fromkeys(network.content_only)),
+    )
     if not by_role:
         return found
     if network.mode.rule == "frozen":
@@ -285,6 +297,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         torch.cat([part.output for part in parts]),
         torch.cat([part.virtual for part in parts]),
         _stacked_roles(parts),
+        tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
     )
 
 

@@ -3,8 +3,8 @@
     S[t] = diag(decay[t]) S[t-1] + k[t] v[t]^T,   y[t] = q[t] . S[t]
 
 The SSD form of Mamba-2 with a decay for each channel of the state: within a chunk every product of
-decays between two of its tokens is formed, of differences of summed logarithms, which are never
-positive; between chunks goes a state.
+decays between two of its tokens is formed, of the sum of their logarithms; between chunks goes a
+state.
 
 :takes: q, k and the decays' logarithms (B, L, H, N), v (B, L, H, P), and the bonus (H, N) or None.
 :gives: y (B, L, H, P).
@@ -44,18 +44,21 @@ def vector_decay(
         torch.unflatten(F.pad(x.transpose(1, 2), (0, 0, 0, missing)), 2, (-1, _TOKENS))
         for x in (query, key, log_decay, values)
     )  # (B, H, C, T, N or P)
-    # minus infinity is a hard reset, of which no difference is to be taken
-    passed = logs.clamp_min(-1e4).cumsum(-2)
-    read = passed if bonus is None else F.pad(passed, (0, 0, 1, -1))
     ones = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=q.device)
-    seen = ones.tril() if bonus is None else ones.tril(-1)
-    between = read[..., :, None, :] - passed[..., None, :, :]  # (B, H, C, T, T, N)
+    # sums, not differences of sums: small decays would round what is left of the others
+    later = logs[..., None, :].expand(*logs.shape[:-1], _TOKENS, -1)  # (B, H, C, T, T, N)
+    between = later.masked_fill(~ones.tril(-1)[..., None], 0).cumsum(-3)
+    until = between[..., -1, :, :].exp()
+    seen, since = ones.tril(), logs.cumsum(-2)
+    total, read = since[..., -1:, :], since
+    if bonus is not None:
+        seen, between = ones.tril(-1), F.pad(between, (0, 0, 0, 0, 1, -1))
+        read = F.pad(since, (0, 0, 1, -1))
     between = between.masked_fill(~seen[..., None], float("-inf")).exp()
     inner = torch.einsum("bhcin,bhcjn,bhcijn->bhcij", q, k, between)
     if bonus is not None:
         inner = inner + torch.diag_embed((q * bonus[:, None, None] * k).sum(-1))
-    total = passed[..., -1:, :]
-    written = (k * (total - passed).exp()).mT @ v  # (B, H, C, N, P)
+    written = (k * until).mT @ v  # (B, H, C, N, P)
     kept = total.exp().mT
     state, before = torch.zeros_like(written[:, :, 0]), []
     for chunk in range(written.shape[2]):
