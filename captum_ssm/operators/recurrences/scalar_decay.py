@@ -52,6 +52,7 @@ class ScalarDecayHeads(ChunkedHeads):
     """
 
     quick_heads = True
+    few_rows = 3
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class SelectiveScan(FadingRecurrence):
     """
 
     quick_heads = True
+    few_rows = 3
 
     def __init__(
         self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
