@@ -7,19 +7,20 @@ outputs are the sources of a graph that holds the residual stream, its norms and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
+from ..tracing.observe import Arguments, Watcher
 from ..tracing.places import Origin, Places
 from .mode import Linearising
 from .network import under_rules
-from .substitution import substituted
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,13 @@ class Local:
 
 
 @dataclass(eq=False)
-class DirectPaths:
+class DirectPaths(Watcher):
     """The sources of a network's direct paths, as :func:`direct_paths` yields them.
 
     Attributes:
         mode: the rules and the constants.
+        follow: what follows tokens through the run, and is asked where they come from. Default:
+            None, nobody is.
         entry: the residual stream entering the first block that holds a mixer (B, L, E). Default:
             None, no mixer is in a block.
         outputs: what each mixer call returned, in their order. Default: empty.
@@ -58,21 +61,64 @@ class DirectPaths:
 
     Example:
         >>> import torch
+        >>> from captum_ssm import trace
         >>> from captum_ssm.linear import direct_paths
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> with direct_paths(model, ids) as paths:
+        >>> with direct_paths(model, ids) as paths, trace(model, watchers=[paths]):
         ...     _ = model(ids)
         >>> [tuple(out.shape[:2]) for out in (paths.entry, *paths.outputs)]
         [(1, 4), (1, 4), (1, 4)]
     """
 
     mode: Linearising
+    follow: Places | None = None
     entry: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
     locals: list[Local] = field(default_factory=list)
     entry_origin: Origin | None = None
+
+    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        if not is_block or self.entry is not None or self.outputs:
+            return None
+        given, self.entry = swap_first(given, self.mode.leaf)
+        if self.follow is not None and self.entry is not None:
+            self.entry_origin = self.follow.origin(self.entry)
+        return given
+
+    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
+        return torch.no_grad(), self.mode.looking_away()
+
+    def returned(self, mixer: Mixer, call: Call) -> Tensor:
+        self.outputs.append(self.mode.leaf(call.output_tensor))
+        return self.outputs[-1]
+
+    def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
+        """Cut what ``part`` returns from its input if anything in it is not linear.
+
+        Args:
+            part: acts within tokens.
+            stack: until it is left.
+        """
+        entered: list[int] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            entered.append(self.mode.bends)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if entered.pop() == self.mode.bends or output is None:
+                return None
+            return swap_first(output, keep)[0]
+
+        def keep(x: Tensor) -> Tensor:
+            leaf = self.mode.leaf(x)
+            origin = None if self.follow is None else self.follow.origin(leaf)
+            self.locals.append(Local(leaf, len(self.outputs), origin))
+            return leaf
+
+        stack.enter_context(hooked(part.register_forward_pre_hook, before))
+        stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
 
 
 @contextmanager
@@ -83,7 +129,7 @@ def direct_paths(
     layers: Sequence[str | nn.Module] | None = None,
     follow: Places | None = None,
 ) -> Iterator[DirectPaths]:
-    """Let the forward run inside the ``with`` leave the graph of its direct paths.
+    """Let a forward run that is traced inside the ``with`` leave the graph of its direct paths.
 
     Gradients of its output with respect to the sources then pass the residual stream, the frozen
     norms and the head alone, and no other mixer or MLP: the direct paths of LATIM's ALTI-Logit.
@@ -97,7 +143,8 @@ def direct_paths(
             None, nobody is.
 
     Yields:
-        The :class:`DirectPaths`, complete when the forward run is.
+        The :class:`DirectPaths`, which have to be shown the run, by
+        :func:`~captum_ssm.trace` with ``watchers``, and are complete when it is.
 
     Raises:
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
@@ -105,11 +152,12 @@ def direct_paths(
 
     Example:
         >>> import torch
+        >>> from captum_ssm import trace
         >>> from captum_ssm.linear import direct_paths
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> with direct_paths(model, ids) as paths:
+        >>> with direct_paths(model, ids) as paths, trace(model, watchers=[paths]):
         ...     logit = model(ids).logits[0, -1, 5]
         >>> sources = [paths.entry, *paths.outputs]  # the logit of a Mamba without biases:
         >>> gradients = torch.autograd.grad(logit, sources)
@@ -117,58 +165,12 @@ def direct_paths(
         >>> torch.allclose(parts, logit, atol=1e-4)
         True
     """
-    mixers = find_mixers(model, layers)
     with ExitStack() as stack:
-        paths = DirectPaths(stack.enter_context(under_rules(model, inputs)))
-
-        def cut(mixer: Mixer, call: Call) -> Tensor:
-            paths.outputs.append(paths.mode.leaf(call.output_tensor))
-            return paths.outputs[-1]
-
-        for block in {block for mixer in mixers for block in mixer.blocks}:
-            before, register = _entry_hook(paths, follow), block.register_forward_pre_hook
-            stack.enter_context(hooked(register, before, with_kwargs=True))
-        for mixer in mixers:
-            stack.enter_context(substituted(mixer, cut, {}, paths.mode))
-        for part in _within_tokens(model, mixers):
-            _cut_if_bent(part, paths, follow, stack)
+        mode = stack.enter_context(under_rules(model, inputs, follow=follow))
+        paths = DirectPaths(mode, follow)
+        for part in _within_tokens(model, find_mixers(model, layers)):
+            paths.cut_if_bent(part, stack)
         yield paths
-
-
-def _entry_hook(paths: DirectPaths, follow: Places | None) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if paths.entry is not None or paths.outputs:
-            return None
-        entering, paths.entry = swap_first((args, kwargs), paths.mode.leaf)
-        if follow is not None and paths.entry is not None:
-            paths.entry_origin = follow.origin(paths.entry)
-        return entering
-
-    return hook
-
-
-def _cut_if_bent(
-    part: nn.Module, paths: DirectPaths, follow: Places | None, stack: ExitStack
-) -> None:
-    """Cut what ``part`` returns from its input if anything in it is not linear."""
-    entered: list[int] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        entered.append(paths.mode.bends)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if entered.pop() == paths.mode.bends or output is None:
-            return None
-        return swap_first(output, keep)[0]
-
-    def keep(x: Tensor) -> Tensor:
-        leaf = paths.mode.leaf(x)
-        origin = None if follow is None else follow.origin(leaf)
-        paths.locals.append(Local(leaf, len(paths.outputs), origin))
-        return leaf
-
-    stack.enter_context(hooked(part.register_forward_pre_hook, before))
-    stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
 
 
 def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:

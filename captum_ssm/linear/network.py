@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..operators.kernels.arithmetic import full_precision, unseen
-from ..tracing import Mixer, find_mixers, repaired_scans, require_real_tokens
-from ..tracing.caches import without_caches
-from ..tracing.eager import eagerly
+from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.gradients import checkpoints_off, recordable
-from ..tracing.hooks import Running, hooked
+from ..tracing.hooks import Running
+from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.places import Places
 from ..tracing.record import none_ran
@@ -36,7 +35,6 @@ from ..tracing.verification import (
 )
 from .mixer import through
 from .mode import Gate, Linearising
-from .substitution import substituted
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +59,15 @@ class Step:
 
 
 @dataclass(eq=False)
-class Network:
+class Network(Watcher):
     """A network linear in its input, as :func:`linearised` yields it.
 
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
-        ran: whether one of them has run. Default: False.
+        keeps_steps: whether what enters and leaves the mixers is kept. Default: True.
+        verify: see :func:`linearised`. Default: False.
+        ran: whether one of the mixers has run. Default: False.
         mask: True for real tokens (B, L), as the mixers were told; None if none is padding.
             Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
@@ -87,9 +87,12 @@ class Network:
 
     mode: Linearising
     mixers: Sequence[Mixer]
+    keeps_steps: bool = True
+    verify: bool | float = False
     ran: bool = False
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
+    _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def root(self) -> Tensor:
@@ -105,21 +108,6 @@ class Network:
             )
         return self.mode.root
 
-    def took(self, linear: LinearMixer, name: str) -> LinearMixer:
-        """The linear mixer, in which there is nothing to complain of.
-
-        Args:
-            linear: it.
-            name: of the mixer.
-
-        Raises:
-            PaddedExampleError, NonFiniteError: as :func:`linearised` does.
-        """
-        require_real_tokens(linear.mask)
-        linear.check_finite(name)
-        self.mask = linear.mask if self.mask is None else self.mask
-        return linear
-
     def check_ran(self) -> None:
         """Raise if none of the model's mixers ran.
 
@@ -128,6 +116,51 @@ class Network:
         """
         if not self.ran:
             raise none_ran(self.mixers)
+
+    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> None:
+        if is_block and self.keeps_steps:
+            values = (*given[0], *given[1].values())
+            self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
+
+    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
+        return torch.no_grad(), self.mode.looking_away()
+
+    def returned(self, mixer: Mixer, call: Call) -> Tensor:
+        real, self.ran = call.output_tensor, True
+        with full_precision(real.device):
+            out = through(self._took(linearize(mixer, call), mixer.name), self.mode)
+        if self.verify is not False:
+            self._verify(mixer, call, out)
+        if self.keeps_steps:
+            block = () if call.block is None else self._entering[call.block]
+            self.steps.append(Step(mixer.name, block, out))
+        return out.to(real.dtype)
+
+    def _took(self, linear: LinearMixer, name: str) -> LinearMixer:
+        """The linear mixer, in which there is nothing to complain of."""
+        require_real_tokens(linear.mask)
+        linear.check_finite(name)
+        self.mask = linear.mask if self.mask is None else self.mask
+        return linear
+
+    def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
+        """Hold what an operator returns to what its module did.
+
+        Where constants were dropped from it on the way it is computed once more, out of sight of
+        the rules that drop them.
+        """
+        real = call.output_tensor
+        limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
+        with torch.no_grad(), unseen(), full_precision(real.device):
+            found = out if self.mode.ledger.kept else linearize(mixer, call).output()
+            error = relative_error(found, real)
+            overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
+            if overflowed:  # it is the model's output that will be refused
+                return
+            arbitrate = error > limit and self.verify is True
+            if arbitrate and rounding_explains(mixer, call, found, linearize):
+                return
+        require_same(mixer.name, mixer.architecture.family, error, limit)
 
 
 @contextmanager
@@ -184,87 +217,42 @@ def linearised(
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
         mode = stack.enter_context(under_rules(model, inputs, gate=gate, constants=constants))
-        network = Network(mode, mixers)
-        entering: dict[nn.Module, tuple[Tensor, ...]] = {}
-
-        def frozen(mixer: Mixer, call: Call) -> Tensor:
-            with full_precision(call.output_tensor.device):
-                out = through(network.took(linearize(mixer, call), mixer.name), mode)
-            if verify is not False:
-                _verify(mixer, call, out if constants else None, verify)
-            network.ran = True
-            if steps:
-                block = () if call.block is None else entering[call.block]
-                network.steps.append(Step(mixer.name, block, out))
-            return out
-
-        for block in {block for mixer in mixers for block in mixer.blocks}:
-            before = _block_hook(entering, mode if steps else None)
-            register = block.register_forward_pre_hook
-            stack.enter_context(hooked(register, before, with_kwargs=True))
-        for mixer in mixers:
-            stack.enter_context(substituted(mixer, frozen, entering, mode))
+        network = Network(mode, mixers, steps, verify)
+        observe(model, mixers, (network,), stack, gradients=True)
         yield network
 
 
 @contextmanager
 def under_rules(
-    model: nn.Module, inputs: Tensor, *, gate: Gate = "frozen", constants: bool = True
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    gate: Gate = "frozen",
+    constants: bool = True,
+    follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
         model, inputs, gate, constants: as for :func:`linearised`.
+        follow: what follows tokens through the run already. Default: None, ids are followed up to
+            where they are looked up.
     """
     running = Running(model)
     ids = None if inputs.is_floating_point() else inputs
-    follow = None if ids is None or ids.dim() != 2 else Places(running.name, ids_only=True)
+    own = None
+    if ids is not None and ids.dim() == 2 and follow is None:
+        own = follow = Places(running.name, ids_only=True)
     mode = Linearising(ids, gate, running.name, constants, follow)
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
-        without_caches(model, stack)
         running.watch(stack)
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
-        stack.enter_context(eagerly(model))
-        stack.enter_context(repaired_scans())  # faster forwards, too
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
-        if follow is not None and ids is not None:
-            follow.begin(ids)
-            stack.enter_context(follow)
+        if own is not None and ids is not None:
+            own.begin(ids)
+            stack.enter_context(own)
         yield mode
-
-
-def _verify(mixer: Mixer, call: Call, rebuilt: Tensor | None, verify: bool | float) -> None:
-    """Hold what an operator returns to what its module did.
-
-    Args:
-        mixer, call: the mixer and its call.
-        rebuilt: what the operator returns; None if constants were dropped from it on the way, to
-            have it computed once more, out of sight of the rules that drop them.
-        verify: as for :func:`linearised`.
-    """
-    real = call.output_tensor
-    limit = tolerance_for(real, mixer.module) if verify is True else verify
-    with torch.no_grad(), unseen(), full_precision(real.device):
-        found = linearize(mixer, call).output() if rebuilt is None else rebuilt
-        error = relative_error(found, real)
-        overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
-        if overflowed:  # it is the model's output that will be refused
-            return
-        if error > limit and verify is True and rounding_explains(mixer, call, found, linearize):
-            return
-    require_same(mixer.name, mixer.architecture.family, error, limit)
-
-
-def _block_hook(entering: dict[nn.Module, tuple[Tensor, ...]], mode: Linearising | None) -> Any:
-    """Notes a block, the one entered last coming last, with the live tensors that enter it."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering.pop(module, None)
-        given = () if mode is None else (*args, *kwargs.values())
-        entering[module] = tuple(x for x in given if mode is not None and mode.is_live(x))
-
-    return hook

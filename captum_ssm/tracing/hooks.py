@@ -49,7 +49,8 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
     Args:
         module: the module.
-        first, last: its forward hooks, which take keyword arguments as well.
+        first, last: its forward hooks, which take keyword arguments as well. If the module fails
+            the first one is called, too, without an output.
     """
     own = in_this_thread(first), in_this_thread(last)
     hooks = module._forward_hooks
@@ -66,7 +67,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
     register = functools.partial(module.register_forward_hook, with_kwargs=True)
     with (
-        lasting(lambda: register(own[0], prepend=True).remove),
+        lasting(lambda: register(own[0], prepend=True, always_call=True).remove),
         lasting(lambda: register(own[1]).remove),
         hooked(module.register_forward_pre_hook, order),
     ):

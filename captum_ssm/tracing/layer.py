@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
@@ -29,7 +29,7 @@ class Layer:
 
     Args:
         linearized: makes the linear mixer of a layer that keeps none.
-        mixer, call, block, stream: as below.
+        mixer, call, stream: as below.
 
     Attributes:
         mixer: the :class:`~captum_ssm.tracing.Mixer` that was called.
@@ -66,7 +66,6 @@ class Layer:
         linearized: Callable[[Layer], LinearMixer],
         mixer: Mixer,
         call: Call,
-        block: nn.Module | None,
         stream: Tensor | None,
     ) -> None:
         self._linearized = linearized
@@ -81,7 +80,7 @@ class Layer:
         self.name = mixer.name
         self.architecture = mixer.architecture.family
         self.joins = mixer.architecture.joins
-        self.block = block
+        self.block = call.block
         self.call = call
         self._left = call.output_tensor
         self._factor: Tensor | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,17 +13,15 @@ from torch import Tensor, nn
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
 from ..operators.kernels.arithmetic import all_finite, full_precision
-from .caches import without_caches
-from .eager import eagerly
 from .find import Mixer, find_mixers, find_model
-from .gradients import begun, in_graph, recordable
-from .hooks import Hook, at_both_ends, detached, hooked, swap_first
+from .gradients import begun, in_graph
+from .hooks import detached, hooked, swap_first
 from .layer import Layer, hook_factor
 from .memory import bytes_of, free_memory
+from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
-from .repair.loops import repaired_scans
 from .residual import ADDS_TO_NORMED, first_floating, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
 
@@ -176,6 +175,7 @@ def trace(
     verify: bool = False,
     streams: bool = False,
     follow: Places | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
@@ -198,6 +198,7 @@ def trace(
             :attr:`Layer.residual`. Default: False.
         follow: follows tokens, outside of mixers; :attr:`Trace.reads` then says what each mixer
             read. The caller switches it on. Default: None, nothing does.
+        watchers: others who look on at the run. Default: nobody.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -222,13 +223,10 @@ def trace(
     record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        without_caches(module, stack)
-        watch = _Watch(record, graph, streams, follow, mixers[-1])
-        watch.hook(mixers, module, stack)
-        stack.enter_context(repaired_scans())  # forwards, too, in memory linear in the length
-        if graph != "none":
-            stack.enter_context(recordable(module))
-        stack.enter_context(eagerly(module))
+        recorder = Recorder(record, graph, streams, follow, mixers[-1])
+        observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
+        if follow is not None:
+            _look_past(follow, module, stack)
         yield record
 
 
@@ -269,11 +267,11 @@ def none_ran(mixers: Sequence[Mixer]) -> NoMixerError:
     )
 
 
-class _Watch:
-    """What the hooks of a trace have in common.
+class Recorder(Watcher):
+    """Records the mixers of a run.
 
     Args:
-        record: what is recorded.
+        record: takes the layers in.
         graph: which autograd graph is kept.
         streams: whether the residual stream entering each block is kept.
         follow: what follows tokens; None if nobody asks.
@@ -285,61 +283,28 @@ class _Watch:
     ) -> None:
         self.record, self.graph, self.streams = record, graph, streams
         self.follow, self.last = follow, last
-        #: What entered the modules around mixers, the one entered last coming last.
-        self.entered: dict[nn.Module, Tensor] = {}
-        self.residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
+        #: What entered blocks: the tensor that begins a graph, and the residual stream.
+        self._begun: dict[nn.Module, Tensor] = {}
+        self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
+        self._pending: list[Layer] = []
 
-    def hook(self, mixers: Sequence[Mixer], model: nn.Module, stack: ExitStack) -> None:
-        """Hook the mixers and what is around them, until the stack is left."""
-        blocks = {block for mixer in mixers for block in mixer.blocks}
-        for outer in {outer for mixer in mixers for outer in mixer.around}:
-            before, register = self._entered(outer in blocks), outer.register_forward_pre_hook
-            stack.enter_context(hooked(register, before, with_kwargs=True))
-        for mixer in mixers:
-            if self.follow is not None:
-                register = mixer.module.register_forward_pre_hook
-                stack.enter_context(hooked(register, self._look_away))
-            stack.enter_context(at_both_ends(mixer.module, *self._mixer_hooks(mixer)))
-        if self.follow is not None:
-            for module in model.modules():
-                if type(module).__name__ in _WITHIN_TOKENS:
-                    stack.enter_context(hooked(module.register_forward_pre_hook, self._look_away))
-                    after = hooked(module.register_forward_hook, self._through, prepend=True)
-                    stack.enter_context(after)
-
-    def _look_away(self, *_: Any) -> None:
-        assert self.follow is not None
-        self.follow.pause()
-
-    def _through(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        assert self.follow is not None
-        self.follow.resume()
-        self.follow.through(first_tensor(output), args[0])
-
-    def _entered(self, is_block: bool) -> Hook:
-        """Keeps the first floating tensor entering a block: the residual stream or one term of it.
-
-        Of other graphs than ``"all"`` its shape alone is kept.
-        """
-        keeps = is_block and self.graph == "all"
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if is_block and (self.streams or self.follow is not None):
-                self._note_residual(module, args, kwargs)
-            swap = in_graph if keeps else _itself
-            (args, kwargs), stream = swap_first((args, kwargs), swap)
-            self.entered.pop(module, None)
-            if stream is not None:
-                shape_only = stream.new_empty(stream.shape, device="meta")
-                self.entered[module] = stream if keeps else shape_only
-            return (args, kwargs) if keeps else None
-
-        return hook
+    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        if not is_block:
+            return None
+        if self.streams or self.follow is not None:
+            self._note_residual(module, *given)
+        if self.graph != "all":
+            return None
+        self._begun.pop(module, None)
+        given, stream = swap_first(given, in_graph)
+        if stream is not None:
+            self._begun[module] = stream
+        return given
 
     def _note_residual(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.residual.pop(block, None)
+        self._residual.pop(block, None)
         entering = first_floating((*args, *kwargs.values()))
         stream = residual_stream(block, args, kwargs) if self.streams else entering
         if stream is None:
@@ -351,55 +316,46 @@ class _Watch:
             origin = self.follow.origin(stream)
         # a copy: the block may add to its stream in place
         kept = stream.detach().clone() if self.streams else stream.new_empty(0)
-        self.residual[block] = kept, origin
+        self._residual[block] = kept, origin
 
-    def _mixer_hooks(self, mixer: Mixer) -> tuple[Hook, Hook]:
-        """The first hook on a mixer, which sees what it returned, and the last, what left it."""
-        pending: list[tuple[Layer, Tensor]] = []
-        record, graph = self.record, self.graph
+    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
+        return () if self.follow is None else (self.follow.looking_away(),)
 
-        def first(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            # the block entered last is the one that runs, also for a mixer shared by several
-            block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
-            around = {m: x.shape for m, x in reversed(self.entered.items()) if m in mixer.around}
-            call = Call(detached(args), detached(kwargs), detached(output), block, around)
-            stream = self.entered[block] if block is not None and graph == "all" else None
-            layer = Layer(record.linearize, mixer, call, block, stream)
-            found = None if block is None else self.residual.get(block)
-            origin = None if found is None else found[1]
-            if self.streams and found is not None:
-                adds_to_normed = hasattr(block, ADDS_TO_NORMED)
-                layer.residual = call.hidden_states if adds_to_normed else found[0]
-            if self.follow is not None:
-                self.follow.resume()
-                hidden = Call(args, kwargs, output).hidden_states
-                if not self.follow.has_begun:
-                    self.follow.begin(hidden)
-                record.reads.append(Read(self.follow.origin(hidden), origin))
-                self.follow.pause()
+    def returned(self, mixer: Mixer, call: Call) -> None:
+        record, block = self.record, call.block
+        args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
+        kept = replace(call, args=args, kwargs=kwargs, output=output)
+        layer = Layer(record.linearize, mixer, kept, self._begun.get(block) if block else None)
+        stream, origin = self._residual.get(block, (None, None)) if block else (None, None)
+        if self.streams and stream is not None:
+            adds_to_normed = hasattr(block, ADDS_TO_NORMED)
+            layer.residual = kept.hidden_states if adds_to_normed else stream
+        if self.follow is not None:
+            hidden = call.hidden_states
+            if not self.follow.has_begun:
+                self.follow.begin(hidden)
+            record.reads.append(Read(self.follow.origin(hidden), origin))
+        with ExitStack() as stack:
+            for context in self.while_mixing():
+                stack.enter_context(context)
             record.recorded(layer)
-            pending.append((layer, first_tensor(output)))
+        self._pending.append(layer)
 
-        def final(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            layer, returned = pending.pop()
-            left = first_tensor(output)
-            if graph == "tail" and mixer is self.last:
-                torch.set_grad_enabled(True)  # undone when the trace ends
-            joins = graph in ("outputs", "all") or (graph == "tail" and mixer is self.last)
-            if joins:
-                # what computed the first output is let go of
-                swap = begun if graph == "outputs" and layer is record.layers[0] else in_graph
-                output, kept = swap_first(output, swap)
-                assert kept is not None
-            else:
-                kept = left.detach()
-            layer.leave(kept, None if left is returned else hook_factor(returned, left))
-            if self.follow is not None:
-                self.follow.resume()
-                self.follow.declare(first_tensor(output), record.layers.index(layer) + 1)
-            return output if joins else None
-
-        return first, final
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        layer, left = self._pending.pop(), first_tensor(output)
+        graph, is_last = self.graph, mixer is self.last
+        if graph == "tail" and is_last:
+            torch.set_grad_enabled(True)  # undone when the trace ends
+        joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
+        if joins:
+            # what computed the first output is let go of
+            swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
+            output, _ = swap_first(output, swap)
+        kept = first_tensor(output) if joins else left.detach()
+        layer.leave(kept, hook_factor(layer.call.output_tensor, left))
+        if self.follow is not None:
+            self.follow.declare(first_tensor(output), self.record.layers.index(layer) + 1)
+        return output if joins else None
 
 
 #: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among what
@@ -411,10 +367,26 @@ _WITHIN_TOKENS = (
 )
 
 
+def _look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
+    """Let tokens be followed past the parts of blocks that do not count as mixers."""
+    passing: list[ExitStack] = []
+
+    def before(*_: Any) -> None:
+        passing.append(ExitStack())
+        passing[-1].enter_context(follow.looking_away())
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        passing.pop().close()
+        if output is not None:  # else the call failed
+            follow.through(first_tensor(output), args[0])
+
+    for module in model.modules():
+        if type(module).__name__ in _WITHIN_TOKENS:
+            stack.enter_context(hooked(module.register_forward_pre_hook, before))
+            register = module.register_forward_hook
+            stack.enter_context(hooked(register, after, prepend=True, always_call=True))
+
+
 def _device_of(model: nn.Module) -> torch.device:
     devices = (p.device for p in model.parameters() if not p.is_meta)
     return next(devices, torch.device("cpu"))
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x

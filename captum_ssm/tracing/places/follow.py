@@ -11,7 +11,8 @@ attention, a pool or a function nobody knows, leaves a tensor that says so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -108,13 +109,14 @@ class Places(TorchFunctionMode):
         """Whether a source was declared."""
         return bool(self._sizes)
 
-    def pause(self) -> None:
-        """Look away until :meth:`resume` is called as often."""
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Follow nothing inside the ``with``."""
         self._paused += 1
-
-    def resume(self) -> None:
-        """Look on again."""
-        self._paused -= 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
 
     def begin(self, tensor: Tensor, source: int = 0) -> None:
         """Declare ids (B, L) or embeddings (B, L, E) to be a source.

@@ -1,0 +1,158 @@
+"""The one layer of hooks on a run: where blocks are entered, and mixers called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mixers.base import Call
+from .caches import without_caches
+from .eager import eagerly
+from .find import Mixer
+from .gradients import recordable
+from .hooks import at_both_ends, hooked, swap_first
+from .repair.loops import repaired_scans
+
+#: Arguments of a call, by position and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Watcher:
+    """What looks on at a run; this one does nothing."""
+
+    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        """A module around a mixer is entered.
+
+        Args:
+            module: the module.
+            given: its arguments.
+            is_block: whether it holds the mixer in the residual stream.
+
+        Returns:
+            Other arguments to enter it with, or None.
+        """
+
+    def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
+        """What to be in while a mixer runs."""
+        return ()
+
+    def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
+        """A mixer has returned, and nobody else has seen what.
+
+        Args:
+            mixer: the mixer.
+            call: its call.
+
+        Returns:
+            The sequence to return in place of its own, or None.
+        """
+
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        """The hooks of others have seen, and may have changed, what the mixer returned.
+
+        Args:
+            mixer: the mixer.
+            output: what leaves it.
+
+        Returns:
+            Other output, or None.
+        """
+
+
+def observe(
+    model: nn.Module,
+    mixers: Sequence[Mixer],
+    watchers: Sequence[Watcher],
+    stack: ExitStack,
+    *,
+    gradients: bool,
+) -> None:
+    """Let watchers look on at a model's runs until a stack is left.
+
+    Meanwhile it keeps no cache, runs as it was written where it is compiled, and in memory that is
+    linear in the length.
+
+    Args:
+        model: the model.
+        mixers: those of its mixers that are watched.
+        watchers: of whom the first one is asked first.
+        stack: when it is left, nothing of them stays on the model.
+        gradients: whether autograd is to record the runs.
+    """
+    without_caches(model, stack)
+    calls = _Calls(watchers)
+    blocks = {block for mixer in mixers for block in mixer.blocks}
+    for outer in {outer for mixer in mixers for outer in mixer.around}:
+        enter = functools.partial(calls.enter, is_block=outer in blocks)
+        stack.enter_context(hooked(outer.register_forward_pre_hook, enter, with_kwargs=True))
+    for mixer in mixers:
+        module = mixer.module
+        stack.enter_context(hooked(module.register_forward_pre_hook, calls.start))
+        first, last = (functools.partial(f, mixer) for f in (calls.first, calls.last))
+        stack.enter_context(at_both_ends(module, first, last))
+    stack.callback(calls.close)
+    stack.enter_context(repaired_scans())  # forwards, too, take less memory and time
+    if gradients:
+        stack.enter_context(recordable(model))
+    stack.enter_context(eagerly(model))
+
+
+class _Calls:
+    """What the hooks of a run have in common."""
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self.watchers = watchers
+        #: The modules around mixers that were entered, the latest last, and the size of the first
+        #: floating tensor that each was given.
+        self.entered: dict[nn.Module, torch.Size] = {}
+        self.running: list[ExitStack] = []
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
+    ) -> Arguments | None:
+        given: Arguments = args, kwargs
+        for watcher in self.watchers:
+            given = watcher.enters(module, given, is_block) or given
+        self.entered.pop(module, None)
+        _, stream = swap_first(given, lambda x: x)
+        if stream is not None:
+            self.entered[module] = stream.shape
+        return None if given[0] is args and given[1] is kwargs else given
+
+    def start(self, *_: Any) -> None:
+        contexts = ExitStack()
+        self.running.append(contexts)
+        for watcher in self.watchers:
+            for context in watcher.while_mixing():
+                contexts.enter_context(context)
+
+    def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self.running:  # empty if a hook before ours raised
+            self.running.pop().close()
+        if output is None:  # the call failed, and its exception is on its way
+            return None
+        # the block entered last is the one that runs, also for a mixer shared by several
+        block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
+        around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
+        call, changed = Call(args, kwargs, output, block, around), None
+        for watcher in self.watchers:
+            found = watcher.returned(mixer, call)
+            changed = changed if found is None else found
+        return None if changed is None else swap_first(output, lambda _: changed)[0]
+
+    def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed = None
+        for watcher in self.watchers:
+            found = watcher.left(mixer, output if changed is None else changed)
+            changed = changed if found is None else found
+        return changed
+
+    def close(self) -> None:
+        """An interrupt calls no hooks."""
+        while self.running:
+            self.running.pop().close()
