@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import InputError, NotLinearError
+from ..errors import InputError, NotLinearError, OptionError
+from ..operators.kernels.arithmetic import unseen
 from ..tracing.places import Places
 from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
-
-#: Which factor of a gated product carries its relevance: ``"frozen"``, the stream, of which the
-#: gate is a coefficient; ``"half"``, both alike.
-Gate = Literal["frozen", "half"]
+from .shares import Rule
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -39,9 +37,9 @@ class Linearising(TorchFunctionMode):
     Args:
         ids: the explained token ids, whose lookup is where the network begins; None if the
             explained input is floating and given to :meth:`begin`.
-        gate: ``"frozen"`` gives all relevance of a product to the factor that no activation has
-            bent; ``"half"`` gives equal shares. A product of factors that are alike is shared
-            either way.
+        rule: how relevance is divided; see :mod:`.shares`. ``"frozen"`` gives all of a product
+            outside of mixers to the factor that no activation has bent, the others give equal
+            shares. A product of factors that are alike is shared either way.
         where: returns the name of the module that is running.
         constants: whether biases and other constants are kept. Default: True.
         follow: follows the ids, and is asked which of them are looked up. Default: None, they are
@@ -51,13 +49,13 @@ class Linearising(TorchFunctionMode):
     def __init__(
         self,
         ids: Tensor | None,
-        gate: Gate,
+        rule: Rule,
         where: Callable[[], str],
         constants: bool = True,
         follow: Places | None = None,
     ) -> None:
         super().__init__()
-        self.gate = gate
+        self.rule: Rule = rule
         self.root: Tensor | None = None
         self.ledger = Ledger(where, constants)
         self.bends = 0
@@ -69,6 +67,7 @@ class Linearising(TorchFunctionMode):
         self._looks_away = 0
         self._table = 0
         self._start: Tensor | None = None
+        self._lookup: Callable[[Tensor], Tensor] | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
 
@@ -80,6 +79,11 @@ class Linearising(TorchFunctionMode):
             yield
         finally:
             self._looks_away -= 1
+
+    @property
+    def divides(self) -> bool:
+        """Whether more than content and gates of mixers may get a share."""
+        return self.rule not in ("frozen", "half")
 
     @property
     def tokens(self) -> int:
@@ -97,6 +101,24 @@ class Linearising(TorchFunctionMode):
         if inputs.is_floating_point() and self.root is not None:
             return self.root.clone()
         return inputs
+
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """What other ids are looked up to, in place of those that are explained.
+
+        Args:
+            ids: (B, L) of the root.
+
+        Raises:
+            OptionError: when none were looked up, or the shape is not that of the root.
+        """
+        if self._lookup is None or self.root is None or ids.shape != self.root.shape[:2]:
+            size = None if self.root is None else tuple(self.root.shape)
+            raise OptionError(
+                f"baselines are token ids of shape {tuple(ids.shape)}, but what the model reads "
+                f"are embeddings of shape {size}, or were not looked up. Pass embeddings."
+            )
+        with unseen(), torch.no_grad():
+            return self._lookup(ids.to(self.root.device))
 
     def leaf(self, x: Tensor) -> Tensor:
         """``x``, cut from what it was computed from, as a live tensor."""
@@ -120,7 +142,10 @@ class Linearising(TorchFunctionMode):
             (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
             if ids.is_floating_point():  # torch.embedding has them the other way round
                 ids, table = table, ids
-            return self._looked_up(func(*args, **kwargs), ids, table)
+            before, out = self.root, self._looked_up(func(*args, **kwargs), ids, table)
+            if self.root is not before:
+                self._lookup = lambda other: torch.nn.functional.embedding(other, table.detach())
+            return out
         if not self._any_live((*args, *kwargs.values())):
             return func(*args, **kwargs)
         in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
@@ -201,7 +226,7 @@ class Linearising(TorchFunctionMode):
         """
         live = list(self._tensors((*args, *kwargs.values())))
         straight = [a for a in live if not self.is_bent(a)]
-        if self.gate == "frozen" and 0 < len(straight) < len(live):
+        if self.rule == "frozen" and 0 < len(straight) < len(live):
             args = self._straight(args)
             kwargs = {name: self._straight(value) for name, value in kwargs.items()}
             live = straight

@@ -34,7 +34,8 @@ from ..tracing.verification import (
     tolerance_for,
 )
 from .mixer import through
-from .mode import Gate, Linearising
+from .mode import Linearising
+from .shares import Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,7 @@ def linearised(
     model: nn.Module,
     inputs: Tensor,
     *,
-    gate: Gate = "frozen",
+    rule: Rule = "frozen",
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
@@ -184,8 +185,8 @@ def linearised(
         model: the module; it is not changed, and its hooks are removed when the block ends.
         inputs: the explained token ids, or a floating input; of the latter ``root`` is a live copy
             to run the model on.
-        gate: which factor of a gated product carries its relevance, ``"frozen"`` (the stream) or
-            ``"half"`` (both alike). Default: ``"frozen"``.
+        rule: how relevance is divided among what mixers are made of; see :mod:`.shares`. Default:
+            ``"frozen"``.
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
@@ -216,7 +217,7 @@ def linearised(
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
-        mode = stack.enter_context(under_rules(model, inputs, gate=gate, constants=constants))
+        mode = stack.enter_context(under_rules(model, inputs, rule=rule, constants=constants))
         network = Network(mode, mixers, steps, verify)
         observe(model, mixers, (network,), stack, gradients=True)
         yield network
@@ -227,14 +228,14 @@ def under_rules(
     model: nn.Module,
     inputs: Tensor,
     *,
-    gate: Gate = "frozen",
+    rule: Rule = "frozen",
     constants: bool = True,
     follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
-        model, inputs, gate, constants: as for :func:`linearised`.
+        model, inputs, rule, constants: as for :func:`linearised`.
         follow: what follows tokens through the run already. Default: None, ids are followed up to
             where they are looked up.
     """
@@ -243,7 +244,7 @@ def under_rules(
     own = None
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
-    mode = Linearising(ids, gate, running.name, constants, follow)
+    mode = Linearising(ids, rule, running.name, constants, follow)
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:

@@ -105,7 +105,21 @@ OPTIONS: dict[str, tuple[list[Any], list[Any]]] = {
     "clamp": ([*NO_NAMES, None], ["relu", "abs", "none"]),
     "aggregate": ([*(x for x in NO_NAMES), None], ["rollout", "mean"]),
     "mixing": ([*NO_NAMES, None], ["alti", "projection"]),
-    "gate": (NO_NAMES, [None, "frozen", "half"]),
+    "baselines": (
+        [
+            "a",
+            "",
+            True,
+            NAN,
+            INF,
+            [[1], [2, 3]],
+            {"a": 1},
+            torch.ones(7, 3),
+            torch.ones(3, 2).long(),
+        ],
+        [None, "mean", 0, 0.5, np.float32(0.1), torch.zeros(1), torch.tensor(2)],
+    ),
+    "rule": (NO_NAMES, [None, "frozen", "half", "equal", "centred"]),
     "form": ([*NO_NAMES, None], ["lrp", "gradient"]),
     "activation": (
         [*NO_NAMES, None],

@@ -26,8 +26,8 @@ from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
 from zoo.mamba_ssm_cpu import MambaSSM
 
+from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing import repaired_scans
-from captum_ssm.tracing.repair.scan import selective_scan
 
 #: In version 4 of transformers the loop is no function of its own, and is left as it is.
 reference = getattr(modeling_mamba, "mamba_selective_scan", None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ...errors import GradientModeError, NotLinearError
+from ...errors import GradientModeError, NotLinearError, OptionError
 from ...linear import Ledger, Network, contribution
+from ..call import checks
 from ..call.layout import of_given
 
 #: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
@@ -74,13 +76,60 @@ class Parts(Protocol):
         """What is left (B,)."""
 
 
-def decompose(network: Network, output: Tensor, constant: Tensor | None = None) -> Decomposition:
+#: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
+Baselines = None | float | Literal["mean"] | Tensor
+
+
+def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
+    """The input that relevance is in comparison with, as the network's root; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: what the user asked for.
+
+    Raises:
+        OptionError: for what cannot be a baseline of this input.
+    """
+    root = network.root.detach()
+    if baselines is None:
+        return None
+    if isinstance(baselines, str):
+        checks.choice("baselines", baselines, ("mean",))
+        mask, dims = network.mask, tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
+        if root.dim() != 3:
+            return root.mean(dims, keepdim=True).expand_as(root)
+        keep = root.new_ones(root.shape[:2])
+        if mask is not None and mask.shape == root.shape[:2]:
+            keep = mask.to(root)
+        total = keep.sum(1).clamp_min(1)[:, None, None]
+        return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
+    if isinstance(baselines, Tensor) and not baselines.is_floating_point() and baselines.dim() > 1:
+        return network.mode.looked_up(baselines)
+    found: Any = baselines
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        start = torch.as_tensor(found).to(root).expand_as(root)
+        if not isinstance(found, bool) and bool(start.isfinite().all()):
+            return start
+    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise OptionError(
+        f"baselines={got} cannot stand in for embeddings of shape {tuple(root.shape)}. Pass None, "
+        "'mean', a finite number, a tensor of that shape, or token ids where inputs are ids."
+    )
+
+
+def decompose(
+    network: Network,
+    output: Tensor,
+    constant: Tensor | None = None,
+    baseline: Tensor | None = None,
+) -> Decomposition:
     """One backward pass through a linear network.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
+        baseline: what relevance is in comparison with, like the root. Default: None, 0.
     """
     root, steps = network.root, network.steps
     wanted = [root, *(x for s in steps for x in (*s.entering, s.output))]
@@ -88,6 +137,9 @@ def decompose(network: Network, output: Tensor, constant: Tensor | None = None) 
     parts = zip(gradients, wanted, strict=True)
     gradient, value = next(parts)
     inputs = gradient * value.detach()
+    if baseline is not None:
+        biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
+        inputs = gradient * (value.detach() - baseline)
 
     def tokens() -> Tensor:
         gradient, value = next(parts)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...operators.kernels.scan_backward import selective_scan
 from ..changes import Shared, Undo, lasting
 from .recurrences import rg_lru, wkv
-from .scan import selective_scan
 
 Function = Callable[..., Any]
 

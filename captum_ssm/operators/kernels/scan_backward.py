@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...operators.kernels.arithmetic import BINARY, underflow_flushed
+from .arithmetic import BINARY, underflow_flushed
 
 #: Tokens whose states are held at a time.
 _CHUNK = 32
