@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InputError, NotLinearError, OptionError
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..tracing.places import Places
 from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
@@ -69,21 +69,15 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
-        self._looks_away = 0
         self._table = 0
         self._start: Tensor | None = None
         self._lookup: Callable[[Tensor], Tensor] | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
 
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Leave functions as they are inside the ``with``."""
-        self._looks_away += 1
-        try:
-            yield
-        finally:
-            self._looks_away -= 1
+    def looking_away(self) -> Sequence[AbstractContextManager[None]]:
+        """What to be in for functions to be left as they are."""
+        return unseen_by(self), unseen_by(self._follow)
 
     @property
     def divides(self) -> bool:
@@ -143,8 +137,6 @@ class Linearising(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._looks_away:
-            return func(*args, **(kwargs or {}))
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)

@@ -127,7 +127,7 @@ class Network(Watcher):
             self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return torch.no_grad(), self.mode.looking_away()
+        return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         real, self.ran = call.output_tensor, True
