@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from captum.log import log_usage
@@ -161,6 +162,7 @@ class LatimFlow(LinearMethod):
         rule: Rule | None = None,
         baselines: Baselines = None,
         zero_bias: bool = False,
+        roles: bool = True,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
@@ -169,6 +171,8 @@ class LatimFlow(LinearMethod):
         Args:
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
+            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
+                takes five more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
@@ -183,6 +187,7 @@ class LatimFlow(LinearMethod):
             rule=rule,
             baselines=baselines,
             zero_bias=zero_bias,
+            roles=roles,
             internal_batch_size=internal_batch_size,
             verify=verify,
         )
@@ -199,6 +204,7 @@ class LatimFlow(LinearMethod):
         rule: Rule | None = None,
         baselines: Baselines = None,
         zero_bias: bool = False,
+        roles: bool = True,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> list[Decomposition]:
@@ -208,12 +214,15 @@ class LatimFlow(LinearMethod):
             inputs, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
             targets: targets in Captum's forms, each for the whole batch.
+            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
+                takes five more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
             One decomposition for each target.
         """
-        rules = self._rules(rule, zero_bias, verify, by_layer=True)
+        checks.flags(roles=roles)
+        rules = replace(self._rules(rule, zero_bias, verify, by_layer=True), by_role=roles)
         found = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast) for target in each_of(targets).targets],
@@ -257,6 +266,7 @@ class LatimFlow(LinearMethod):
             rule=rule,
             baselines=baselines,
             zero_bias=zero_bias,
+            roles=False,
             verify=verify,
         )
         return self._delta(found, found.inputs, attributions)

@@ -88,7 +88,7 @@ class DirectPaths(Watcher):
         return given
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return torch.no_grad(), self.mode.looking_away()
+        return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         self.outputs.append(self.mode.leaf(call.output_tensor))

@@ -31,7 +31,7 @@ def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None
             if mode.divides and is_shared(operator.parts[place], mode.rule):
                 outer = Chain(*operator.parts[: place + 1])
                 with unseen():
-                    return shared(outer, v, mode.rule, mode.ledger, mask)
+                    return shared(outer, v, mode.rule, mode.ledger, mode.labels, mask)
             v = _apply(operator.parts[place], v, mode, mask)
             mask = follow_mask(operator.parts[place], mask, {})
         return v
@@ -42,7 +42,7 @@ def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None
         return total
     if mode.divides and is_shared(operator, mode.rule):
         with unseen():
-            return shared(operator, v, mode.rule, mode.ledger, mask)
+            return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
     if isinstance(operator, Diagonal) and operator.component == "gate" and mode.rule == "half":
         return v * operator.live.get("weight", operator.weight)
     with unseen():

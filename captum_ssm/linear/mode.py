@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InputError, NotLinearError, OptionError
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..tracing.places import Places
 from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
-from .shares import Rule
+from .shares import Labels, Rule
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -32,6 +32,7 @@ class Linearising(TorchFunctionMode):
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
         bends: how many functions that are not linear were met so far.
+        labels: says which paths a backward pass follows.
         where: returns the name of the module that is running.
 
     Args:
@@ -44,6 +45,7 @@ class Linearising(TorchFunctionMode):
         constants: whether biases and other constants are kept. Default: True.
         follow: follows the ids, and is asked which of them are looked up. Default: None, they are
             known by their values alone.
+        by_role: whether backward passes are to tell roles apart. Default: False.
     """
 
     def __init__(
@@ -53,9 +55,12 @@ class Linearising(TorchFunctionMode):
         where: Callable[[], str],
         constants: bool = True,
         follow: Places | None = None,
+        by_role: bool = False,
     ) -> None:
         super().__init__()
         self.rule: Rule = rule
+        self.by_role = by_role
+        self.labels = Labels()
         self.root: Tensor | None = None
         self.ledger = Ledger(where, constants)
         self.bends = 0
@@ -64,25 +69,24 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
-        self._looks_away = 0
         self._table = 0
         self._start: Tensor | None = None
         self._lookup: Callable[[Tensor], Tensor] | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
 
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Leave functions as they are inside the ``with``."""
-        self._looks_away += 1
-        try:
-            yield
-        finally:
-            self._looks_away -= 1
+    def looking_away(self) -> Sequence[AbstractContextManager[None]]:
+        """What to be in for functions to be left as they are."""
+        return unseen_by(self), unseen_by(self._follow)
 
     @property
     def divides(self) -> bool:
         """Whether more than content and gates of mixers may get a share."""
+        return self.rule not in ("frozen", "half") or (self.by_role and self.rule == "half")
+
+    @property
+    def follows_tangents(self) -> bool:
+        """Whether what opens gates and makes steps depends on the input."""
         return self.rule not in ("frozen", "half")
 
     @property
@@ -133,8 +137,6 @@ class Linearising(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._looks_away:
-            return func(*args, **(kwargs or {}))
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)

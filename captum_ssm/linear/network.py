@@ -127,7 +127,7 @@ class Network(Watcher):
             self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return torch.no_grad(), self.mode.looking_away()
+        return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         real, self.ran = call.output_tensor, True
@@ -145,7 +145,7 @@ class Network(Watcher):
         require_real_tokens(linear.mask)
         linear.check_finite(name)
         self.mask = linear.mask if self.mask is None else self.mask
-        divides = self.mode.divides and linear.values.requires_grad
+        divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
             self.content_only.append(name)
         return linear
@@ -176,6 +176,7 @@ def linearised(
     inputs: Tensor,
     *,
     rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
@@ -193,6 +194,7 @@ def linearised(
             to run the model on.
         rule: how relevance is divided among what mixers are made of; see :mod:`.shares`. Default:
             ``"frozen"``.
+        by_role: whether backward passes are to tell roles apart; Default: False.
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
@@ -223,7 +225,9 @@ def linearised(
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
-        mode = stack.enter_context(under_rules(model, inputs, rule=rule, constants=constants))
+        mode = stack.enter_context(
+            under_rules(model, inputs, rule=rule, by_role=by_role, constants=constants)
+        )
         network = Network(mode, mixers, steps, verify)
         observe(model, mixers, (network,), stack, gradients=True)
         yield network
@@ -235,13 +239,14 @@ def under_rules(
     inputs: Tensor,
     *,
     rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
-        model, inputs, rule, constants: as for :func:`linearised`.
+        model, inputs, rule, by_role, constants: as for :func:`linearised`.
         follow: what follows tokens through the run already. Default: None, ids are followed up to
             where they are looked up.
     """
@@ -250,7 +255,7 @@ def under_rules(
     own = None
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
-    mode = Linearising(ids, rule, running.name, constants, follow)
+    mode = Linearising(ids, rule, running.name, constants, follow, by_role)
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:

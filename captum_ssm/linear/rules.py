@@ -149,8 +149,9 @@ def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A coefficient; by rules that divide, what grows smoothly with x follows its tangent."""
-    if mode.divides and plain(func.__name__) in TANGENT and mode.is_live(args[0] if args else None):
+    """A coefficient; by some rules what grows smoothly with x follows its tangent."""
+    smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
+    if smooth and mode.follows_tangents:
         return _tangent(mode, func, args, kwargs)
     with torch.no_grad():
         return func(*args, **kwargs)

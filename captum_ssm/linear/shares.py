@@ -9,7 +9,8 @@ share.  What belongs to the references is a constant of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +62,31 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
 _NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
 
 
+class Labels:
+    """Which paths a backward pass follows: all of them, or those of one label.
+
+    A path from the output to the input is labelled by the first factor other than content that it
+    takes; one that takes none is content.  What passes no mixer is content, too.
+    """
+
+    def __init__(self) -> None:
+        self.label: Role | None = None
+        #: The gradients that have come down to mixers by content alone.
+        self.unlabelled: dict[object, Tensor] = {}
+
+    @contextmanager
+    def only(self, label: Role) -> Iterator[None]:
+        """Follow the paths of one label inside the ``with``: content first, then the others.
+
+        Those of another label than content begin at mixers: the gradient of the output is to be 0.
+        """
+        self.label = label
+        try:
+            yield
+        finally:
+            self.label = None
+
+
 def is_shared(operator: Operator, rule: Rule) -> bool:
     """Whether coefficients of the operator get a share by the rule.
 
@@ -72,7 +98,12 @@ def is_shared(operator: Operator, rule: Rule) -> bool:
 
 
 def shared(
-    operator: Operator, x: Tensor, rule: Rule, ledger: Ledger, mask: Tensor | None
+    operator: Operator,
+    x: Tensor,
+    rule: Rule,
+    ledger: Ledger,
+    labels: Labels,
+    mask: Tensor | None,
 ) -> Tensor:
     """What an operator makes of values, its derivative divided among its factors by a rule.
 
@@ -81,11 +112,14 @@ def shared(
         x: the values, (B, L, H, P), live.
         rule: the rule.
         ledger: takes down what belongs to the references.
+        labels: says which paths a backward pass follows.
         mask: True for real tokens (B, L), in the order of the values, or None.
     """
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
-    return _Averaged.apply(_Outer(operator, rule, chosen, ledger, mask), x, *sources)  # type: ignore[no-untyped-call, no-any-return]
+    outer = _Outer(operator, rule, chosen, ledger, labels, mask)
+    out: Tensor = _Averaged.apply(outer, x, *sources)  # type: ignore[no-untyped-call]
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +131,7 @@ class _Outer:
         rule: the rule.
         chosen: its coefficients that get a share, by leaf and name.
         ledger: takes down what belongs to the references.
+        labels: says which paths a backward pass follows.
         mask: True for real tokens (B, L), or None.
     """
 
@@ -104,7 +139,23 @@ class _Outer:
     rule: Rule
     chosen: Sequence[tuple[Operator, str]]
     ledger: Ledger
+    labels: Labels
     mask: Tensor | None
+
+    def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of values and factors along the paths of the present label."""
+        label, labels = self.labels.label, self.labels
+        if label == "content":
+            labels.unlabelled[self] = gradient
+            of_values, _ = self.averaged(x, gradient)
+            return of_values, [torch.zeros_like(leaf.live[name]) for leaf, name in self.chosen]
+        of_values, found = self.averaged(x, gradient)
+        if label is not None:
+            _, begun = self.averaged(x, labels.unlabelled[self])
+            for i, (leaf, name) in enumerate(self.chosen):
+                if leaf.roles[name] == label:
+                    found[i] = found[i] + begun[i]
+        return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors."""
@@ -148,7 +199,9 @@ class _Averaged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         outer: _Outer = ctx.outer
         x, out = ctx.saved_tensors
-        of_values, of_sources = outer.averaged(x, gradient)
+        of_values, of_sources = outer.followed(x, gradient)
+        if outer.labels.label is not None:  # the account is of all paths
+            return None, of_values, *of_sources
         batch = len(out)
         rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
         for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):

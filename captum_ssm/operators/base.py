@@ -159,6 +159,8 @@ class Operator:
     live: Mapping[str, Tensor] = MappingProxyType({})
     #: Whether whole matrices of heads are quicker made than rows of all channels.
     quick_heads = False
+    #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.
+    few_rows: int = 0
 
     # --- what a subclass defines -----------------------------------------------------------
 

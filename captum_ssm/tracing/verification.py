@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
@@ -122,7 +123,8 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
 
     def both(module: nn.Module) -> tuple[Tensor, Tensor]:
-        output = module.forward(*wide.args, **wide.kwargs)
+        with torch._C._EnableTorchFunction(), _Widened():  # also where functions go unseen
+            output = module.forward(*wide.args, **wide.kwargs)
         again = replace(wide, output=output)
         return again.output_tensor, linearize(mixer, again).output()
 
@@ -137,9 +139,25 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
 
 
+class _Widened(TorchFunctionMode):
+    """Reads float32 as float64: many modules compute parts of themselves in it, whatever theirs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        named = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **named)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
 #: Makes a mixer's operator of one of its calls.
 Linearizer = Callable[[Mixer, Call], LinearMixer]
-#: Largest error in float64 of operators of modules that round parts of themselves to float32.
+#: Largest error in float64 of operators of modules that round parts of themselves all the same.
 _ROUNDED = 1e-5
 
 

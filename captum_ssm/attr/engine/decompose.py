@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError, OptionError
 from ...linear import Ledger, Network, contribution
+from ...operators.base import Role
+from ...operators.coefficients import ROLES
 from ..call import checks
 from ..call.layout import of_given
 
@@ -35,6 +37,11 @@ class Decomposition:
         output: the explained number (B,).
         virtual: what tokens add that the model reads and was not given, such as one that
             forward_func puts in front, (B,). Streams and mixers hold these tokens, too.
+        roles: relevance of each token (B, L) by what it did: as content that was moved, as a key
+            that was matched, as a query that asked, as a gate that let something through, or as a
+            step by which states moved on.  They sum to :attr:`tokens`: every path from the output
+            to the input counts for the first factor other than content that it takes, and for
+            content where it takes none.  None if nobody asked. Default: None.
         content_only: names of the mixers that moved content alone though the rule divides, for
             their adapters give it no other factor with its graph: none by the rules ``"frozen"``
             and ``"half"``, which ask for none.
@@ -46,6 +53,7 @@ class Decomposition:
     biases: dict[str, Tensor]
     output: Tensor
     virtual: Tensor
+    roles: dict[Role, Tensor] | None = None
     content_only: tuple[str, ...] = ()
 
     @property
@@ -126,14 +134,16 @@ def decompose(
     output: Tensor,
     constant: Tensor | None = None,
     baseline: Tensor | None = None,
+    by_role: bool = False,
 ) -> Decomposition:
-    """One backward pass through a linear network.
+    """One backward pass through a linear network; one more for each role where they are asked for.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
         baseline: what relevance is in comparison with, like the root. Default: None, 0.
+        by_role: whether relevance is found by role. Default: False.
     """
     root, steps = network.root, network.steps
     wanted = [root, *(x for s in steps for x in (*s.entering, s.output))]
@@ -155,20 +165,47 @@ def decompose(
         if entering:
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens())
-    virtual = torch.zeros_like(output.detach())
-    if network.mode.given is not None:
-        whole = inputs.flatten(1).sum(1)
-        inputs = of_given(inputs, network.mode.given, network.mode.tokens)
-        virtual = whole - inputs.flatten(1).sum(1)
-    return Decomposition(
+    whole = inputs.flatten(1).sum(1)
+    inputs = _on_given(inputs, network)
+    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
+    found = Decomposition(
         inputs,
         tuple(streams),
         tuple(mixers),
         biases,
         output.detach(),
         virtual,
-        tuple(dict.fromkeys(network.content_only)),
+        content_only=tuple(dict.fromkeys(network.content_only)),
     )
+    if not by_role:
+        return found
+    if network.mode.rule == "frozen":
+        nothing = torch.zeros_like(found.tokens)
+        return replace(found, roles={r: found.tokens if r == "content" else nothing for r in ROLES})
+    return replace(found, roles=_by_role(network, output, baseline))
+
+
+def _on_given(relevance: Tensor, network: Network) -> Tensor:
+    """Relevance of what the model read, on the tokens that it was given."""
+    mode = network.mode
+    return relevance if mode.given is None else of_given(relevance, mode.given, mode.tokens)
+
+
+def _by_role(network: Network, output: Tensor, baseline: Tensor | None) -> dict[Role, Tensor]:
+    """Relevance of tokens (B, L) along the paths of each role."""
+    root, labels, found = network.root, network.mode.labels, {}
+    value = root.detach() if baseline is None else root.detach() - baseline
+    for role in ROLES:
+        seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
+        with labels.only(role):
+            (gradient,) = torch.autograd.grad(
+                output, root, seed, retain_graph=True, allow_unused=True
+            )
+        relevance = torch.zeros_like(value) if gradient is None else gradient * value
+        given = _on_given(relevance, network)
+        found[role] = given if given.dim() == 2 else given.flatten(2).sum(-1)
+    labels.unlabelled.clear()
+    return found
 
 
 def account(
@@ -259,8 +296,16 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         },
         torch.cat([part.output for part in parts]),
         torch.cat([part.virtual for part in parts]),
+        _stacked_roles(parts),
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
     )
+
+
+def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:
+    known = [part.roles for part in parts if part.roles is not None]
+    if len(known) < len(parts):
+        return None
+    return {role: torch.cat([roles[role] for roles in known]) for role in ROLES}
 
 
 def not_reached() -> GradientModeError:

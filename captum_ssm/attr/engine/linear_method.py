@@ -108,12 +108,14 @@ class Rules:
         by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
             which they are held in memory.
         verify: whether operators are held to their modules; a number is the tolerance.
+        by_role: whether relevance is found by role. Default: False.
     """
 
     rule: Rule
     constants: bool
     by_layer: bool
     verify: bool | float
+    by_role: bool = False
 
 
 def decompositions(
@@ -138,7 +140,7 @@ def decompositions(
         if baselines is None and rules.rule not in ("frozen", "half"):
             baselines = "mean"
         start = baseline_of(network, baselines)
-        found = [decompose(network, *number, start) for number in numbers]
+        found = [decompose(network, *number, start, rules.by_role) for number in numbers]
     if all(map(exact, found)):
         return found
     if len(output) == 1:
@@ -182,6 +184,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         request.model,
         request.ids,
         rule=rules.rule,
+        by_role=rules.by_role,
         constants=rules.constants,
         layers=request.layers,
         steps=rules.by_layer,

@@ -53,6 +53,7 @@ class ScalarDecayHeads(ChunkedHeads):
     """
 
     quick_heads = True
+    few_rows = 3
     roles: Mapping[str, Role] = {
         "query": "query",
         "key": "key",

@@ -81,6 +81,7 @@ class SelectiveScan(FadingRecurrence):
     """
 
     quick_heads = True
+    few_rows = 3
     roles: Mapping[str, Role] = {"dt": "step", "B": "key", "C": "query"}
 
     def __init__(
