@@ -190,9 +190,9 @@ class SoftmaxHeads(DenseHeads):
         >>> import torch
         >>> from captum_ssm.operators.heads import SoftmaxHeads
         >>> query, key = torch.randn(2, 1, 3, 2, 4)  # (B, L, H, N)
-        >>> def uncaused(query, key):
+        >>> def probabilities(query, key):
         ...     return (0.5 * query @ key.mT).softmax(-1)
-        >>> attention = SoftmaxHeads(query, key, uncaused, scaling=0.5, per_head=5)
+        >>> attention = SoftmaxHeads(query, key, probabilities, scaling=0.5, per_head=5)
         >>> ones = torch.ones(1, 3, 2, 5)  # (B, L, H, P)
         >>> torch.allclose(attention.apply(ones), ones)
         True
