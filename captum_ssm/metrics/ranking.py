@@ -207,15 +207,13 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
     Example:
         >>> import torch
         >>> from captum_ssm.metrics import kendall
-        >>> tau = kendall(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1.0, 3.0, 2.0, 4.0]]))
-        >>> round(tau.item(), 3)  # one of six pairs is ordered otherwise
+        >>> scores, others = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1, 3, 2, 4]])
+        >>> round(kendall(scores, others).item(), 3)  # one of six pairs is ordered otherwise
         0.667
     """
     first, second, counts = _paired(scores, others, mask)
     pairs = counts[:, :, None] & counts[:, None]
-    one, other = (
-        (x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second)
-    )  # (B, N, N)
+    one, other = ((x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second))  # (B, N, N)
     agreed = (one * other).sum((1, 2))
     return agreed / (one.abs().sum((1, 2)) * other.abs().sum((1, 2))).sqrt()
 
@@ -272,9 +270,7 @@ def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor,
     return scores.contiguous(), true & counts, ~true & counts
 
 
-def _paired(
-    scores: Tensor, others: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Two scores of the same units in float64, and which units count."""
     first, counts = masked_scores(scores, mask, "scores", dims=2)
     second, _ = masked_scores(others, mask, "others", dims=2)
