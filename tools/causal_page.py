@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
-from captum_ssm.bench.experiments.causal.interventions import DRAWS, PAIRS
+from captum_ssm.bench.experiments.causal.interventions import DRAWS, PERMUTATIONS
 from captum_ssm.bench.experiments.causal.methods import SHAPLEY
 from captum_ssm.bench.harness.groups import differences, group_lines
 from captum_ssm.bench.harness.tables import as_csv, legend
@@ -129,7 +129,7 @@ def page(
         picture=f"../{PICTURE}",
         date=machine["date"],
         machine=", ".join(f"{name} {value}" for name, value in machine.items() if name != "date"),
-        pairs=PAIRS,
+        pairs=PERMUTATIONS,
         draws=DRAWS,
         truth=SHAPLEY.method,
         ceilings=ceilings(groups),

@@ -30,7 +30,7 @@ from captum_ssm.bench.experiments.causal.experiment import (
     questions_of,
 )
 from captum_ssm.bench.experiments.causal.interventions import (
-    PAIRS,
+    PERMUTATIONS,
     Answers,
     coalitions,
     marginal,
@@ -126,7 +126,7 @@ def subsets(n: int, size: int) -> list[tuple[int, ...]]:
 def test_what_is_added_is_its_own_shapley_value(question: Question) -> None:
     model = Sums()
     answers = Answers(model, question)
-    references = question.references("shapley", PAIRS)
+    references = question.references("shapley", PERMUTATIONS)
     with torch.no_grad():
         lost = model.added(question.inputs, 3) - model.added(references, 3)  # (P, 9)
         left_out = model.added(question.inputs, 3) - model.added(
@@ -137,15 +137,15 @@ def test_what_is_added_is_its_own_shapley_value(question: Question) -> None:
     assert answers.shapley[:, 8].abs().max() == 0, "what stays has no part"
 
 
-def test_values_of_each_pair_add_up_to_what_its_reference_loses(question: Question) -> None:
+def test_values_of_each_permutation_add_up_to_what_its_reference_loses(question: Question) -> None:
     answers = Answers(Sums(power=2), question)
     with torch.no_grad():
         whole = answers.output(answers.points(question.inputs))
-        others = answers.output(answers.points(question.references("shapley", PAIRS)))
+        others = answers.output(answers.points(question.references("shapley", PERMUTATIONS)))
     torch.testing.assert_close(
         answers.shapley.sum(1), (whole - others).double(), rtol=1e-4, atol=1e-4
     )
-    assert answers.shapley.std(0)[:8].min() > 0, "each pair has a reference of its own"
+    assert answers.shapley.std(0)[:8].min() > 0, "each has a reference of its own"
 
 
 def test_methods_that_hold_for_sums(question: Question) -> None:
@@ -341,7 +341,7 @@ def test_the_truth_is_found_once_for_all_methods(monkeypatch: pytest.MonkeyPatch
                 causal.measure(model, example, cell)
         units = int(example.movable.sum())
         curves = 2 * 2 * 11  # references, directions, shares
-        assert asked == [2 * PAIRS * units, curves, 8 * (units + 1), curves, curves]
+        assert asked == [2 * PERMUTATIONS * units, curves, 8 * (units + 1), curves, curves]
         asked.clear()
 
 

@@ -1,6 +1,6 @@
 """Does relevance agree with what true interventions do?
 
-Shapes: U units, P pairs of permutations.
+Shapes: U units.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ...tasks.scenes import SCENES
 from ...training.image_recipes import IMAGE_RECIPES
 from ...training.recipes import RECIPES
 from ...training.text_recipes import TEXT_RECIPES, TextRecipe
+from ..vision_layers import ratio
 from .interventions import SUFFICIENT, Answers
 from .methods import METHODS, SHAPLEY, Method
 from .questions import LinkedQuestions, Question, RatedQuestions, SceneQuestions
@@ -70,11 +71,6 @@ CONFIRMING = (
 )
 #: Those of images, the first to choose on and the others to confirm.
 CHOOSING_IMAGES, CONFIRMING_IMAGES = ("scenes-vit",), ("scenes-vim", "scenes-vim-first")
-
-
-def ratio(sums: Tensor, _: Tensor) -> Tensor:
-    """The first sum over the second, (..., 2) to (..., 1)."""
-    return sums[..., :1] / sums[..., 1:]
 
 
 class Causal(Experiment):

@@ -1,6 +1,6 @@
 """What a model makes of inputs some units of which are exchanged: the truth, and curves.
 
-Shapes: N inputs, U units, n of them movable, P pairs of permutations, K classes, F shares.
+Shapes: N inputs, U units, n of them movable, P permutations, K classes, F shares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ....metrics.curve import WHOLE, Curve, change_order, changed
 from ..linked_texts import device_of
 from .questions import Question
 
-#: Antithetic pairs of permutations, each with a reference of its own, and draws for each unit that
-#: is left out.
-PAIRS, DRAWS = 16, 8
+#: Permutations, each taken with its reverse and a reference of its own; and draws for each unit
+#: that is left out.
+PERMUTATIONS, DRAWS = 16, 8
 #: References that units are put into, or that take their place.
 CURVE_REFERENCES = 2
 #: The share of the units that is to suffice, among those of the curves.
@@ -67,14 +67,13 @@ class Answers:
         """The logits of the competing classes, (N, K), where units of references are put in.
 
         Args:
-            references: (N, ...), or (1, ...).
+            references: (N, ...).
             kept: units of the input that stay, (N, U) of booleans.
         """
         found = []
         for start in range(0, len(kept), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            others = references if len(references) == 1 else references[some]
-            inputs = self.question.exchanged(others, kept[some])
+            inputs = self.question.exchanged(references[some], kept[some])
             found.append(class_logits(self._run, self.points(inputs)).cpu())
         logits, classes = torch.cat(found), self.question.classes
         return logits if classes is None else logits[:, list(classes)]
@@ -93,24 +92,24 @@ class Answers:
 
     @cached_property
     def shapley(self) -> Tensor:
-        """Estimates of the units' Shapley values, one of each pair of permutations, (P, U).
+        """Estimates of the units' Shapley values, one of each permutation and its reverse, (P, U).
 
         The game's value is the target's logit where the units outside a coalition are those of a
-        reference.  A pair takes the units of one reference out in an order, and in its reverse.
+        reference.
         """
         question, units = self.question, self.question.movable.nonzero().flatten()
         n = len(units)
-        references = question.references("shapley", PAIRS)
+        references = question.references("shapley", PERMUTATIONS)
         generator = torch.Generator().manual_seed(question.seed("permutations"))
-        orders = torch.rand(PAIRS, n, generator=generator).argsort(-1)
-        kept = torch.ones(PAIRS, 2 * n, len(question.movable), dtype=torch.bool)
+        orders = torch.rand(PERMUTATIONS, n, generator=generator).argsort(-1)
+        kept = torch.ones(PERMUTATIONS, 2 * n, len(question.movable), dtype=torch.bool)
         kept[..., units] = torch.stack([coalitions(order) for order in orders])
         values = self._values(references.repeat_interleave(2 * n, 0), kept.flatten(0, 1)).view(
-            PAIRS, 2 * n
+            PERMUTATIONS, 2 * n
         )
-        found = torch.zeros(PAIRS, len(question.movable), dtype=torch.float64)
-        for pair, order in enumerate(orders):
-            found[pair, units] = marginal(values[pair], order)
+        found = torch.zeros(PERMUTATIONS, len(question.movable), dtype=torch.float64)
+        for row, order in enumerate(orders):
+            found[row, units] = marginal(values[row], order)
         return found
 
     @cached_property

@@ -24,7 +24,7 @@ from ....attr.catalogue import Entry
 from ...harness.experiment import Cell
 from ..linked_texts import device_of
 from ..token_maps import STEPS
-from .interventions import DRAWS, PAIRS, Answers
+from .interventions import DRAWS, PERMUTATIONS, Answers
 
 #: References of expected gradients, and samples of GradientShap.
 EXPECTED, SHAP = (8, 16, 32), 20
@@ -207,5 +207,7 @@ METHODS: Mapping[Cell, Method] = {
     Cell("leave-one-out", f"{DRAWS} draws"): Method(
         lambda answers: answers.left_out, DRAWS, by_unit=DRAWS
     ),
-    SHAPLEY: Method(lambda answers: answers.shapley.mean(0), PAIRS, by_unit=2 * PAIRS),
+    SHAPLEY: Method(
+        lambda answers: answers.shapley.mean(0), PERMUTATIONS, by_unit=2 * PERMUTATIONS
+    ),
 }
