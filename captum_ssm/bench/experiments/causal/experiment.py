@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....attr.engine.sharing import Kept, shared_forward
+from ....attr.engine.sharing import shared_forward
 from ....metrics import (
     kendall,
     pearson,
@@ -135,7 +135,7 @@ class Causal(Experiment):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        with repaired_scans(), shared_forward(Kept("all", streams=True)):
+        with repaired_scans(), shared_forward("all", streams=True):
             yield
 
     def _questions(self, name: str) -> LinkedQuestions | RatedQuestions | SceneQuestions:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ....attr import LatimFlow
 from ....attr.catalogue import METHODS as CATALOGUE
 from ....attr.catalogue import Entry
+from ....linear import FAMILY
 from ...harness.experiment import Cell
 from ..linked_texts import device_of
 from ..token_maps import STEPS
@@ -185,8 +186,8 @@ SHAPLEY = Cell("Shapley values")
 METHODS: Mapping[Cell, Method] = {
     **{Cell(entry.name): _by_catalogue(entry) for entry in CATALOGUE if entry.name != "LatimFlow"},
     **{
-        Cell("LatimFlow", gate): Method(partial(_ours, kind=LatimFlow, gate=gate), 1, 1)
-        for gate in ("frozen", "half")
+        Cell("LatimFlow", rule): Method(partial(_ours, kind=LatimFlow, rule=rule), 1, 1)
+        for rule in FAMILY
     },
     Cell("InputXGradient"): Method(_input_x_gradient, 1, 1),
     Cell("IntegratedGradients", "from zero"): Method(
