@@ -199,5 +199,5 @@ class LatimNorm(LatimMethod):
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """The rows of a layer's map, weighted by the query (B, L)."""
-        parts = Contributions(layer, self.activation, layer.linear.branch_scale)
+        parts = Contributions(layer, self.activation, layer.scale)
         return weighted_rows(weights, lambda index: self._map(layer, parts, index))

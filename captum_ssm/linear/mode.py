@@ -30,6 +30,7 @@ class Linearising(TorchFunctionMode):
 
     Attributes:
         root: the input from which the network is linear, once it is there.
+        start: the copy of it that the network goes on from.
         ledger: the constants that entered.
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
@@ -59,6 +60,7 @@ class Linearising(TorchFunctionMode):
         super().__init__()
         self.gate = gate
         self.root: Tensor | None = None
+        self.start: Tensor | None = None
         self.ledger = Ledger(where, constants)
         self.bends = 0
         self.where = where
@@ -68,7 +70,6 @@ class Linearising(TorchFunctionMode):
         self._found = False
         self._looks_away = 0
         self._table = 0
-        self._start: Tensor | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
 
@@ -89,8 +90,8 @@ class Linearising(TorchFunctionMode):
     def begin(self, x: Tensor) -> Tensor:
         """A copy of ``x`` from which the network is linear, fit to be changed in place."""
         self.root = self.leaf(x.detach().clone())
-        self._start = self.root.clone()
-        return self._start
+        self.start = self.root.clone()
+        return self.start
 
     def begun(self, inputs: Tensor) -> Tensor:
         """What to run the model on: the ids, or a live copy of a floating input."""
@@ -261,8 +262,8 @@ class Linearising(TorchFunctionMode):
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
             self._found = True
-            if self._start is not None:  # what came before was not the input
-                self.ledger.noted(self._start, self._start.detach())
+            if self.start is not None:  # what came before was not the input
+                self.ledger.noted(self.start, self.start.detach())
             return self.begin(out)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
@@ -281,8 +282,8 @@ class Linearising(TorchFunctionMode):
         if not self._found:
             self._found, self._table = True, table.data_ptr()
             self.given = None if is_same else given
-            if self._start is not None:  # what came before was not the input
-                self.ledger.noted(self._start, self._start.detach())
+            if self.start is not None:  # what came before was not the input
+                self.ledger.noted(self.start, self.start.detach())
             return self.begin(out)
         if self.root is None or table.data_ptr() != self._table:
             return out

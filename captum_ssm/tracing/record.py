@@ -22,7 +22,7 @@ from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
-from .residual import ADDS_TO_NORMED, first_floating, residual_stream
+from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
@@ -228,6 +228,8 @@ def trace(
         if follow is not None:
             _look_past(follow, module, stack)
         yield record
+    if recorder.sums is not None:
+        recorder.sums.settle(record.reads)
 
 
 def require_layers(record: Trace, model: nn.Module) -> None:
@@ -287,6 +289,7 @@ class Recorder(Watcher):
         self._begun: dict[nn.Module, Tensor] = {}
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
+        self.sums = None if follow is None else Sums(follow, record.layers, streams)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         if not is_block:
@@ -334,7 +337,10 @@ class Recorder(Watcher):
             hidden = call.hidden_states
             if not self.follow.has_begun:
                 self.follow.begin(hidden)
-            record.reads.append(Read(self.follow.origin(hidden), origin))
+            entering = self.follow.origin(hidden)
+            record.reads.append(Read(entering, origin))
+            if self.sums is not None:
+                self.sums.read(entering)
         with ExitStack() as stack:
             for context in self.while_mixing():
                 stack.enter_context(context)
@@ -354,7 +360,10 @@ class Recorder(Watcher):
             output, kept = swap_first(output, swap)
         layer.leave(kept, hook_factor(layer.call.output_tensor, left))
         if self.follow is not None:
-            self.follow.declare(first_tensor(output), self.record.layers.index(layer) + 1)
+            number = self.record.layers.index(layer) + 1
+            self.follow.declare(first_tensor(output), number)
+            if self.sums is not None:
+                self.sums.left(number)
         return output if joins else None
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...operators.kernels.arithmetic import unseen
 from .calls import is_followed, is_ids, is_number, layout_of, name_of, storage_of, written_by
-from .origin import Mixed, Origin
+from .origin import OTHERS, Mixed, Origin
 from .rules import (
     CONSTANT,
     EMPTY,
@@ -81,6 +81,10 @@ class Places(TorchFunctionMode):
         where: returns the name of the module that is running.
         ids_only: whether ids alone are followed, and no numbers. Default: False.
 
+    Attributes:
+        on_sum: told of sums of two tensors and their weights, before they are made. Default: None,
+            nobody is.
+
     Example:
         >>> import torch
         >>> from captum_ssm.tracing.places import Places
@@ -95,6 +99,7 @@ class Places(TorchFunctionMode):
     def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
+        self.on_sum: Callable[[Tensor, Tensor, tuple[float, float]], None] | None = None
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -193,6 +198,10 @@ class Places(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
         if name == "embedding" and not self._paused:  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
+        if self.on_sum is not None and self._sizes and not self._paused:
+            sum_of = plain(plain(name).removesuffix("_"))
+            if sum_of in ("add", "sub"):
+                self._tell_of_sum(sum_of, (*args, *kwargs.values()), kwargs.get("alpha", 1))
         out = func(*args, **kwargs)
         if not self._sizes or self._paused:
             return out
@@ -211,6 +220,8 @@ class Places(TorchFunctionMode):
         known = self._known((*args, *kwargs.values()))
         if results and (known or name in EMPTY):
             with unseen():
+                if name == "cat" and known:
+                    self._number_others(tensors((*args, *kwargs.values())), results[0], known)
                 self._note(name, func, args, kwargs, results, known)
         return out
 
@@ -243,6 +254,32 @@ class Places(TorchFunctionMode):
                 if found is not None:
                     known[id(x)] = x, found
         return known
+
+    def _tell_of_sum(self, name: str, values: tuple[Any, ...], alpha: float) -> None:
+        """Tell of a sum or a difference of two tensors."""
+        terms = list(tensors(values))
+        if self.on_sum is not None and len(terms) == 2:
+            self.on_sum(*terms, (1.0, alpha if name == "add" else -alpha))
+
+    def _number_others(
+        self, parts: Iterable[Tensor], whole: Tensor, known: dict[int, tuple[Tensor, Origin]]
+    ) -> None:
+        """Declare tokens that are put beside followed ones, such as virtual tokens, to be sources.
+
+        Args:
+            parts: what is put beside each other.
+            whole: the result.
+            known: those of the parts that are followed; the others are added.
+        """
+        if whole.dim() != (2 if is_ids(whole) else 3):
+            return
+        for x in parts:
+            beside = x.dim() == whole.dim() and x.shape[1] < whole.shape[1]
+            if beside and x.numel() and id(x) not in known:
+                self.declare(x, OTHERS + len(self._sizes))
+                origin = self.origin(x)
+                assert origin is not None
+                known[id(x)] = x, origin
 
     def _note(
         self,
@@ -295,6 +332,9 @@ class Places(TorchFunctionMode):
                     raise TokensMeet
                 groups = rule(call)
             except TokensMeet as met:
+                given = _without_others(known)
+                if given is not None:  # what is no token of the input may meet others
+                    return self._origins(name, func, args, kwargs, results, given)
                 blend = Mixed(name, self.where(), met.pooled)
             except _CANNOT:
                 blend = Mixed(name, self.where())
@@ -419,3 +459,18 @@ class Places(TorchFunctionMode):
         except TokensMeet:
             return self._origin(tensor, (), Mixed("copy", self.where()))
         return self._origin(tensor, groups) if groups else None
+
+
+def _without_others(
+    known: dict[int, tuple[Tensor, Origin]],
+) -> dict[int, tuple[Tensor, Origin]] | None:
+    """Followed tensors without the sources that hold no token of the input; None if none does."""
+    found, changed = {}, False
+    for key, (x, origin) in known.items():
+        skips = [{s: k for s, k in g.skips.items() if s < OTHERS} for g in origin.groups]
+        pairs = zip(origin.groups, skips, strict=True)
+        groups = tuple(Group(g.places, kept) for g, kept in pairs if kept)
+        changed = changed or sum(map(len, skips)) < sum(len(g.skips) for g in origin.groups)
+        if groups or origin.blend is not None:
+            found[key] = x, replace(origin, groups=groups)
+    return found if changed else None

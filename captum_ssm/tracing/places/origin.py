@@ -12,6 +12,11 @@ from ...operators.kernels.arithmetic import unseen
 from .rules.groups import Groups, TokensMeet, settled
 
 
+#: Sources from this number on are neither the explained input nor what a mixer returned: tokens
+#: that come from elsewhere, each tensor of which is a source.
+OTHERS = 2**20
+
+
 @dataclass(frozen=True)
 class Mixed:
     """What first brought several tokens together.
