@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .call.components import PRESETS
 from .call.targets import CONTRASTS
-from .engine.method import RECIPES, ImplicitMethod
+from .engine.method import RECIPES, SSMAttribution
 from .flow import GATES, LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
 from .latim_alti import AGGREGATES, LatimALTI
@@ -107,7 +107,7 @@ class Entry(NamedTuple):
             asking token's own entry says nothing of any source. Default: False.
     """
 
-    method: type[ImplicitMethod]
+    method: type[SSMAttribution]
     cost: Cost
     says: str
     needs: tuple[str, ...]

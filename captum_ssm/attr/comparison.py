@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from captum.attr._utils.attribution import GradientAttribution, InternalAttribut
 from torch import Tensor, nn
 
 from ..errors import InputError, OptionError
-from ..tracing import find_model
+from ..tracing import Graph, find_model
 from .call import checks
 from .call.inputs import (
     BatchPart,
@@ -25,9 +25,8 @@ from .call.inputs import (
 )
 from .call.layout import PatchGrid
 from .call.targets import logits_of
-from .engine.method import ImplicitMethod
-from .engine.sharing import Kept, shared_forward
-from .flow import LatimFlow
+from .engine.method import ImplicitMethod, SSMAttribution
+from .engine.sharing import shared_forward
 
 #: A method, a class of methods to be made on the compared model, or such a class of ours by name.
 Method: TypeAlias = Attribution | type[Attribution] | str
@@ -104,14 +103,14 @@ def compare(
     chosen = _chosen(options, made)
     for name, method in made.items():
         _check_foreign(name, method, tensor, chosen[name])
-    implicit = [method for method in made.values() if isinstance(method, ImplicitMethod)]
-    foreign = len(implicit) < len(made)
+    ours = [method for method in made.values() if isinstance(method, SSMAttribution)]
+    foreign = len(ours) < len(made)
     grid = None
     if foreign and tensor.dim() == 4:
         grid = PatchGrid(find_model(forward_func, model))
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
     for cut in batch_parts(len(tensor), internal_batch_size):
-        with shared_forward(_kept(implicit)), cut.counting():
+        with _sharing(ours), cut.counting():
             given = cut(tensor), cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
                 own = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
@@ -165,7 +164,7 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
             f"methods holds {method!r}, which is no Captum attribution. Use methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
-    known = issubclass(kind, ImplicitMethod) or _required(kind) == ["forward_func"]
+    known = issubclass(kind, SSMAttribution) or _required(kind) == ["forward_func"]
     if isinstance(method, type) and not known:
         raise OptionError(
             f"methods holds the class {method.__name__}. Make an instance of it: what its "
@@ -189,7 +188,7 @@ def _made(
 ) -> Attribution:
     if not isinstance(method, type):
         return method
-    if issubclass(method, ImplicitMethod):
+    if issubclass(method, SSMAttribution):
         return method(forward_func, model, layers)
 
     def run(inputs: Tensor, *additional: Any) -> Tensor:
@@ -203,7 +202,7 @@ def _check_foreign(
     name: str, method: Attribution, inputs: Tensor, options: Mapping[str, Any]
 ) -> None:
     """Raise for a method of Captum's that cannot be called on these inputs, with these options."""
-    if isinstance(method, ImplicitMethod):
+    if isinstance(method, SSMAttribution):
         return
     missing = [x for x in _required(method.attribute) if x != "inputs" and x not in options]
     if missing:
@@ -221,11 +220,11 @@ def _check_foreign(
         )
 
 
-def _kept(methods: Sequence[ImplicitMethod]) -> Kept:
-    """What a forward run must keep to serve all of the methods."""
-    # LatimFlow takes its gradients in a network of its own
-    gradients = any(m.needs_gradient and not isinstance(m, LatimFlow) for m in methods)
-    return Kept("all" if gradients else "tail", any(m.needs_streams for m in methods))
+def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
+    """A context in which the methods share a forward run that serves them all."""
+    traced = [method for method in methods if isinstance(method, ImplicitMethod)]
+    graph: Graph = "all" if any(method.needs_gradient for method in traced) else "tail"
+    return shared_forward(graph, streams=any(method.needs_streams for method in traced))
 
 
 def _chosen(
@@ -258,7 +257,7 @@ def _relevance(
 ) -> Any:
     """What the method says, by token if asked for; Captum's own know no tokens."""
     inputs, target, additional = given
-    if isinstance(method, ImplicitMethod):
+    if isinstance(method, SSMAttribution):
         return method.attribute(
             inputs, target, additional or None, **{"per_token": per_token, **options}
         )

@@ -6,25 +6,25 @@ MambaLRP: conservative layer-wise relevance propagation, for every supported arc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from captum.log import log_usage
 from torch import Tensor
 
 from ..linear import Gate
-from ..tracing import find_model, weights_blamed
 from .call import checks
-from .call.inputs import as_tuple, check_batch, single_input
+from .call.inputs import BatchPart, single_input
 from .call.layout import PatchGrid
-from .call.targets import Against, as_asked, each_of, several
-from .engine.decompose import Decomposition
-from .engine.linear_run import LinearRuns, Rules
-from .engine.method import ImplicitMethod
+from .call.targets import Against, each_of
+from .engine.decompose import Decomposition, stacked
+from .engine.linear_method import Explained, LinearMethod, Rules, decompositions
+from .engine.run import Request
 
 GATES = ("frozen", "half")
 
 
-class LatimFlow(ImplicitMethod):
+class LatimFlow(LinearMethod):
     """The exact decomposition of an output over the tokens and features of the input.
 
     At a given input every part of the network is frozen into a linear map: mixers into their
@@ -58,15 +58,6 @@ class LatimFlow(ImplicitMethod):
     name = "LATIM Flow"
     needs_gradient = True
     default_gate: Gate = "frozen"
-
-    @property
-    def multiplies_by_inputs(self) -> bool:
-        """Relevance is a coefficient times the input."""
-        return True
-
-    def has_convergence_delta(self) -> bool:
-        """True: :meth:`attribute` returns one if asked."""
-        return True
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
@@ -125,30 +116,30 @@ class LatimFlow(ImplicitMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
-        checks.flags(per_token=per_token, return_convergence_delta=return_convergence_delta)
-        tensor, in_tuple = single_input(inputs)
-        grid = PatchGrid(find_model(self.forward_func, self.model)) if tensor.dim() == 4 else None
-        questions = [Against(each, contrast) for each in several(target)]
-        found = self._decompositions(
-            tensor,
-            questions,
+        checks.flags(per_token=per_token)
+        rules = self._rules(gate, zero_bias, verify, by_layer=False)
+
+        def explain(
+            request: Request, questions: Sequence[Against], cut: BatchPart
+        ) -> list[Explained]:
+            images = request.inputs.dim() == 4
+            grid = PatchGrid(request.model) if images and per_token else None
+            with nullcontext() if grid is None else grid.watch():
+                found = decompositions(request, questions, rules)
+            if grid is not None:
+                return [(grid.sums(each.inputs), each.delta) for each in found]
+            whole = per_token or request.inputs.dim() == 2
+            return [(each.tokens if whole else each.inputs, each.delta) for each in found]
+
+        return self._attribute(
+            inputs,
+            target,
+            contrast,
             additional_forward_args,
-            self._rules(gate, zero_bias, verify, by_layer=False),
-            internal_batch_size,
-            grid,
+            explain,
+            internal_batch_size=internal_batch_size,
+            return_convergence_delta=return_convergence_delta,
         )
-
-        def laid_out(of: Decomposition) -> Tensor:
-            if tensor.dim() == 2 or (per_token and tensor.dim() == 3):
-                return of.tokens
-            return grid.sums(of.inputs) if per_token and grid is not None else of.inputs
-
-        relevance = as_asked([laid_out(each) for each in found], target)
-        relevance = relevance.detach().to(tensor.device).contiguous()
-        result = (relevance,) if in_tuple else relevance
-        if not return_convergence_delta:
-            return result
-        return result, as_asked([each.delta for each in found], target).to(tensor.device)
 
     def decompose(
         self,
@@ -208,14 +199,15 @@ class LatimFlow(ImplicitMethod):
         Returns:
             One decomposition for each target.
         """
-        questions = [Against(target, contrast) for target in each_of(targets).targets]
-        return self._decompositions(
-            inputs,
-            questions,
+        rules = self._rules(gate, zero_bias, verify, by_layer=True)
+        found = self._by_parts(
+            single_input(inputs)[0],
+            [Against(target, contrast) for target in each_of(targets).targets],
             additional_forward_args,
-            self._rules(gate, zero_bias, verify, by_layer=True),
             internal_batch_size,
+            lambda request, questions, cut: decompositions(request, questions, rules),
         )
+        return list(map(stacked, found))
 
     def compute_convergence_delta(
         self,
@@ -239,7 +231,6 @@ class LatimFlow(ImplicitMethod):
         Returns:
             (B,), which rounding alone keeps from 0.
         """
-        given, _ = single_input(attributions, "attributions")
         found = self.decompose(
             inputs,
             target,
@@ -249,9 +240,7 @@ class LatimFlow(ImplicitMethod):
             zero_bias=zero_bias,
             verify=verify,
         )
-        return found.delta + (found.inputs.flatten(1).sum(1) - given.flatten(1).sum(1)).to(
-            found.output
-        )
+        return self._delta(found, found.inputs, attributions)
 
     def _rules(
         self, gate: Gate | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
@@ -260,25 +249,6 @@ class LatimFlow(ImplicitMethod):
         checks.flags(zero_bias=zero_bias)
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
         return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify)
-
-    def _decompositions(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        questions: Sequence[Against],
-        additional_forward_args: Any,
-        rules: Rules,
-        internal_batch_size: int | None,
-        grid: PatchGrid | None = None,
-    ) -> list[Decomposition]:
-        """One decomposition for each question."""
-        tensor, _ = single_input(inputs)
-        additional = as_tuple(additional_forward_args)
-        check_batch(tensor, additional)
-        self._check_mode()
-        model = find_model(self.forward_func, self.model)
-        runs = LinearRuns(self.forward_func, model, self.layers, rules, grid)
-        with weights_blamed(model):
-            return runs.decompositions(tensor, questions, additional, internal_batch_size)
 
 
 class MambaLRP(LatimFlow):

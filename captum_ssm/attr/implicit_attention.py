@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..operators import Reduce
-from ..tracing import Layer, find_model, weights_blamed
+from ..tracing import Layer
 from .call import checks
-from .call.inputs import as_tuple, check_batch, single_input
 from .call.query import Query
 from .engine import published
 from .engine.factors import Factors, each_factor, each_state
@@ -262,16 +260,11 @@ class ImplicitAttention(ImplicitMethod):
         named = None if layers is None else checks.integers("layers", layers, "layers")
         checks.flags(show_progress=show_progress)
         verify = checks.tolerance("verify", verify)
-        tensor, _ = single_input(inputs)
-        additional = as_tuple(additional_forward_args)
-        check_batch(tensor, additional)
-        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
-            run = self._run(tensor, None, additional, "mean", stack, verify=verify, folds=False)
+        with self._read(inputs, additional_forward_args, verify) as run:
             found = run.layers
             wanted = range(len(found)) if named is None else [_index(i, found) for i in named]
             made = {
-                i: make(found[i]).to(tensor.device)
+                i: make(found[i]).to(run.request.inputs.device)
                 for i in shown(sorted(set(wanted)), self.name, show_progress)
             }
         return [made[i] for i in wanted]

@@ -16,6 +16,7 @@ from .call import checks
 from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, check_row, shown, stages, verify_layer
+from .engine.method import ImplicitMethod
 from .engine.run import Run
 from .vectors.latim import LatimMethod, for_each, query_index, read_layers, read_options, wanted
 from .vectors.shares import AltiShares
@@ -23,7 +24,7 @@ from .vectors.shares import AltiShares
 AGGREGATES = ("rollout", "mean")
 
 
-class LatimALTI(LatimMethod):
+class LatimALTI(LatimMethod, ImplicitMethod):
     """LATIM (ALTI): C[i, j] proportional to relu(||y_i||_1 - ||y_i - T_i(x_j)||_1).
 
     T_i(x_j) is the share of token j in what a mixer returns at token i, y_i the sum of all shares
@@ -190,7 +191,7 @@ class LatimALTI(LatimMethod):
             mixing = self._mixing(stage, run, chosen.verify)
             return mixing.rows(query_index(positions, stage[-1])).to(device)
 
-        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
+        with self._read(inputs, additional_forward_args, chosen.verify) as run:
             bar = self.name if chosen.show_progress else None
             return for_each(wanted(stages(run.layers), named), make, bar)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,38 +12,35 @@ from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import InputError
-from ..linear import direct_paths
-from ..operators.kernels.arithmetic import unseen
-from ..tracing import (
-    Graph,
-    find_model,
-    require_deterministic,
-    require_layers,
-    require_real_tokens,
-    trace,
-)
+from ..operators.kernels.arithmetic import full_precision
 from .call import checks
-from .call.inputs import call_model, explained_ids, single_input
-from .call.query import Query
-from .call.targets import (
-    Against,
-    Each,
-    as_asked,
-    contrasted,
-    logits_of,
-    require_real_target,
-    several,
-    target_index,
-)
+from .call.inputs import BatchPart, single_input
+from .call.targets import Against, contrasted, require_real_target, target_index
 from .engine.decompose import not_linear, not_reached, sums_up
 from .engine.fold import verify_layer
-from .engine.run import Run
-from .engine.sharing import begin, chained, followed
+from .engine.linear_method import Explained, LinearMethod
+from .engine.run import Question, Request, Run, traced
+from .engine.sharing import layout_of
 from .vectors.latim import LatimMethod, read_options
-from .vectors.logit import MIXINGS, LogitContributions, LogitQuestion, LogitRun, contributions_to
+from .vectors.logit import MIXINGS, LogitContributions, MakeShares, contributions_to
 
 
-class LatimLogit(LatimMethod):
+@dataclass(frozen=True)
+class Asked:
+    """How contributions are traced back.
+
+    Attributes:
+        make: makes the shares of a stage.
+        description: of the progress bar; None for no bar.
+        verify: whether operators are held to their modules; a number is the tolerance.
+    """
+
+    make: MakeShares
+    description: str | None
+    verify: bool | float
+
+
+class LatimLogit(LatimMethod, LinearMethod):
     """LATIM (ALTI-Logit): the additions to an output, traced back to the input tokens.
 
         C[w <- k] = sum over layers and j of (T_i(x_j) . U_w) R[j, k],    R = P ... P of the layers
@@ -79,15 +77,7 @@ class LatimLogit(LatimMethod):
     """
 
     name = "LATIM Logit"
-
-    @property
-    def multiplies_by_inputs(self) -> bool:
-        """Contributions are of the input itself."""
-        return True
-
-    def has_convergence_delta(self) -> bool:
-        """True: :meth:`attribute` returns one if asked."""
-        return True
+    needs_streams = True
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
@@ -142,27 +132,26 @@ class LatimLogit(LatimMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
-        checks.flags(return_convergence_delta=return_convergence_delta)
-        found: list[LogitContributions] = []
-        relevance = self._traced_back(
+        checks.flags(per_token=per_token)
+        asked = self._asked(mixing, show_progress, verify)
+
+        def explain(
+            request: Request, questions: Sequence[Against], cut: BatchPart
+        ) -> list[Explained]:
+            with layout_of(request, per_token) as layout:
+                run, found = self._contributions(request, questions, asked)
+                rows = run.laid_out([parts.tokens for parts in found], layout)
+            return [(row, parts.delta) for row, parts in zip(rows, found, strict=True)]
+
+        return self._attribute(
             inputs,
-            Each([Against(each, contrast) for each in several(target)]),
+            target,
+            contrast,
             additional_forward_args,
-            found,
-            mixing=mixing,
-            per_token=per_token,
-            show_progress=show_progress,
+            explain,
             internal_batch_size=internal_batch_size,
-            verify=verify,
+            return_convergence_delta=return_convergence_delta,
         )
-        in_tuple = isinstance(relevance, tuple)
-        relevance = as_asked(relevance[0] if in_tuple else relevance, target)
-        result = (relevance,) if in_tuple else relevance
-        if not return_convergence_delta:
-            return result
-        count = len(several(target))
-        deltas = [torch.cat([part.delta for part in found[i::count]]) for i in range(count)]
-        return result, as_asked(deltas, target).to(relevance.device)
 
     def decompose(
         self,
@@ -187,20 +176,17 @@ class LatimLogit(LatimMethod):
         Returns:
             A :class:`~captum_ssm.attr.vectors.logit.LogitContributions`.
         """
-        found: list[LogitContributions] = []
-        self._traced_back(
-            inputs,
-            Each([Against(target, contrast)]),
+        asked = self._asked(mixing, show_progress, verify)
+        ((found,),) = self._by_parts(
+            single_input(inputs)[0],
+            [Against(target, contrast)],
             additional_forward_args,
-            found,
-            mixing=mixing,
-            per_token=True,
-            show_progress=show_progress,
-            internal_batch_size=None,
-            verify=verify,
-            by_layer=True,
+            None,
+            lambda request, questions, cut: self._contributions(
+                request, questions, asked, by_layer=True
+            )[1],
         )
-        return found[0]
+        return found
 
     def compute_convergence_delta(
         self,
@@ -225,7 +211,6 @@ class LatimLogit(LatimMethod):
         Raises:
             InputError: for images, whose relevance is spread over pixels, and has no sum to check.
         """
-        given, _ = single_input(attributions, "attributions")
         if single_input(inputs)[0].dim() == 4:
             raise InputError(
                 "inputs are images, whose relevance is bilinear in the patch grid and does not sum "
@@ -234,106 +219,42 @@ class LatimLogit(LatimMethod):
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
         )
-        return found.output - given.flatten(1).sum(1).to(found.output) - found.bias
+        return self._delta(found, found.tokens, attributions)
 
-    def _traced_back(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        target: Each,
-        additional_forward_args: Any,
-        found: list[LogitContributions],
-        *,
-        mixing: str,
-        per_token: bool,
-        show_progress: bool,
-        internal_batch_size: int | None,
-        verify: bool | float,
-        by_layer: bool = False,
-    ) -> Any:
-        """The relevance laid out; the contributions of each part of the batch go to ``found``."""
+    def _asked(self, mixing: str, show_progress: bool, verify: bool | float) -> Asked:
         make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
         chosen = read_options(0, show_progress, verify)
+        return Asked(make, self.name if chosen.show_progress else None, chosen.verify)
 
-        ready: list[LogitContributions] = []  # to the questions of a run yet to be asked
-
-        def relevance(run: Run) -> Tensor:
-            assert isinstance(run, LogitRun)
-            # frozen coefficients are not the network's business
-            with unseen():
-                if not ready:
-                    for layer in run.layers:
-                        verify_layer(layer, chosen.verify)
-                    bar = self.name if chosen.show_progress else None
-                    ready.extend(
-                        contributions_to(run, self.activation, make, bar, by_layer=by_layer)
-                    )
-                    if self.activation == "linearized" and verify is not False:
-                        _require_sums(ready, run)
-                found.append(ready.pop(0))
-                return found[-1].tokens
-
-        return self._attribute(
-            inputs,
-            target,
-            additional_forward_args,
-            relevance,
-            query="mean",
-            per_token=per_token,
-            internal_batch_size=internal_batch_size,
-            verify=verify,
-        )
-
-    def _run(
-        self,
-        inputs: Tensor,
-        target: Any,
-        additional: tuple[Any, ...],
-        query: Query,
-        stack: ExitStack,
-        graph: Graph = "outputs",
-        *,
-        verify: bool | float = True,
-        folds: bool = True,
-    ) -> Run:
-        model = find_model(self.forward_func, self.model)
-        require_deterministic(model)
-        ids = explained_ids(inputs, additional)
-        with ExitStack() as hooks:
-            tokens = followed(model, self.layers, hooks)
-            paths = stack.enter_context(direct_paths(model, ids, layers=self.layers, follow=tokens))
-            t = hooks.enter_context(
-                trace(
-                    model,
-                    layers=self.layers,
-                    verify=verify is not False,
-                    streams=True,
-                    follow=tokens,
-                    watchers=(paths,),
-                )
+    def _contributions(
+        self, request: Request, questions: Sequence[Against], asked: Asked, by_layer: bool = False
+    ) -> tuple[Run, list[LogitContributions]]:
+        """A run, and what its tokens add to the answer of each question."""
+        run = traced(replace(request, direct=True, verify=asked.verify is not False))
+        with ExitStack() as stack:
+            for device in {layer.output.device for layer in run.layers}:
+                stack.enter_context(full_precision(device))
+            for layer in run.layers:
+                verify_layer(layer, asked.verify)
+            run = replace(run, questions=[_question(run, each) for each in questions])
+            found = contributions_to(
+                run, self.activation, asked.make, asked.description, by_layer=by_layer
             )
-            if tokens is not None:
-                hooks.enter_context(tokens)
-            start = paths.mode.begun(inputs)
-            begin(tokens, start if start.is_floating_point() else ids)
-            output = logits_of(call_model(self.forward_func, start, additional))
-            origin = None if tokens is None else tokens.origin(output)
-        require_layers(t, model)
-        chain = chained(t, origin, folds)
-        questions = []
-        with unseen():
-            mask = t.mask
-            require_real_tokens(mask)
-            for asked in several(target):
-                require_real_target(target_index(asked.target, output), output, mask)
-                number, constant = contrasted(output, asked.target, asked.contrast)
-                if not number.requires_grad:
-                    raise not_reached()
-                questions.append(LogitQuestion(torch.zeros_like(number), number, constant))
-        given = None if chain is None else chain.given
-        return LogitRun(t.layers, mask, questions, paths, chain, given=given)
+        if self.activation == "linearized" and asked.verify is not False:
+            _require_sums(found, run)
+        return run, found
 
 
-def _require_sums(found: Sequence[LogitContributions], run: LogitRun) -> None:
+def _question(run: Run, asked: Against) -> Question:
+    require_real_target(target_index(asked.target, run.output), run.output, run.mask)
+    with torch.enable_grad():
+        number, constant = contrasted(run.output, asked.target, asked.contrast)
+    if not number.requires_grad:
+        raise not_reached()
+    return Question(asked.target, torch.zeros_like(number), number, constant)
+
+
+def _require_sums(found: Sequence[LogitContributions], run: Run) -> None:
     """Raise unless the parts of every output sum to it."""
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
         return  # what cancels out on the way may round to more than the sum

@@ -17,6 +17,7 @@ from .call import checks
 from .call.inputs import single_input
 from .call.query import Query
 from .engine.fold import carry, shown, verify_layer
+from .engine.method import ImplicitMethod
 from .engine.run import Run
 from .vectors.contributions import Contributions, tiles
 from .vectors.latim import (
@@ -30,7 +31,7 @@ from .vectors.latim import (
 )
 
 
-class LatimNorm(LatimMethod):
+class LatimNorm(LatimMethod, ImplicitMethod):
     """LATIM (l_p): C[i, j] = || T_i(x_j) ||_p, one map per layer.
 
     T_i(x_j) is the share of token j in what a mixer returns at token i (LATIM, eqs. 16-25), for
@@ -179,7 +180,7 @@ class LatimNorm(LatimMethod):
                 found *= keep[:, None] * keep.gather(1, index)[..., None]
             return found.to(device)
 
-        with self._traced(inputs, additional_forward_args, chosen.verify) as run:
+        with self._read(inputs, additional_forward_args, chosen.verify) as run:
             bar = self.name if chosen.show_progress else None
             return for_each(wanted(run.layers, named), make, bar)
 

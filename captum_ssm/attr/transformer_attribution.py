@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,32 +11,19 @@ from torch import Tensor, nn
 
 from ..mixers.base import LinearMixer
 from ..operators import Operator
-from ..tracing import Graph, Layer, find_model
+from ..tracing import Layer
 from ..tracing.gradients import recordable
 from .call import checks
 from .call.query import Query
-from .call.targets import several
 from .engine.fold import LayerMatrix, fold, given
-from .engine.linear_run import coefficients
+from .engine.linear_method import coefficients
 from .engine.method import ImplicitMethod, options
-from .engine.run import Question, Run
+from .engine.run import Run
 
 FORMS = ("lrp", "gradient")
 
 #: Elements of the matrices of heads formed at a time (16 MiB in float32).
 _MATRIX_ELEMENTS = 2**22
-
-
-@dataclass(frozen=True, eq=False)
-class Propagated(Question):
-    """A question whose relevance was propagated to the mixers.
-
-    Attributes:
-        coefficients: the gradient of the target in the linear network of LRP with respect to each
-            mixer's output (B, L, E).
-    """
-
-    coefficients: Sequence[Tensor]
 
 
 class TransformerAttribution(ImplicitMethod):
@@ -159,14 +144,17 @@ class TransformerAttribution(ImplicitMethod):
         chosen = options(components, "mean", heads, start_layer, "paper", show_progress, verify)
         checks.flags(normalize_rows=normalize_rows)
 
+        pending: list[list[Tensor]] = []  # the coefficients of the questions yet to be asked
+
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
             found = run.gradients([layer.output for layer in used], [layer.name for layer in used])
             gradients = dict(zip(used, found, strict=True))
-            question = run.questions[0]
-            propagated: dict[Layer, Tensor] = {}
-            if isinstance(question, Propagated):
-                propagated = dict(zip(run.layers, question.coefficients, strict=True))
+            if self.form == "lrp" and not pending:  # one more run, for all that is asked of this
+                targets = [question.target for question in run.questions]
+                pending.extend(coefficients(run.request, targets))
+            of_layers = pending.pop(0) if pending else []
+            propagated = dict(zip(run.layers, of_layers, strict=True)) if of_layers else {}
 
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 linear = layer.linear
@@ -179,7 +167,8 @@ class TransformerAttribution(ImplicitMethod):
                     coefficient = _behind(linear, layer.in_order(propagated[layer]))[:, :, at]
                 return given(_weighted(operator, linear.values[:, :, at], gradient, coefficient))
 
-            return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
+            with recordable(run.request.model):  # gradients pass the output projections again
+                return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 
         return self._attribute(
             inputs,
@@ -191,33 +180,6 @@ class TransformerAttribution(ImplicitMethod):
             internal_batch_size=internal_batch_size,
             verify=verify,
         )
-
-    def _run(
-        self,
-        inputs: Tensor,
-        target: Any,
-        additional: tuple[Any, ...],
-        query: Query,
-        stack: ExitStack,
-        graph: Graph = "outputs",
-        *,
-        verify: bool | float = True,
-        folds: bool = True,
-    ) -> Run:
-        model = find_model(self.forward_func, self.model)
-        checks: dict[str, Any] = {"verify": verify, "folds": folds}
-        run = super()._run(inputs, target, additional, query, stack, graph, **checks)
-        stack.enter_context(recordable(model))  # gradients pass the output projections again
-        if self.form == "gradient":
-            return run
-        found = coefficients(
-            self.forward_func, model, self.layers, inputs, additional, several(target)
-        )
-        questions = [
-            Propagated(asked.weights, asked.selected, each, taken=asked.taken)
-            for asked, each in zip(run.questions, found, strict=True)
-        ]
-        return replace(run, questions=questions)
 
 
 def _behind(linear: LinearMixer, gradient: Tensor) -> Tensor:

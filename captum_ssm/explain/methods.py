@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..attr.catalogue import DEFAULT, METHODS
-from ..attr.engine.method import ImplicitMethod
+from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 
 
-def method_classes(names: list[str] | None) -> list[type[ImplicitMethod]]:
+def method_classes(names: list[str] | None) -> list[type[SSMAttribution]]:
     """The classes of methods; upper and lower case are the same.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 from captum.attr import Attribution, Deconvolution, DeepLift, GradientAttribution, GuidedBackprop
 from torch import Tensor, nn
 
-from ..attr.engine.method import ImplicitMethod
+from ..attr.engine.method import SSMAttribution
 from ..errors import CaptumSSMError
 from ..tracing import find_mixers, find_model
 
@@ -20,7 +20,7 @@ def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) 
         model: what it would explain.
         inputs: what the model is given, one tensor per feature, each a batch.
     """
-    if issubclass(method, ImplicitMethod):
+    if issubclass(method, SSMAttribution):
         return _of_mixers(model, inputs)
     if issubclass(method, GradientAttribution):
         return _of_gradients(method, model, inputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import logits_of
-from ..attr.engine.method import ImplicitMethod
+from ..attr.engine.method import SSMAttribution
 from ..errors import InputError, OptionError
 from .applicability import obstacle
 from .dataset import Example
@@ -167,7 +167,7 @@ class AttributionCalculation:
         if (reason := self.obstacle(name, model, inputs)) is not None:
             raise OptionError(f"{name} does not fit this model: {reason}.")
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
-        explained = model if issubclass(kind, ImplicitMethod) else Logits(model, len(inputs))
+        explained = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
         found = kind(explained).attribute(
             inputs,
             target=target if self.use_label_for_attr else None,

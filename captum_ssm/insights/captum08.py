@@ -10,7 +10,7 @@ from typing import Any
 
 import captum
 
-from ..attr.engine.method import ImplicitMethod
+from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 from .config import BoolConfig, Config, NumberConfig, StrConfig, StrEnumConfig, TupleConfig
 from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
@@ -76,7 +76,7 @@ def register_with_captum() -> list[str]:
         ) from error
     if config.__name__.startswith("captum_ssm."):
         raise OptionError("captum.insights is captum_ssm.insights, which offers these methods.")
-    ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+    ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
     for method in ours:
         name = method.get_name()
         if method not in config.SUPPORTED_ATTRIBUTION_METHODS:

@@ -157,9 +157,9 @@ class Network(Watcher):
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return
-            if error > limit and self.verify is True:
-                if rounding_explains(mixer, call, found, linearize):
-                    return
+            arbitrate = error > limit and self.verify is True
+            if arbitrate and rounding_explains(mixer, call, found, linearize):
+                return
         require_same(mixer.name, mixer.architecture.family, error, limit)
 
 

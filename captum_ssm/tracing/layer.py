@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer

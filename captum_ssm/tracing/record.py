@@ -353,11 +353,11 @@ class Recorder(Watcher):
         if graph == "tail" and is_last:
             torch.set_grad_enabled(True)  # undone when the trace ends
         joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
-        kept = left.detach()
         if joins:
             # what computed the first output is let go of
             swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
-            output, kept = swap_first(output, swap)
+            output, _ = swap_first(output, swap)
+        kept = first_tensor(output) if joins else left.detach()
         layer.leave(kept, hook_factor(layer.call.output_tensor, left))
         if self.follow is not None:
             number = self.record.layers.index(layer) + 1

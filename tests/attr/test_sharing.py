@@ -23,7 +23,7 @@ from captum_ssm import (
     TransformerAttribution,
     compare,
 )
-from captum_ssm.attr.engine.sharing import Kept, shared_forward
+from captum_ssm.attr.engine.sharing import shared_forward
 from captum_ssm.errors import TargetError
 
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]
@@ -146,7 +146,7 @@ def test_only_the_same_call_is_shared():
     ]
     alone = [row(inputs, **options) for inputs, options, _ in calls]
     runs.clear()
-    with shared_forward(Kept("all", streams=False)):
+    with shared_forward("all"):
         for (inputs, options, new), expected in zip(calls, alone, strict=True):
             before = len(runs)
             close(row(inputs, **options), expected)
@@ -163,7 +163,7 @@ def test_arguments_that_differ_are_not_shared():
 
     half = torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
     method = ImplicitAttentionRollout(function, model)
-    with shared_forward(Kept("tail", streams=False)):
+    with shared_forward("tail"):
         full = method.attribute(ids, (-1, 3), torch.ones(2, 6).long())
         padded = method.attribute(ids, (-1, 3), half)
         again = method.attribute(ids, (-1, 3), half.clone())
@@ -195,7 +195,7 @@ def test_threads_share_nothing():
 def test_another_thread_sees_no_sharing():
     function, runs = counted(model := mamba_lm())
     explain, ids = ImplicitAttentionRollout(function, model), token_ids(2, 6)
-    with shared_forward(Kept("tail", streams=False)):
+    with shared_forward("tail"):
         explain.attribute(ids, (-1, 3))
         thread = threading.Thread(target=lambda: explain.attribute(ids, (-1, 3)))
         thread.start()

@@ -32,7 +32,7 @@ from captum_ssm import (
     compare,
     discard_smallest,
 )
-from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.attr.engine.method import SSMAttribution
 
 BATCH, TOKENS, LAYERS, HEADS = 2, 5, 2, 20
 NAN, INF = float("nan"), float("inf")
@@ -41,7 +41,7 @@ METHODS = [
     found
     for name in captum_ssm.attr.__all__
     if isinstance(found := getattr(captum_ssm.attr, name), type)
-    and issubclass(found, ImplicitMethod)
+    and issubclass(found, SSMAttribution)
 ]
 
 # --- the tables ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from zoo.small import mamba_lm, randomise
 import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.attr.catalogue import DEFAULT, METHODS
-from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.cli import explain, main
 from captum_ssm.errors import OptionError
 from captum_ssm.models import VisionMamba, load_bundled
@@ -385,6 +385,6 @@ def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         name
         for name in captum_ssm.__all__
         if isinstance(value := getattr(captum_ssm, name), type)
-        and issubclass(value, ImplicitMethod)
+        and issubclass(value, SSMAttribution)
     }
     assert {method.name for method in METHODS} == everything

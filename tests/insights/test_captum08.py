@@ -12,7 +12,7 @@ import torch
 from zoo.small import CLASSES, classifier, token_ids, vision
 
 from captum_ssm import MambaAttribution
-from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
 from captum_ssm.insights.api import plain
@@ -25,7 +25,7 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 needs_captum08 = pytest.mark.skipif(
     bool(MISSING), reason=f"needs {', '.join(MISSING)}: Captum 0.8; see CONTRIBUTING.md"
 )
-NAMES = [m.get_name() for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+NAMES = [m.get_name() for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
 LABELS = [f"class {i}" for i in range(CLASSES)]
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers.insights_examples import cnn, table_model
 from zoo.small import classifier, mamba_lm, token_ids
 
-from captum_ssm.attr.engine.method import ImplicitMethod
+from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.insights.config import NumberConfig, StrEnumConfig
 from captum_ssm.insights.methods import (
     ATTRIBUTION_METHOD_CONFIG,
@@ -19,14 +19,14 @@ from captum_ssm.insights.methods import (
     parameters_of,
 )
 
-OURS = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, ImplicitMethod)]
+OURS = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
 
 
 def test_all_methods_that_the_package_offers_are_there():
     import captum_ssm.attr
 
     public = [getattr(captum_ssm.attr, name) for name in captum_ssm.attr.__all__]
-    classes = [c for c in public if isinstance(c, type) and issubclass(c, ImplicitMethod)]
+    classes = [c for c in public if isinstance(c, type) and issubclass(c, SSMAttribution)]
     assert set(OURS) == set(classes) and len(OURS) == 9
     assert {m.get_name(): m for m in SUPPORTED_ATTRIBUTION_METHODS} == ATTRIBUTION_NAMES_TO_METHODS
     assert set(ATTRIBUTION_METHOD_CONFIG) <= set(ATTRIBUTION_NAMES_TO_METHODS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...mixers.parts.token_map import TokenMap
 from ...tracing.find import registered_mixers
 from ...tracing.hooks import hooked
-from .inputs import call_model
 
 
 class PatchGrid:
@@ -79,13 +79,15 @@ class ImageProbe(PatchGrid):
     """
 
     def patches(
-        self,
-        forward_func: Callable[..., Any],
-        images: Tensor,
-        additional: tuple[Any, ...],
-        tokens: int,
+        self, run: Callable[[Tensor], Any], images: Tensor, tokens: int
     ) -> tuple[Tensor, tuple[int, int]]:
-        """Indices of the patch tokens, row by row, and the grid (h, w)."""
+        """Indices of the patch tokens, row by row, and the grid (h, w).
+
+        Args:
+            run: runs the model on other images of the same kind.
+            images: those that are explained.
+            tokens: how many tokens the model makes of each.
+        """
         if self.grid is None:
             raise InputError(
                 f"inputs of shape {tuple(images.shape)} look like images, but the model has no 2-D "
@@ -99,12 +101,7 @@ class ImageProbe(PatchGrid):
             other = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
                 -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
             ).view_as(images[:1])
-            one = tuple(
-                a[:1] if isinstance(a, Tensor) and a.dim() and len(a) == len(images) else a
-                for a in additional
-            )
-            first = self._stream(forward_func, images[:1], one)
-            second = self._stream(forward_func, other, one)
+            first, second = self._stream(run, images[:1]), self._stream(run, other)
             changed = (first != second).flatten(2).any(-1)[0]
             index = changed.nonzero().flatten()
         if len(index) != height * width:
@@ -115,9 +112,7 @@ class ImageProbe(PatchGrid):
             )
         return index, self.grid
 
-    def _stream(
-        self, forward_func: Callable[..., Any], image: Tensor, additional: tuple[Any, ...]
-    ) -> Tensor:
+    def _stream(self, run: Callable[[Tensor], Any], image: Tensor) -> Tensor:
         """The tokens entering the first block; the run ends there."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,7 +125,7 @@ class ImageProbe(PatchGrid):
                 stack.enter_context(hooked(register, stop, with_kwargs=True))
             try:
                 with torch.no_grad():
-                    call_model(forward_func, image, additional)
+                    run(image)
             except _Reached as reached:
                 return reached.stream
         raise InputError("The model's blocks did not run when its patch tokens were looked for.")
@@ -180,3 +175,55 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
     size = images.shape[-2:]
     pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
     return pixels.expand(-1, images.shape[1], -1, -1)
+
+
+class TokenLayout:
+    """Lays relevance of tokens out in the shape of the user's input.
+
+    Args:
+        inputs: the one input.
+        per_token: whether one number per token is wanted.
+        probe: what has watched the run of an image; None for other inputs.
+    """
+
+    def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
+        self._inputs = inputs
+        self._per_token = per_token
+        self._probe = probe
+
+    def laid_out(
+        self,
+        rows: Sequence[Tensor],
+        mask: Tensor | None,
+        given: Tensor | None,
+        token_map: TokenMap | None,
+        run: Callable[[Tensor], Any],
+    ) -> list[Tensor]:
+        """Rows (B, L) of tokens that the first mixer read, in the input's shape.
+
+        Args:
+            rows: the rows.
+            mask: True for real tokens (B, L), or None.
+            given: which token of the input each is (B, L), -1 for one that is none; None if they
+                are the same.
+            token_map: where they lie, for a mixer that is called on windows of a map.
+            run: runs the model on other images of the same kind.
+        """
+        inputs, per_token, probe = self._inputs, self._per_token, self._probe
+        if mask is not None:
+            rows = [row * mask.to(row) for row in rows]
+        if given is not None:
+            rows = [of_given(row, given, inputs.shape[1]) for row in rows]
+        if probe is None:
+            return [spread_over_features(row, inputs, per_token) for row in rows]
+        if token_map is not None:
+            grids = [row.view(-1, *token_map.size) for row in rows]
+        else:
+            try:
+                index, grid = probe.patches(run, inputs, rows[0].shape[1])
+            except InputError:
+                if per_token:
+                    return list(rows)
+                raise
+            grids = [row[:, index.to(row.device)].view(-1, *grid) for row in rows]
+        return grids if per_token else [spread_over_image(grid, inputs) for grid in grids]

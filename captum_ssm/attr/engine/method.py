@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from captum.attr import Attribution
 from torch import Tensor, nn
 
-from ...errors import GradientModeError, InputError, OptionError
+from ...errors import GradientModeError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
 from ...tracing import (
@@ -19,24 +20,24 @@ from ...tracing import (
     find_model,
     graphs_dropped,
     repaired_scans,
-    require_real_tokens,
     weights_blamed,
 )
 from ..call import checks
 from ..call.components import parse_components
-from ..call.inputs import as_tuple, batch_parts, check_batch, single_input
-from ..call.layout import ImageProbe, of_given, spread_over_features, spread_over_image
+from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import Each, as_asked, each_of, require_real_target, several, target_index
+from ..call.targets import as_asked, each_of, require_real_target, several, target_index
 from .fold import Options
-from .run import Question, Run
-from .sharing import Kept, Request, forward_of, probe_of
+from .run import Question, Request, Run
+from .sharing import layout_of, run_of
+
+T = TypeVar("T")
 
 RECIPES = ("paper", "published_code")
 
 
-class ImplicitMethod(Attribution):
-    """Base of the methods that read a model through its linearised mixers.
+class SSMAttribution(Attribution):
+    """Base of all methods.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or any function that
@@ -67,20 +68,9 @@ class ImplicitMethod(Attribution):
         """The name that Captum shows."""
         return cls.name
 
-    @property
-    def multiplies_by_inputs(self) -> bool:
-        """The values are not multiplied in: relevance is that of the mixing, not of the inputs."""
-        return False
-
     def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered; Captum's remote methods alone have it."""
         raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
-
-    def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered: these relevances do not sum to the output."""
-        raise NotImplementedError(
-            f"{self.name} has no convergence delta: its relevances do not sum to the output."
-        )
 
     def attribute_each(
         self,
@@ -109,13 +99,74 @@ class ImplicitMethod(Attribution):
         )
         return found
 
-    def _check_mode(self) -> None:
-        """Raise if gradients are needed and cannot be recorded."""
+    def _by_parts(
+        self,
+        inputs: Tensor,
+        targets: Sequence[Any],
+        additional_forward_args: Any,
+        internal_batch_size: int | None,
+        explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
+    ) -> list[tuple[T, ...]]:
+        """What is found of each target in the parts of a batch.
+
+        Args:
+            inputs: the one input.
+            targets: targets, each for the whole batch.
+            additional_forward_args: as the user gave them.
+            internal_batch_size: the most examples of a part; None for all.
+            explain: what finds it, of the run that is requested for a part and its targets.
+        """
+        additional = as_tuple(additional_forward_args)
+        check_batch(inputs, additional)
         if self.needs_gradient and torch.is_inference_mode_enabled():
             raise GradientModeError(
                 f"{self.name} takes gradients, which torch.inference_mode() forbids. Call it "
                 "outside, or under torch.no_grad(), where it enables gradients itself."
             )
+        model, parts = find_model(self.forward_func, self.model), []
+        for cut in batch_parts(len(inputs), internal_batch_size):
+            own = tuple(map(cut, additional))
+            request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+            request = replace(request, streams=self.needs_streams)
+            with torch.inference_mode(False), cut.counting(), weights_blamed(model):
+                parts.append(explain(request, list(map(cut.target, targets)), cut))
+        return list(zip(*parts, strict=True))
+
+    @contextmanager
+    def _read(
+        self, inputs: Any, additional_forward_args: Any, verify: bool | float
+    ) -> Iterator[Run]:
+        """A run of which nothing is asked, to read its layers one by one."""
+        tensor, _ = single_input(inputs)
+        tensor = tensor.clone() if tensor.is_inference() else tensor
+        additional = as_tuple(additional_forward_args)
+        check_batch(tensor, additional)
+        model = find_model(self.forward_func, self.model)
+        request = Request(self.forward_func, model, self.layers, tensor, additional)
+        request = replace(
+            request, streams=self.needs_streams, verify=verify is not False, folds=False
+        )
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(weights_blamed(model))
+            run = run_of(request)
+            for device in {layer.output.device for layer in run.layers}:
+                stack.enter_context(full_precision(device))
+            yield run
+
+
+class ImplicitMethod(SSMAttribution):
+    """Base of the methods that fold the layers of a traced run, from the query to the input."""
+
+    @property
+    def multiplies_by_inputs(self) -> bool:
+        """The values are not multiplied in: relevance is that of the mixing, not of the inputs."""
+        return False
+
+    def compute_convergence_delta(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: these relevances do not sum to the output."""
+        raise NotImplementedError(
+            f"{self.name} has no convergence delta: its relevances do not sum to the output."
+        )
 
     def _attribute(
         self,
@@ -136,123 +187,49 @@ class ImplicitMethod(Attribution):
         what is kept of the run's where gradients are needed.
         """
         checks.flags(per_token=per_token)
-        tensor, in_tuple = single_input(inputs)
-        additional = as_tuple(additional_forward_args)
-        check_batch(tensor, additional)
-        check_query(query, len(tensor))
-        self._check_mode()
         verify = checks.tolerance("verify", verify)
-        model, parts = find_model(self.forward_func, self.model), []
-        for cut in batch_parts(len(tensor), internal_batch_size):
-            with torch.inference_mode(False), cut.counting(), weights_blamed(model):
-                results = self._one_batch(
-                    cut(tensor),
-                    Each([cut.target(t) for t in several(target)]),
-                    tuple(cut(a) for a in additional),
-                    relevance,
-                    query=cut(query),
-                    per_token=per_token,
-                    graph=graph,
-                    verify=verify,
-                )
-            parts.append([result.detach() for result in results])
-        wholes = [torch.cat(batches) for batches in zip(*parts, strict=True)]
-        out = as_asked(wholes, target).to(tensor.device).contiguous()
-        return (out,) if in_tuple else out
-
-    def _one_batch(
-        self,
-        inputs: Tensor,
-        target: Any,
-        additional: tuple[Any, ...],
-        relevance: Callable[[Run], Tensor],
-        *,
-        query: Query,
-        per_token: bool,
-        graph: Graph,
-        verify: bool | float,
-    ) -> list[Tensor]:
-        """The relevance laid out, for each target."""
-        is_image = inputs.dim() == 4 and inputs.is_floating_point()
-        probe: ImageProbe | None = None
-        model = find_model(self.forward_func, self.model)
-        with ExitStack() as stack:
-            if is_image:
-                probe = probe_of(model)
-                stack.enter_context(probe.watch())
-            if self.needs_gradient:
-                # until the backward is done: checkpointed layers run their forward again in it
-                stack.enter_context(repaired_scans())
-                stack.enter_context(graphs_dropped(model))
-            run = self._run(inputs, target, additional, query, stack, graph, verify=verify)
-            for device in {layer.output.device for layer in run.layers}:
-                stack.enter_context(full_precision(device))
-            rows = [relevance(asked) for asked in run.each()]
-            token_map = run.layers[0].map if is_image else None
-        if run.mask is not None:
-            rows = [row * run.mask.to(row) for row in rows]
-        if run.given is not None:
-            rows = [of_given(row, run.given, inputs.shape[1]) for row in rows]
-        if probe is None:
-            return [spread_over_features(row, inputs, per_token) for row in rows]
-        if token_map is not None:
-            grids = [row.view(-1, *token_map.size) for row in rows]
-        else:
-            try:
-                tokens = rows[0].shape[1]
-                index, grid = probe.patches(self.forward_func, inputs, additional, tokens)
-            except InputError:
-                if per_token:
-                    return rows
-                raise
-            grids = [row[:, index.to(row.device)].view(-1, *grid) for row in rows]
-        return grids if per_token else [spread_over_image(grid, inputs) for grid in grids]
-
-    def _run(
-        self,
-        inputs: Tensor,
-        target: Any,
-        additional: tuple[Any, ...],
-        query: Query,
-        stack: ExitStack,
-        graph: Graph = "outputs",
-        *,
-        verify: bool | float = True,
-        folds: bool = True,
-    ) -> Run:
-        """One traced forward run; its graph lives as long as ``stack``.
-
-        A target that is an :class:`Each` gives a question per target.
-        """
+        tensor, in_tuple = single_input(inputs)
+        check_query(query, len(tensor))
         if not self.needs_gradient:
             graph = "tail" if needs_readers(query) else "none"
-        stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
-        model = find_model(self.forward_func, self.model)
-        request = Request(self.forward_func, model, self.layers, inputs, additional)
-        kept = Kept(graph, self.needs_streams, verify is not False, folds)
-        forward = forward_of(request, kept)
-        layers, output, chain = forward.layers, forward.output, forward.chain
-        tail = layers[-1]
-        seen = tail.in_order(tail.output)
-        for found, what in ((seen, "mixers see"), (output, "output has")):
-            if len(found) != len(inputs):
-                raise InputError(
-                    f"inputs has a batch of {len(inputs)}, but the model's {what} a batch of "
-                    f"{len(found)}: each example must be explained by itself."
-                )
-        mask, questions = forward.record.mask, []
-        require_real_tokens(mask)
-        for index in [target_index(each, output) for each in several(target)]:
-            require_real_target(index, output, mask)
-            selected, taken = forward.selected(index) if self.needs_gradient else (None, None)
-            weights = query_weights(query, output, index, tail, mask)
+
+        def explain(request: Request, targets: Sequence[Any], cut: BatchPart) -> list[Tensor]:
+            request = replace(request, graph=graph, verify=verify is not False)
+            with ExitStack() as stack:
+                layout = stack.enter_context(layout_of(request, per_token))
+                if self.needs_gradient:
+                    # until the backward is done: checkpointed layers run their forward again in it
+                    stack.enter_context(repaired_scans())
+                    stack.enter_context(graphs_dropped(request.model))
+                stack.enter_context(torch.set_grad_enabled(self.needs_gradient))
+                run = run_of(request)
+                questions = self._questions(run, targets, cut(query))
+                for device in {layer.output.device for layer in run.layers}:
+                    stack.enter_context(full_precision(device))
+                rows = [relevance(asked) for asked in run.asked(questions)]
+                return [row.detach() for row in run.laid_out(rows, layout)]
+
+        found = self._by_parts(
+            tensor, several(target), additional_forward_args, internal_batch_size, explain
+        )
+        out = as_asked(list(map(torch.cat, found)), target).to(tensor.device).contiguous()
+        return (out,) if in_tuple else out
+
+    def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
+        """What each target asks of a run."""
+        tail, output, chain = run.layers[-1], run.output, run.chain
+        questions = []
+        for target in targets:
+            index = target_index(target, output)
+            require_real_target(index, output, run.mask)
+            selected, taken = run.select(index) if self.needs_gradient else (None, None)
+            weights = query_weights(query, output, index, tail, run.mask)
             if chain is not None and chain.output is not None:
                 weights = weights.index_select(1, chain.output.argsort().to(weights.device))
-            questions.append(Question(weights.detach(), selected, taken=taken))
+            questions.append(Question(target, weights.detach(), selected, taken=taken))
         if self.needs_gradient:  # the backward pass takes the most memory of all
-            forward.record.forget()
-        given = None if chain is None else chain.given
-        return Run(layers, mask, questions, given=given)
+            run.record.forget()
+        return questions
 
 
 def options(

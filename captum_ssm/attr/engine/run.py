@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...errors import GradientModeError
-from ...tracing import Layer
+from ...errors import GradientModeError, InputError
+from ...linear import DirectPaths, direct_paths
+from ...operators.kernels.arithmetic import unseen
+from ...tracing import (
+    Graph,
+    Layer,
+    Trace,
+    require_deterministic,
+    require_layers,
+    require_real_tokens,
+    trace,
+)
+from ...tracing.hooks import Running
+from ...tracing.places import Origin, Places
+from ...tracing.places.chain import Chain, NotAChain, arrange
+from ..call.inputs import BatchPart, call_model, explained_ids
+from ..call.layout import TokenLayout
+from ..call.targets import logits_of, select
 
 #: Elements of the tensors kept from one question to the next (1 GiB in float32).
 _KEPT_ELEMENTS = 2**28
@@ -20,20 +38,85 @@ Taken = dict[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
+class Request:
+    """What a run follows from, and what is wanted of it.
+
+    Attributes:
+        forward_func: what runs the model.
+        model: the module.
+        layers: names or modules of the mixers to record, or None for all.
+        inputs: the one input.
+        additional: further arguments of forward_func.
+        graph: which autograd graph is kept. Default: ``"none"``.
+        streams: whether the residual stream entering each mixer's block is. Default: False.
+        verify: whether operators are held to what their modules returned. Default: True.
+        folds: whether layers have to be a chain. Default: True.
+        direct: whether the run leaves the graph of its direct paths. Default: False.
+    """
+
+    forward_func: Callable[..., Any]
+    model: nn.Module
+    layers: Sequence[str | nn.Module] | None
+    inputs: Tensor
+    additional: tuple[Any, ...]
+    graph: Graph = "none"
+    streams: bool = False
+    verify: bool = True
+    folds: bool = True
+    direct: bool = False
+
+    @property
+    def ids(self) -> Tensor:
+        """The explained ids, or the floating input."""
+        return explained_ids(self.inputs, self.additional)
+
+    def output(self, start: Tensor) -> Tensor:
+        """What the model returns, as a tensor.
+
+        Args:
+            start: in place of the inputs.
+        """
+        return logits_of(call_model(self.forward_func, start, self.additional))
+
+    def one_output(self, start: Tensor) -> Tensor:
+        """The same of one example.
+
+        Args:
+            start: in place of the first of the inputs.
+        """
+        first = BatchPart(slice(0, 1), len(self.inputs))
+        return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
+
+    def same_as(self, other: Request) -> bool:
+        """Whether the other's run is as good."""
+        return (
+            self.forward_func == other.forward_func
+            and self.model is other.model
+            and _listed(self.layers) == _listed(other.layers)
+            and len(self.additional) == len(other.additional)
+            and all(map(same, (self.inputs, *self.additional), (other.inputs, *other.additional)))
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Question:
     """What is asked of a run.
 
     Attributes:
+        target: in one of Captum's forms.
         weights: the query as row weights (B, L).
         selected: the target's value per example (B,), part of the graph; None for methods
-            without gradients.
+            without gradients. Default: None.
+        constant: a summand of ``selected`` that no module added (B,). Default: None.
         taken: the gradients of ``selected`` that methods sharing the run have taken; None if the
-            run is not shared.
+            run is not shared. Default: None.
     """
 
+    target: Any
     weights: Tensor
-    selected: Tensor | None
-    taken: Taken | None = field(default=None, kw_only=True)
+    selected: Tensor | None = None
+    constant: Tensor | None = None
+    taken: Taken | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +124,39 @@ class Run:
     """One traced forward run of a (sub-)batch.
 
     Attributes:
-        layers: the recorded layers, in the order in which they ran.
+        request: what it follows from.
+        record: the record of its layers.
+        output: what the model returned.
         mask: True for real tokens (B, L), or None.
+        chain: how the tokens of its layers lie; None where that is not known.
+        shared: whether methods that follow use it too, so that it keeps its graph.
         questions: what is asked of it, now the first; the graph is kept for those that follow.
+            Default: nothing.
+        paths: the direct paths, where they were kept. Default: None.
         kept: what :meth:`once` keeps for all questions.
-        given: which token of the input each of the first layer's is (B, L), -1 for one that comes
-            from elsewhere; None if they are the same.
     """
 
-    layers: Sequence[Layer]
+    request: Request
+    record: Trace
+    output: Tensor
     mask: Tensor | None
-    questions: Sequence[Question]
-    kept: dict[Layer, Tensor] = field(default_factory=dict, kw_only=True)
-    given: Tensor | None = field(default=None, kw_only=True)
+    chain: Chain | None
+    shared: bool = False
+    questions: Sequence[Question] = ()
+    paths: DirectPaths | None = None
+    kept: dict[Layer, Tensor] = field(default_factory=dict)
+    _selected: list[tuple[Tensor | None, Tensor, Taken]] = field(default_factory=list)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The recorded layers, in the order in which they ran."""
+        return self.record.layers
+
+    @property
+    def given(self) -> Tensor | None:
+        """Which token of the input each of the first layer's is (B, L), -1 for one that comes from
+        elsewhere; None if they are the same."""
+        return None if self.chain is None else self.chain.given
 
     @functools.cached_property
     def streams(self) -> Mapping[Layer, Tensor | None]:
@@ -65,10 +168,29 @@ class Run:
         """The query as row weights (B, L)."""
         return self.questions[0].weights
 
-    def each(self) -> Iterator[Run]:
+    def laid_out(self, rows: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
+        """Relevance (B, L) of the tokens that the first layer read, in the shape of the input."""
+        token_map = self.layers[0].map if self.request.inputs.dim() == 4 else None
+        return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
+
+    def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
         """The same run, at one question after the other."""
-        for first in range(len(self.questions)):
-            yield replace(self, questions=self.questions[first:])
+        for first in range(len(questions)):
+            yield replace(self, questions=questions[first:])
+
+    def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
+        """A target's number per example (B,), and the gradients taken of it if they are shared.
+
+        Args:
+            index: the target's indices, or None.
+        """
+        if not self.shared:
+            return select(self.output, index), None
+        for known, number, taken in self._selected:
+            if same(known, index):
+                return number, taken
+        self._selected.append((index, select(self.output, index), {}))
+        return self._selected[-1][1:]
 
     def once(
         self, layer: Layer, elements: int, room: int, make: Callable[[], Tensor]
@@ -117,3 +239,92 @@ class Run:
                     "with layers=[...]."
                 )
         return [gradient.detach() for gradient in gradients if gradient is not None]
+
+
+def traced(request: Request, *, shared: bool = False) -> Run:
+    """Run the model of a request, its mixers recorded.
+
+    Args:
+        request: the request.
+        shared: whether methods that follow use the run too. Default: False.
+    """
+    model, layers, paths = request.model, request.layers, None
+    require_deterministic(model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
+        follow = _followed(request, stack)
+        if request.direct:
+            arguments: dict[str, Any] = {"layers": layers, "follow": follow}
+            paths = stack.enter_context(direct_paths(model, request.ids, **arguments))
+        record = stack.enter_context(
+            trace(
+                model,
+                layers=layers,
+                graph=request.graph,
+                verify=request.verify,
+                streams=request.streams,
+                follow=follow,
+                watchers=() if paths is None else (paths,),
+            )
+        )
+        start = request.inputs if paths is None else paths.mode.begun(request.inputs)
+        source = start if start.is_floating_point() else request.ids
+        if follow is not None:
+            stack.enter_context(follow)
+            if source.dim() in (2, 3):  # tokens of an image begin with its first block
+                follow.begin(source)
+        output = request.output(start)
+        origin = None if follow is None else follow.origin(output)
+    require_layers(record, model)
+    chain = _chained(record, origin, request.folds)
+    tail, batch = record.layers[-1], len(request.inputs)
+    for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
+        if len(found) != batch:
+            raise InputError(
+                f"inputs has a batch of {batch}, but the model's {what} a batch of {len(found)}: "
+                "each example must be explained by itself."
+            )
+    with unseen():
+        mask = record.mask
+    require_real_tokens(mask)
+    return Run(request, record, output, mask, chain, shared, paths=paths)
+
+
+def _followed(request: Request, stack: ExitStack) -> Places | None:
+    """What follows tokens through a run, to be switched on for it.
+
+    A user who chose the mixers vouches for the rest: then nothing does.
+    """
+    if request.layers is not None:
+        return None
+    running = Running(request.model)
+    running.watch(stack)
+    return Places(running.name)
+
+
+def _chained(record: Trace, output: Origin | None, folds: bool) -> Chain | None:
+    """How the tokens of a run lie; None where that was not followed, or lies in maps."""
+    if not record.reads or any(layer.map is not None for layer in record.layers):
+        return None
+    try:
+        return arrange(record.layers, record.reads, output)
+    except NotAChain:
+        if folds:
+            raise
+    for layer in record.layers:  # each by itself, in the order in which it reads the tokens
+        layer.arrange(None, None, None)
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one object, or tensors with the same numbers."""
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return alike and torch.equal(a, b)
+
+
+def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] | None:
+    return None if layers is None else list(layers)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError, QueryError
-from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.rows import Positions
-from ...tracing import Layer, find_model, weights_blamed
+from ...tracing import Layer
 from ..call import checks
-from ..call.inputs import as_tuple, check_batch, single_input
 from ..engine.fold import Options, shown
-from ..engine.method import ImplicitMethod, options
-from ..engine.run import Run
+from ..engine.method import SSMAttribution, options
 from .contributions import Contributions
 from .taps import check_activation
 
@@ -27,7 +23,7 @@ T = TypeVar("T")
 _ROWS = 256
 
 
-class LatimMethod(ImplicitMethod):
+class LatimMethod(SSMAttribution):
     """Base of the methods that read contribution vectors (LATIM, eqs. 16-25).
 
     Args:
@@ -78,35 +74,12 @@ class LatimMethod(ImplicitMethod):
             One number per layer: 0 but for rounding with ``activation="linearized"``.
         """
         chosen, named = read_options(0, show_progress, False), read_layers(layers)
-        with self._traced(inputs, additional_forward_args, verify=False) as run:
+        with self._read(inputs, additional_forward_args, False) as run:
             return for_each(
                 wanted(run.layers, named),
                 lambda layer: _missed(layer, self.activation, run.mask),
                 self.name if chosen.show_progress else None,
             )
-
-    @contextmanager
-    def _traced(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        additional_forward_args: Any,
-        verify: bool | float = True,
-    ) -> Iterator[Run]:
-        """One traced run, of which no query is asked, in the modes its layers are read in."""
-        tensor, _ = single_input(inputs)
-        additional = as_tuple(additional_forward_args)
-        check_batch(tensor, additional)
-        with torch.inference_mode(False), ExitStack() as stack:
-            stack.enter_context(weights_blamed(find_model(self.forward_func, self.model)))
-            stack.enter_context(torch.no_grad())
-            tensor = tensor.clone() if tensor.is_inference() else tensor
-            # not that of a method with questions of its own, of which there is none here
-            run = ImplicitMethod._run(
-                self, tensor, None, additional, "mean", stack, verify=verify, folds=False
-            )
-            for device in {layer.output.device for layer in run.layers}:
-                stack.enter_context(full_precision(device))
-            yield run
 
 
 def read_options(start_layer: int, show_progress: bool, verify: bool | float) -> Options:

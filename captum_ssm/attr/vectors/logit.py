@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...linear import DirectPaths, Local
+from ...linear import Local
 from ...tracing import Layer
-from ...tracing.places.chain import Chain
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
 from ..engine.run import Question, Run
@@ -75,32 +74,8 @@ class LogitContributions:
         return self.output - self.tokens.sum(-1) - self.bias
 
 
-@dataclass(frozen=True, eq=False)
-class LogitQuestion(Question):
-    """What is asked of a run.
-
-    Attributes:
-        constant: a summand of the selected number that no module added (B,), or None.
-    """
-
-    constant: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class LogitRun(Run):
-    """A run of which the direct paths were kept.
-
-    Attributes:
-        paths: the direct paths.
-        chain: how the tokens lie; None where that is not known.
-    """
-
-    paths: DirectPaths
-    chain: Chain | None
-
-
 def contributions_to(
-    run: LogitRun,
+    run: Run,
     activation: str,
     make: MakeShares,
     description: str | None,
@@ -117,6 +92,7 @@ def contributions_to(
         by_layer: whether to tell apart what each layer adds.  All of it is traced back through the
             layers before, which for a sum takes as long as for one of them.
     """
+    assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals
     apart = len(layers) if by_layer else 1
     count = apart + len(locals_) if by_layer else 1
@@ -179,9 +155,9 @@ class _Direct:
     output: Tensor
 
 
-def _direct(run: LogitRun, question: Question) -> _Direct:
+def _direct(run: Run, question: Question) -> _Direct:
     paths, layers = run.paths, run.layers
-    assert isinstance(question, LogitQuestion) and question.selected is not None
+    assert paths is not None and question.selected is not None
     if any(layer.map is not None for layer in layers):
         raise InputError(
             "The model's mixers act on windows of maps that become coarser, whose tokens cannot be "
@@ -201,7 +177,7 @@ def _direct(run: LogitRun, question: Question) -> _Direct:
     return _Direct(toward, locals_, embedding, biases, question.selected.detach())
 
 
-def _by_token(run: LogitRun, part: Local, gradient: Tensor) -> Tensor:
+def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
     """What a part adds to the output at its tokens, in the order of the first layer's, (B, L)."""
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attr.call.components import parse_components
-from ...attr.engine.sharing import Kept, shared_forward
+from ...attr.engine.sharing import shared_forward
 from ...metrics import average_precision, roc_auc
 from ...metrics.text_perturbation import Texts, text_activation, text_perturbation, text_pruning
 from ...models.bundled import weights_of
@@ -114,7 +114,7 @@ class TextClasses(Experiment):
         return text_scores(model, example, maps) if maps else {}
 
     def together(self) -> AbstractContextManager[None]:
-        return shared_forward(Kept("all", streams=True))
+        return shared_forward("all", streams=True)
 
     def _relevance(
         self, model: nn.Module, example: RatedExample, cell: Cell

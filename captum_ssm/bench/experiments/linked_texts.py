@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from ...attr.engine.sharing import Kept, shared_forward
+from ...attr.engine.sharing import shared_forward
 from ..harness.experiment import Experiment, Subject
 from ..harness.subjects import bundled
 from ..tasks.linked import LinkedBatch, LinkedTask
@@ -36,7 +36,7 @@ class LinkedTexts(Experiment):
         return task.batch(task.draw(1, random.Random(f"{seed}/{index}")))
 
     def together(self) -> AbstractContextManager[None]:
-        return shared_forward(Kept("all", streams=True))
+        return shared_forward("all", streams=True)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...attr.engine.sharing import Kept, shared_forward
+from ...attr.engine.sharing import shared_forward
 from ...metrics.classes import class_logits
 from ..harness.experiment import Cell, Experiment, Subject
 from ..harness.records import Rows
@@ -45,7 +45,7 @@ class OnScenes(Experiment):
         return self.task.draw(1, random.Random(f"{seed}/{index}").getrandbits(31))
 
     def together(self) -> AbstractContextManager[None]:
-        return shared_forward(Kept("all", streams=True))
+        return shared_forward("all", streams=True)
 
 
 class ByMaps(OnScenes):

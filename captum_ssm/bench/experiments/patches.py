@@ -49,5 +49,5 @@ def patches_of(model: nn.Module, image: Tensor) -> Patches:
     with torch.no_grad(), probe.watch(), trace(model) as record:
         model(image)
     tokens = record.layers[0].tokens
-    index, grid = probe.patches(model, image, (), tokens)
+    index, grid = probe.patches(model, image, tokens)
     return Patches(index, grid, tokens)

@@ -125,10 +125,11 @@ def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | 
 
 
 def _grid(probe: ImageProbe, subject: Subject, example: Example, tokens: int) -> Grid | None:
+    def run(image: Tensor) -> Any:
+        return call_model(subject.forward_func, image, example.additional)
+
     try:
-        index, size = probe.patches(
-            subject.forward_func, example.inputs, example.additional, tokens
-        )
+        index, size = probe.patches(run, example.inputs, tokens)
     except InputError:  # tokens that are no grid of patches are shown one after the other
         return None
     return Grid(size, index.cpu())

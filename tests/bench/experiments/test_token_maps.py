@@ -17,7 +17,7 @@ from zoo import mamba2
 from zoo.mamba import transformers_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, MambaAttribution
-from captum_ssm.attr.engine.sharing import Kept, shared_forward
+from captum_ssm.attr.engine.sharing import shared_forward
 from captum_ssm.bench import Cell
 from captum_ssm.bench.experiments.token_maps import (
     NO_CLAMP,
@@ -111,7 +111,7 @@ def check_shared(cells: Iterable[Cell], case: Case) -> None:
     maps = token_maps()
     for cell in cells:
         alone = maps[cell](*case)
-        with shared_forward(Kept("all", streams=True)):
+        with shared_forward("all", streams=True):
             maps[Cell("MambaAttribution", "exact")](*case)
             shared = maps[cell](*case)
         assert list(alone) == list(shared)

@@ -1,0 +1,184 @@
+"""What the methods share whose parts add up: a run made linear, decompositions, deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...linear import Gate, Network, linearised
+from ...operators.kernels.arithmetic import unseen
+from ...tracing import require_deterministic
+from ..call import checks
+from ..call.inputs import BatchPart, batch_parts, single_input
+from ..call.targets import (
+    Against,
+    as_asked,
+    contrasted,
+    require_real_target,
+    select,
+    several,
+    target_index,
+)
+from .decompose import Decomposition, Parts, decompose, exact, not_linear, not_reached, stacked
+from .method import SSMAttribution
+from .run import Request
+
+
+class LinearMethod(SSMAttribution):
+    """Base of the methods that take an output apart into a sum."""
+
+    @property
+    def multiplies_by_inputs(self) -> bool:
+        """Relevance is a coefficient times the input."""
+        return True
+
+    def has_convergence_delta(self) -> bool:
+        """True: ``attribute`` returns one if asked."""
+        return True
+
+    def _attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any,
+        contrast: Any,
+        additional_forward_args: Any,
+        explain: Callable[[Request, Sequence[Against], BatchPart], Sequence[Explained]],
+        *,
+        internal_batch_size: int | None,
+        return_convergence_delta: bool,
+    ) -> Any:
+        """Relevance in the input's shape, with the delta if asked for.
+
+        A target that is an :class:`~captum_ssm.attr.call.targets.Each` gives a result per target,
+        stacked in front.
+        """
+        checks.flags(return_convergence_delta=return_convergence_delta)
+        tensor, in_tuple = single_input(inputs)
+        questions = [Against(each, contrast) for each in several(target)]
+        found = self._by_parts(
+            tensor, questions, additional_forward_args, internal_batch_size, explain
+        )
+
+        def joined(which: int) -> Tensor:
+            wholes = [torch.cat([part[which] for part in parts]) for parts in found]
+            return as_asked(wholes, target).detach().to(tensor.device).contiguous()
+
+        relevance = (joined(0),) if in_tuple else joined(0)
+        return (relevance, joined(1)) if return_convergence_delta else relevance
+
+    def _delta(self, found: Parts, explained: Tensor, attributions: Any) -> Tensor:
+        """output - attributions - biases (B,), for relevance that ``attribute`` has returned.
+
+        Args:
+            found: the parts of the output.
+            explained: those of the input, (B, ...).
+            attributions: what the user gives back.
+        """
+        given, _ = single_input(attributions, "attributions")
+        sums = explained.flatten(1).sum(1) - given.flatten(1).sum(1).to(explained)
+        return found.delta + sums.to(found.output)
+
+
+#: Relevance in the input's shape, and what is left of the output, (B,).
+Explained = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the network is made linear.
+
+    Attributes:
+        gate: where the relevance of a gated product goes.
+        constants: whether biases and other constants are kept.
+        by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
+            which they are held in memory.
+        verify: whether operators are held to their modules; a number is the tolerance.
+    """
+
+    gate: Gate
+    constants: bool
+    by_layer: bool
+    verify: bool | float
+
+
+def decompositions(
+    request: Request, questions: Sequence[Against], rules: Rules
+) -> list[Decomposition]:
+    """One forward run of a network made linear, and one backward pass for each question.
+
+    Args:
+        request: what is run.
+        questions: what is asked of it.
+        rules: how it is made linear.
+    """
+    require_deterministic(request.model)
+    with _linear_run(request, rules) as (network, output):
+        for question in questions:
+            index = target_index(question.target, output)
+            require_real_target(index, output, network.mask)
+        numbers = [contrasted(output, q.target, q.contrast) for q in questions]
+        if not output.requires_grad:
+            raise not_reached()
+        found = [decompose(network, *number) for number in numbers]
+    if all(map(exact, found)):
+        return found
+    if len(output) == 1:
+        raise not_linear(output)
+    # constants that cannot be told apart by example, such as the biases of experts
+    parts = []
+    for cut in batch_parts(len(output), 1):
+        one = replace(
+            request, inputs=cut(request.inputs), additional=tuple(map(cut, request.additional))
+        )
+        with cut.counting():
+            parts.append(decompositions(one, list(map(cut.target, questions)), rules))
+    return [stacked(each) for each in zip(*parts, strict=True)]
+
+
+def coefficients(request: Request, targets: Sequence[Any]) -> list[list[Tensor]]:
+    """The gradients of targets in the linear network of LRP with respect to each mixer's output.
+
+    Relevance is a coefficient times what it belongs to.
+
+    Args:
+        request: what is run.
+        targets: targets in Captum's forms, each for the whole batch.
+
+    Returns:
+        For each target one tensor (B, L, E) per mixer call, in their order.
+    """
+    rules = Rules("half", constants=True, by_layer=True, verify=False)
+    with _linear_run(request, rules) as (network, output):
+        numbers = [select(output, target_index(each, output)) for each in targets]
+        if not all(number.requires_grad for number in numbers):
+            raise not_reached()
+        return [_gradients(number, network) for number in numbers]
+
+
+@contextmanager
+def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
+    """A network whose run has left a linear graph, and its output, out of sight of the rules."""
+    with linearised(
+        request.model,
+        request.ids,
+        gate=rules.gate,
+        constants=rules.constants,
+        layers=request.layers,
+        steps=rules.by_layer,
+        verify=rules.verify,
+    ) as network:
+        output = request.output(network.mode.begun(request.inputs))
+        network.check_ran()
+        with unseen():
+            yield network, output
+
+
+def _gradients(number: Tensor, network: Network) -> list[Tensor]:
+    outputs = [step.output for step in network.steps]
+    found = torch.autograd.grad(number.sum(), outputs, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, outputs, strict=True)]
