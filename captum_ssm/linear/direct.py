@@ -88,7 +88,8 @@ class DirectPaths(Watcher):
             self.entries.append(Local(leaf, 0, self._origin(leaf)))
             return leaf
 
-        return swap_first(given, cut)[0]
+        changed: Arguments = swap_first(given, cut)[0]
+        return changed
 
     @property
     def beginnings(self) -> list[Local]:
@@ -181,7 +182,8 @@ def direct_paths(
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> with direct_paths(model, ids) as paths, trace(model, watchers=[paths]):
         ...     logit = model(ids).logits[0, -1, 5]
-        >>> sources = [paths.entries[0].output, *paths.outputs]  # the logit of a Mamba without biases:
+        >>> sources = [paths.entries[0].output, *paths.outputs]
+        >>> # the logit of a Mamba without biases:
         >>> gradients = torch.autograd.grad(logit, sources)
         >>> parts = sum((g * x).sum() for g, x in zip(gradients, sources))
         >>> torch.allclose(parts, logit, atol=1e-4)

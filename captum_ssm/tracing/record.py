@@ -292,6 +292,8 @@ class Recorder(Watcher):
         self.sums = None if follow is None else Sums(follow, record.layers, streams)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        if self.sums is not None:
+            self.sums.enters(module, first_floating((*given[0], *given[1].values())))
         if not is_block:
             return None
         if self.streams or self.follow is not None:

@@ -216,7 +216,9 @@ def test_tokens_from_elsewhere_are_told_apart() -> None:
     (other,) = (source for source in origin.sources if source >= OTHERS)
     assert origin.tokens(other)[0].tolist() == [[-1] * L + [1, 0], [-1] * L + [3, 2]]
     # they are no tokens of the input, and may meet those that are
-    assert followed(lambda x: torch.cat([draw(B, 2, E), x], 1)[:, 1:3].sum(1), draw())[1].mixed is None
+    assert (
+        followed(lambda x: torch.cat([draw(B, 2, E), x], 1)[:, 1:3].sum(1), draw())[1].mixed is None
+    )
 
 
 # --- out of sight ---------------------------------------------------------------------------------

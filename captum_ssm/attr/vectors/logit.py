@@ -186,10 +186,11 @@ def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
         return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
-    if by_token.shape[1] != tokens:
+    found = by_token if run.chain is None else run.chain.put(by_token, part.origin)
+    if found.shape[1] != tokens:
         raise InputError(
-            f"A part of the model adds to the output by {by_token.shape[1]} tokens, but layer "
+            f"A part of the model adds to the output by {found.shape[1]} tokens, but layer "
             f"{layers[0].name!r} reads {tokens}, so that it cannot be traced back to them. Use "
             "LatimFlow, which needs no tracing back."
         )
-    return by_token if run.chain is None else run.chain.put(by_token, part.origin)
+    return found

@@ -61,7 +61,7 @@ class Chain:
     output: Tensor | None
 
     def put(self, x: Tensor, origin: Origin | None) -> Tensor:
-        """Numbers (B, L) by the tokens of a tensor, in the order of the first layer's.
+        """Numbers by the tokens of a tensor (B, L'), in the order of the first layer's (B, L).
 
         Args:
             x: the numbers.
@@ -69,6 +69,10 @@ class Chain:
         """
         if origin is None or origin.mixed is not None or origin.shape[:2] != x.shape:
             return x  # tokens in another shape, such as those routed to an expert, are in order
+        numbers, first = _numbers(origin), _numbers(self.first)
+        if numbers.shape != first.shape and self.orders.keys().isdisjoint(origin.sources):
+            match = (numbers[:, :, None] == first[:, None]) & (numbers >= 0)[:, :, None]
+            return torch.einsum("bi,bij->bj", x, match.to(x))  # others were added meanwhile
         order = _order(origin, self.orders, self.first, "A part between layers")
         return x if order is None else x.index_select(1, order.argsort().to(x.device))
 

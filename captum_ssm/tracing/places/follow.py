@@ -22,8 +22,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...operators.kernels.arithmetic import unseen
-from .calls import is_followed, is_ids, is_number, layout_of, name_of, storage_of, written_by
-from .origin import OTHERS, Mixed, Origin
+from .calls import (
+    Term,
+    is_followed,
+    is_ids,
+    is_number,
+    layout_of,
+    name_of,
+    storage_of,
+    terms_of,
+    written_by,
+)
+from .origin import OTHERS, Mixed, Origin, without_others
 from .rules import (
     CONSTANT,
     EMPTY,
@@ -82,8 +92,8 @@ class Places(TorchFunctionMode):
         ids_only: whether ids alone are followed, and no numbers. Default: False.
 
     Attributes:
-        on_sum: told of sums of two tensors and their weights, before they are made. Default: None,
-            nobody is.
+        on_sum: told of the two terms of sums and of their weights, before these are made. Default:
+            None, nobody is.
 
     Example:
         >>> import torch
@@ -99,7 +109,7 @@ class Places(TorchFunctionMode):
     def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
-        self.on_sum: Callable[[Tensor, Tensor, tuple[float, float]], None] | None = None
+        self.on_sum: Callable[[Term, Term], None] | None = None
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -199,9 +209,9 @@ class Places(TorchFunctionMode):
         if name == "embedding" and not self._paused:  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
         if self.on_sum is not None and self._sizes and not self._paused:
-            sum_of = plain(plain(name).removesuffix("_"))
-            if sum_of in ("add", "sub"):
-                self._tell_of_sum(sum_of, (*args, *kwargs.values()), kwargs.get("alpha", 1))
+            terms = terms_of(name, args, kwargs)
+            if terms is not None:
+                self.on_sum(*terms)
         out = func(*args, **kwargs)
         if not self._sizes or self._paused:
             return out
@@ -254,12 +264,6 @@ class Places(TorchFunctionMode):
                 if found is not None:
                     known[id(x)] = x, found
         return known
-
-    def _tell_of_sum(self, name: str, values: tuple[Any, ...], alpha: float) -> None:
-        """Tell of a sum or a difference of two tensors."""
-        terms = list(tensors(values))
-        if self.on_sum is not None and len(terms) == 2:
-            self.on_sum(*terms, (1.0, alpha if name == "add" else -alpha))
 
     def _number_others(
         self, parts: Iterable[Tensor], whole: Tensor, known: dict[int, tuple[Tensor, Origin]]
@@ -332,7 +336,7 @@ class Places(TorchFunctionMode):
                     raise TokensMeet
                 groups = rule(call)
             except TokensMeet as met:
-                given = _without_others(known)
+                given = without_others(known)
                 if given is not None:  # what is no token of the input may meet others
                     return self._origins(name, func, args, kwargs, results, given)
                 blend = Mixed(name, self.where(), met.pooled)
@@ -459,18 +463,3 @@ class Places(TorchFunctionMode):
         except TokensMeet:
             return self._origin(tensor, (), Mixed("copy", self.where()))
         return self._origin(tensor, groups) if groups else None
-
-
-def _without_others(
-    known: dict[int, tuple[Tensor, Origin]],
-) -> dict[int, tuple[Tensor, Origin]] | None:
-    """Followed tensors without the sources that hold no token of the input; None if none does."""
-    found, changed = {}, False
-    for key, (x, origin) in known.items():
-        skips = [{s: k for s, k in g.skips.items() if s < OTHERS} for g in origin.groups]
-        pairs = zip(origin.groups, skips, strict=True)
-        groups = tuple(Group(g.places, kept) for g, kept in pairs if kept)
-        changed = changed or sum(map(len, skips)) < sum(len(g.skips) for g in origin.groups)
-        if groups or origin.blend is not None:
-            found[key] = x, replace(origin, groups=groups)
-    return found if changed else None
