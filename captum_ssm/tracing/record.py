@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -223,7 +224,7 @@ def trace(
     record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        recorder = Recorder(record, graph, streams, follow, mixers[-1])
+        recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
         observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
         if follow is not None:
             _look_past(follow, module, stack)
@@ -278,13 +279,22 @@ class Recorder(Watcher):
         streams: whether the residual stream entering each block is kept.
         follow: what follows tokens; None if nobody asks.
         last: the last of the mixers.
+        model: that holds them.
     """
 
     def __init__(
-        self, record: Trace, graph: Graph, streams: bool, follow: Places | None, last: Mixer
+        self,
+        record: Trace,
+        graph: Graph,
+        streams: bool,
+        follow: Places | None,
+        last: Mixer,
+        model: nn.Module,
     ) -> None:
         self.record, self.graph, self.streams = record, graph, streams
-        self.follow, self.last = follow, last
+        self.follow, self.last, self.model = follow, last, model
+        #: How often modules around mixers were entered.
+        self._times: Counter[nn.Module] = Counter()
         #: What entered blocks: the tensor that begins a graph, and the residual stream.
         self._begun: dict[nn.Module, Tensor] = {}
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
@@ -292,6 +302,7 @@ class Recorder(Watcher):
         self.sums = None if follow is None else Sums(follow, record.layers, streams)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        self._times[module] += 1
         if self.sums is not None:
             self.sums.enters(module, first_floating((*given[0], *given[1].values())))
         if not is_block:
@@ -340,7 +351,7 @@ class Recorder(Watcher):
             if not self.follow.has_begun:
                 self.follow.begin(hidden)
             entering = self.follow.origin(hidden)
-            record.reads.append(Read(entering, origin))
+            record.reads.append(Read(entering, origin, self._run_of(mixer)))
             if self.sums is not None:
                 self.sums.read(entering)
         with ExitStack() as stack:
@@ -348,6 +359,14 @@ class Recorder(Watcher):
                 stack.enter_context(context)
             record.recorded(layer)
         self._pending.append(layer)
+
+    def _run_of(self, mixer: Mixer) -> tuple[nn.Module, int] | None:
+        """The outermost module around a mixer that was entered, and how often it was."""
+        entered = [module for module in mixer.around if self._times[module]]
+        if not entered:
+            return None
+        outer = self.model if self._times[self.model] else entered[-1]
+        return outer, self._times[outer]
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         layer, left = self._pending.pop(), first_tensor(output)

@@ -63,6 +63,8 @@ class Drawn:
 #: One in so many networks has branches of layers, which no method folds, or is run twice.
 RARE = 20
 NORMS = ("layer", "rms", "torch", "none")
+#: Mixers that return no more than a multiple of what they are given.
+BOUNDED = {"llama", "gpt2", "rwkv"}
 
 
 def draw(random: Random) -> Drawn:
@@ -110,8 +112,10 @@ def _block(random: Random) -> tuple[Any, ...]:
 
 
 def _mixing(random: Random) -> tuple[Any, ...]:
-    one, norms = random.choice, random.choice(NORMS)
-    kinds, flags = random.choices(wrapped.KINDS, k=2), random.choices([False, True], k=3)
+    one, flags = random.choice, random.choices([False, True], k=3)
+    kinds, norms = random.choices(wrapped.KINDS, k=2), one(NORMS)
+    if not BOUNDED.issuperset(kinds):  # what is not normalised would grow beyond all bounds
+        norms = one(NORMS[:-1])
     name = one(["Residual"] * 4 + ["Beside"] * 3 + ["Pair", "Doubled", "Parts"])
     if name == "Residual":
         scale, mlp = one(["one", "one", "half", "features"]), one(["none", "plain", "gated"])
@@ -265,7 +269,7 @@ def _prepared(drawn: Drawn, x: Tensor, front: int) -> Tensor:
         if change == "front":
             x = torch.cat([torch.full_like(x[:, :1], front), x], 1)
         else:
-            x = {"slice": x[:, 1:], "flip": x.flip(1), "roll": x.roll(2, 1)}[change]
+            x = {"slice": x[:, 1:].contiguous(), "flip": x.flip(1), "roll": x.roll(2, 1)}[change]
     return x
 
 

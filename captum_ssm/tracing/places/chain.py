@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import InputError
 from ..layer import Layer
@@ -36,10 +36,13 @@ class Read:
     Attributes:
         entering: where the sequence that it was called on comes from; None if that was not seen.
         stream: the same of what entered its block; None if it stands alone.
+        run: the outermost module around it that ran, and how often that had run by then; None if
+            the mixer stands alone.
     """
 
     entering: Origin | None
     stream: Origin | None
+    run: tuple[nn.Module, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +95,7 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
     first = _apart(reads[0].entering, f"Layer {layers[0].name!r}")
     given = _given(layers[0], first)
     orders: dict[int, Tensor | None] = {}
-    stage, outputs, stage_reads = 0, set[int](), set[int]()
+    stage, outputs, stage_reads, run = 0, set[int](), set[int](), reads[0].run
     for number, (layer, read) in enumerate(zip(layers, reads, strict=True), 1):
         name = f"Layer {layer.name!r}"
         entering = _apart(read.entering, name)
@@ -104,7 +107,9 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
                 )
-            stage, outputs = stage + 1, set()
+            stage, outputs, run = stage + 1, set(), read.run
+        if run is not None and read.run is not None and run[0] is read.run[0] and run != read.run:
+            raise NotAChain(f"The model runs several times in one call, side by side. {_INSTEAD}")
         stage_reads = sources
         outputs.add(number)
         orders[number] = None if number == 1 else _order(entering, orders, first, name)
