@@ -200,5 +200,5 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """The rows of a layer's map, weighted by the query (B, L)."""
-        parts = Contributions(layer, self.activation, layer.linear.branch_scale)
+        parts = Contributions(layer, self.activation, layer.scale)
         return weighted_rows(weights, lambda index: self._map(layer, parts, index))

@@ -159,7 +159,9 @@ class TransformerAttribution(ImplicitMethod):
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 linear = layer.linear
                 at = range(linear.operator.shape.heads) if chosen.heads is None else chosen.heads
-                gradient = _behind(layer.written, layer.in_order(gradients[layer]))[:, :, at]
+                behind_hooks, factor = gradients[layer], layer.factor
+                returned = behind_hooks if factor is None else behind_hooks * factor
+                gradient = _behind(linear, layer.in_order(returned))[:, :, at]
                 coefficient = None
                 if layer in propagated:
                     coefficient = _behind(linear, layer.in_order(propagated[layer]))[:, :, at]

@@ -19,17 +19,18 @@ from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
 from ..tracing.observe import Arguments, Watcher
 from ..tracing.places import Origin, Places
+from ..tracing.residual import first_floating
 from .mode import Linearising
 from .network import under_rules
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """What a part that acts within tokens returned.
+    """What a part that acts within tokens returned, or what entered the network's first block.
 
     Attributes:
         output: its output (B, L, E).
-        mixers: how many mixer calls came before it.
+        mixers: the number of the last mixer call that it has read, counted from 1; 0 for none.
         origin: where its tokens come from; None where nobody asked. Default: None.
 
     Example:
@@ -52,12 +53,10 @@ class DirectPaths(Watcher):
         mode: the rules and the constants.
         follow: what follows tokens through the run, and is asked where they come from. Default:
             None, nobody is.
-        entry: the residual stream entering the first block that holds a mixer (B, L, E). Default:
-            None, no mixer is in a block.
+        entries: the sequences that entered the modules around the first mixer: the residual stream
+            is one of them, or comes from the input itself. Default: empty.
         outputs: what each mixer call returned, in their order. Default: empty.
         locals: what acts within tokens, in order. Default: empty.
-        entry_origin: where the tokens of ``entry`` come from; None where nobody asked. Default:
-            None.
 
     Example:
         >>> import torch
@@ -68,24 +67,40 @@ class DirectPaths(Watcher):
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> with direct_paths(model, ids) as paths, trace(model, watchers=[paths]):
         ...     _ = model(ids)
-        >>> [tuple(out.shape[:2]) for out in (paths.entry, *paths.outputs)]
+        >>> [tuple(out.shape[:2]) for out in (paths.entries[0].output, *paths.outputs)]
         [(1, 4), (1, 4), (1, 4)]
     """
 
     mode: Linearising
     follow: Places | None = None
-    entry: Tensor | None = None
+    entries: list[Local] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     locals: list[Local] = field(default_factory=list)
-    entry_origin: Origin | None = None
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        if not is_block or self.entry is not None or self.outputs:
+        if self.outputs:
             return None
-        given, self.entry = swap_first(given, self.mode.leaf)
-        if self.follow is not None and self.entry is not None:
-            self.entry_origin = self.follow.origin(self.entry)
-        return given
+
+        def cut(x: Tensor) -> Tensor:
+            if x.dim() != 3 and not is_block:
+                return x  # an image, or a mask
+            leaf = self.mode.leaf(x)
+            self.entries.append(Local(leaf, 0, self._origin(leaf)))
+            return leaf
+
+        changed: Arguments = swap_first(given, cut)[0]
+        return changed
+
+    @property
+    def beginnings(self) -> list[Local]:
+        """Where direct paths may begin: what entered modules, and the input itself."""
+        root, start = self.mode.root, self.mode.start
+        if root is None or start is None or root.dim() != 3:
+            return self.entries
+        return [*self.entries, Local(root, 0, self._origin(start))]
+
+    def _origin(self, x: Tensor) -> Origin | None:
+        return None if self.follow is None else self.follow.origin(x)
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
         return torch.no_grad(), *self.mode.looking_away()
@@ -101,24 +116,32 @@ class DirectPaths(Watcher):
             part: acts within tokens.
             stack: until it is left.
         """
-        entered: list[int] = []
+        entered: list[tuple[int, int]] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            entered.append(self.mode.bends)
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entered.append((self.mode.bends, self._read(first_floating((*args, *kwargs.values())))))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if entered.pop() == self.mode.bends or output is None:
+            bends, mixers = entered.pop()
+            if bends == self.mode.bends or output is None:
                 return None
+
+            def keep(x: Tensor) -> Tensor:
+                leaf = self.mode.leaf(x)
+                self.locals.append(Local(leaf, mixers, self._origin(leaf)))
+                return leaf
+
             return swap_first(output, keep)[0]
 
-        def keep(x: Tensor) -> Tensor:
-            leaf = self.mode.leaf(x)
-            origin = None if self.follow is None else self.follow.origin(leaf)
-            self.locals.append(Local(leaf, len(self.outputs), origin))
-            return leaf
-
-        stack.enter_context(hooked(part.register_forward_pre_hook, before))
+        stack.enter_context(hooked(part.register_forward_pre_hook, before, with_kwargs=True))
         stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
+
+    def _read(self, x: Tensor | None) -> int:
+        """The number of the last mixer call that a sequence depends on."""
+        origin = None if x is None else self._origin(x)
+        if origin is None or origin.mixed is not None:
+            return len(self.outputs)
+        return max((s for s in origin.sources if s <= len(self.outputs)), default=0)
 
 
 @contextmanager
@@ -159,7 +182,8 @@ def direct_paths(
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
         >>> with direct_paths(model, ids) as paths, trace(model, watchers=[paths]):
         ...     logit = model(ids).logits[0, -1, 5]
-        >>> sources = [paths.entry, *paths.outputs]  # the logit of a Mamba without biases:
+        >>> sources = [paths.entries[0].output, *paths.outputs]
+        >>> # the logit of a Mamba without biases:
         >>> gradients = torch.autograd.grad(logit, sources)
         >>> parts = sum((g * x).sum() for g, x in zip(gradients, sources))
         >>> torch.allclose(parts, logit, atol=1e-4)

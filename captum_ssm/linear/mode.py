@@ -28,6 +28,7 @@ class Linearising(TorchFunctionMode):
 
     Attributes:
         root: the input from which the network is linear, once it is there.
+        start: the copy of it that the network goes on from.
         ledger: the constants that entered.
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
@@ -62,6 +63,7 @@ class Linearising(TorchFunctionMode):
         self.by_role = by_role
         self.labels = Labels()
         self.root: Tensor | None = None
+        self.start: Tensor | None = None
         self.ledger = Ledger(where, constants)
         self.bends = 0
         self.where = where
@@ -70,7 +72,6 @@ class Linearising(TorchFunctionMode):
         self._follow = follow
         self._found = False
         self._table = 0
-        self._start: Tensor | None = None
         self._lookup: Callable[[Tensor], Tensor] | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
@@ -97,8 +98,8 @@ class Linearising(TorchFunctionMode):
     def begin(self, x: Tensor) -> Tensor:
         """A copy of ``x`` from which the network is linear, fit to be changed in place."""
         self.root = self.leaf(x.detach().clone())
-        self._start = self.root.clone()
-        return self._start
+        self.start = self.root.clone()
+        return self.start
 
     def begun(self, inputs: Tensor) -> Tensor:
         """What to run the model on: the ids, or a live copy of a floating input."""
@@ -288,8 +289,8 @@ class Linearising(TorchFunctionMode):
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
             self._found = True
-            if self._start is not None:  # what came before was not the input
-                self.ledger.noted(self._start, self._start.detach())
+            if self.start is not None:  # what came before was not the input
+                self.ledger.noted(self.start, self.start.detach())
             return self.begin(out)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
@@ -308,8 +309,8 @@ class Linearising(TorchFunctionMode):
         if not self._found:
             self._found, self._table = True, table.data_ptr()
             self.given = None if is_same else given
-            if self._start is not None:  # what came before was not the input
-                self.ledger.noted(self._start, self._start.detach())
+            if self.start is not None:  # what came before was not the input
+                self.ledger.noted(self.start, self.start.detach())
             return self.begin(out)
         if self.root is None or table.data_ptr() != self._table:
             return out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import TrainingModeError
 from ..mixers.registry import looks_like_a_mixer
@@ -15,12 +19,112 @@ _DROPS = ("drop", "stochasticdepth")
 #: Where attention layers that keep no probability of their own look theirs up.
 _IN_CONFIG = "attention_dropout"
 
+_OF_BATCH = "normalises by the mean and variance of the batch, so that examples mix"
+_DROPOUT = "drops at random"
+_DROPOUTS = """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
+"""
+#: Functions that are random, or read across the batch, where they are told to: by which argument,
+#: where it stands, and its default.
+_TOLD: dict[str, tuple[str, int, Any, str]] = {
+    "rrelu": ("training", 3, False, "draws its slopes at random"),
+    "batch_norm": ("training", 5, False, _OF_BATCH),
+    "scaled_dot_product_attention": ("dropout_p", 4, 0.0, _DROPOUT),
+    **dict.fromkeys(_DROPOUTS.split(), ("training", 2, True, _DROPOUT)),
+}
+
+
+@contextmanager
+def deterministic(model: nn.Module) -> Iterator[None]:
+    """Raise if what runs inside the ``with`` is random, or reads across the batch.
+
+    Args:
+        model: the model that is run.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        TrainingModeError: naming the first module that is, as :func:`require_deterministic` does,
+            or the function that it calls.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from captum_ssm.tracing import deterministic
+        >>> class Uncertain(nn.Module):
+        ...     def forward(self, x):
+        ...         return nn.functional.dropout(x)  # in training or not
+        >>> model = Uncertain().eval()
+        >>> with deterministic(model):
+        ...     model(torch.ones(3))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        captum_ssm.errors.TrainingModeError: The model itself, a Uncertain, calls torch's ...
+    """
+    require_deterministic(model)
+    with _Refusing(model):
+        yield
+
+
+class _Refusing(TorchFunctionMode):
+    """Raises for functions that are told to be random in whatever mode the model is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        told = _TOLD.get(func.__name__)
+        if told is not None:
+            self._check(func.__name__, args, kwargs, *told)
+        return func(*args, **kwargs)
+
+    def _check(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        argument: str,
+        position: int,
+        default: Any,
+        complaint: str,
+    ) -> None:
+        value = args[position] if position < len(args) else kwargs.get(argument, default)
+        value = kwargs.get("train", value)  # torch's own dropout has another name for it
+        chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        if not value or ("dropout" in name and not chance):
+            return
+        raise TrainingModeError(
+            f"{self._place()} calls torch's {name} with {argument}={value} although it is in "
+            f"evaluation mode, and {complaint}. Let it be {argument}=self.training, or the like."
+        )
+
+    def _place(self) -> str:
+        """The module that is running, which alone its frame tells."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            own = frame.f_locals.get("self")
+            if isinstance(own, nn.Module) and id(own) in names:
+                return _named(names[id(own)], own)
+            frame = frame.f_back
+        return "forward_func"
+
 
 def require_deterministic(model: nn.Module) -> None:
-    """Raise if a module of the model is random, or reads across the batch, in training mode.
+    """Raise if a module of the model is random, or reads across the batch.
 
     Dropout, stochastic depth and the like are known by their probability, which is above 0; batch
-    norms by their class.  Modules in evaluation mode are neither, whatever the model's own mode.
+    norms by their class.  Modules in evaluation mode are neither, whatever the model's own mode,
+    but for batch norms that keep no statistics.
 
     Args:
         model: the model that is to be run.
@@ -40,23 +144,29 @@ def require_deterministic(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if not module.training:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                raise TrainingModeError(
+                    f"{_named(name, module)} keeps no running statistics and {_OF_BATCH}. Make it "
+                    "with track_running_stats=True, and let it collect them in training."
+                )
             continue
         complaint = next(_complaints(module), None)
         if complaint is not None:
-            kind = type(module).__name__
-            place = (
-                f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
-            )
             raise TrainingModeError(
-                f"{place} is in training mode and {complaint}. "
+                f"{_named(name, module)} is in training mode and {complaint}. "
                 "Call model.eval() before you explain the model."
             )
+
+
+def _named(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
 
 
 def _complaints(module: nn.Module) -> Iterator[str]:
     """What a module in training mode does that differs from call to call or mixes examples."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        yield "normalises by the mean and variance of the batch, so that examples mix"
+        yield _OF_BATCH
     if isinstance(module, nn.RReLU):
         yield "draws its slopes at random"
     drops = any(word in type(module).__name__.lower() for word in _DROPS)

@@ -76,6 +76,8 @@ class Layer:
         self._stream_order: Tensor | None = None
         self._is_ordered = False
         self.residual: Tensor | None = None
+        self._scale: float | Tensor | None = None
+        self._holder: Layer | None = None
         self.mixer = mixer
         self.name = mixer.name
         self.architecture = mixer.architecture.family
@@ -132,22 +134,32 @@ class Layer:
         self._versions = self._versions_of(self.call.hidden_states, left)
 
     @property
-    def written(self) -> LinearMixer:
-        """The linear mixer with what hooks of others make of its output.
+    def factor(self) -> Tensor | None:
+        """What hooks of others multiply the mixer's output with; None if they leave it alone.
+
+        It is (B, L, 1) or (B, L, E), laid out like :attr:`output`.
 
         Raises:
             InputError: when a hook does something else than scale tokens or drop features.
         """
-        if self._factor is None:
-            return self.linear
-        if not len(self._factor):
+        if self._factor is not None and not len(self._factor):
             raise InputError(
                 f"Layer {self.name!r}: a forward hook changes what the mixer returns, by more than "
                 "a factor for each token or for each feature, so that it is no longer what its "
                 "operator returns. Use LatimFlow, which explains the hook as well, or leave the "
                 "hook out."
             )
-        return scaled_output(self.linear, self.in_order(self._factor))
+        return self._factor
+
+    @property
+    def written(self) -> LinearMixer:
+        """The linear mixer with what hooks of others make of its output.
+
+        Raises:
+            InputError: when a hook does something else than scale tokens or drop features.
+        """
+        factor = self.factor
+        return self.linear if factor is None else scaled_output(self.linear, self.in_order(factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
@@ -184,6 +196,8 @@ class Layer:
             stream_order: the same for the tokens of the stream that entered its block.
         """
         self.stage, self._order, self._stream_order = stage, order, stream_order
+        if stage is None and self._holder is not self:
+            self._holder = None  # its tokens may lie in another order
 
     @property
     def linear(self) -> LinearMixer:
@@ -231,9 +245,40 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
+    def join(self, holder: Layer | None, scale: float | Tensor | None) -> None:
+        """Note what the mixer's output was added to.
+
+        Args:
+            holder: of the layers that were added to the same, the one whose :attr:`residual` that
+                is, by its own tokens; None if that was not seen.
+            scale: what the output was multiplied with before, a number or one for each feature
+                (E,); None if that is not known.
+        """
+        self._holder, self._scale = holder, scale
+
+    @property
+    def scale(self) -> float | Tensor:
+        """What the mixer's output is multiplied with before it joins the residual stream.
+
+        What an adapter says of it counts more than what was seen: it may be relative to another
+        stream.
+        """
+        declared = self.linear.branch_scale
+        return declared if declared != 1 or self._scale is None else self._scale
+
     @property
     def residual_in_order(self) -> Tensor | None:
-        """:attr:`residual` by the operator's tokens."""
+        """:attr:`residual` by the operator's tokens, to be added to :attr:`scale` times its output.
+
+        It is what the output was seen to be added to, else what entered the block.
+        """
+        if self._holder is not None:
+            assert self._holder.residual is not None
+            stream, seen = self._holder.in_order(self._holder.residual), self._scale
+            if seen is None or (isinstance(seen, float) and seen == 1):
+                return stream
+            declared = self.linear.branch_scale
+            return stream if declared == 1 else stream * (declared / seen)
         if self.residual is None or self._stream_order is None:
             return self.residual
         return self.residual.index_select(1, self._stream_order.argsort().to(self.residual.device))

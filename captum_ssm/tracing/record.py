@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
-from .residual import ADDS_TO_NORMED, first_floating, residual_stream
+from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import combined_error, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
@@ -223,11 +224,13 @@ def trace(
     record = Trace(room, verify)
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        recorder = Recorder(record, graph, streams, follow, mixers[-1])
+        recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
         observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
         if follow is not None:
             _look_past(follow, module, stack)
         yield record
+    if recorder.sums is not None:
+        recorder.sums.settle(record.reads)
 
 
 def require_layers(record: Trace, model: nn.Module) -> None:
@@ -276,19 +279,32 @@ class Recorder(Watcher):
         streams: whether the residual stream entering each block is kept.
         follow: what follows tokens; None if nobody asks.
         last: the last of the mixers.
+        model: that holds them.
     """
 
     def __init__(
-        self, record: Trace, graph: Graph, streams: bool, follow: Places | None, last: Mixer
+        self,
+        record: Trace,
+        graph: Graph,
+        streams: bool,
+        follow: Places | None,
+        last: Mixer,
+        model: nn.Module,
     ) -> None:
         self.record, self.graph, self.streams = record, graph, streams
-        self.follow, self.last = follow, last
+        self.follow, self.last, self.model = follow, last, model
+        #: How often modules around mixers were entered.
+        self._times: Counter[nn.Module] = Counter()
         #: What entered blocks: the tensor that begins a graph, and the residual stream.
         self._begun: dict[nn.Module, Tensor] = {}
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
+        self.sums = None if follow is None else Sums(follow, record.layers, streams)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        self._times[module] += 1
+        if self.sums is not None:
+            self.sums.enters(module, first_floating((*given[0], *given[1].values())))
         if not is_block:
             return None
         if self.streams or self.follow is not None:
@@ -334,12 +350,23 @@ class Recorder(Watcher):
             hidden = call.hidden_states
             if not self.follow.has_begun:
                 self.follow.begin(hidden)
-            record.reads.append(Read(self.follow.origin(hidden), origin))
+            entering = self.follow.origin(hidden)
+            record.reads.append(Read(entering, origin, self._run_of(mixer)))
+            if self.sums is not None:
+                self.sums.read(entering)
         with ExitStack() as stack:
             for context in self.while_mixing():
                 stack.enter_context(context)
             record.recorded(layer)
         self._pending.append(layer)
+
+    def _run_of(self, mixer: Mixer) -> tuple[nn.Module, int] | None:
+        """The outermost module around a mixer that was entered, and how often it was."""
+        entered = [module for module in mixer.around if self._times[module]]
+        if not entered:
+            return None
+        outer = self.model if self._times[self.model] else entered[-1]
+        return outer, self._times[outer]
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         layer, left = self._pending.pop(), first_tensor(output)
@@ -354,7 +381,10 @@ class Recorder(Watcher):
         kept = first_tensor(output) if joins else left.detach()
         layer.leave(kept, hook_factor(layer.call.output_tensor, left))
         if self.follow is not None:
-            self.follow.declare(first_tensor(output), self.record.layers.index(layer) + 1)
+            number = self.record.layers.index(layer) + 1
+            self.follow.declare(first_tensor(output), number)
+            if self.sums is not None:
+                self.sums.left(number)
         return output if joins else None
 
 

@@ -1,12 +1,24 @@
-"""The residual stream that enters a block that holds a mixer."""
+"""The residual stream: what enters a block that holds a mixer, and what mixers are added to.
+
+Where tokens are followed, sums tell what the output of a mixer was added to, wherever in the model
+that was.  Else it is taken for what entered the block that holds the mixer.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from ..operators.kernels.arithmetic import unseen
+from .layer import Layer
+from .places import Origin, Places
+from .places.calls import Term
+from .places.chain import Read
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
 _OPENING_NORMS = ("pre_ln", "pre_norm")
@@ -49,3 +61,191 @@ def _argument(
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     place = names.index(name) if name in names else len(args)
     return args[place] if place < len(args) else kwargs.get(name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """What the output of a mixer was added to.
+
+    Attributes:
+        other: it, by the mixer's tokens (B, L, E), without outputs of others that no mixer had read
+            yet; empty where nobody asks for it.
+        without: those others, by number.
+        sources: where the rest comes from.
+        is_stream: whether it is known to be a residual stream, of which one of them is a term, or
+            which entered a module around the mixer; what a part such as an MLP returns is neither.
+        scale: what the output was multiplied with; None if something else was done to it.
+    """
+
+    other: Tensor
+    without: frozenset[int]
+    sources: frozenset[int]
+    is_stream: bool
+    scale: float | Tensor | None
+
+
+class Sums:
+    """Sees what the outputs of mixers are added to.
+
+    Args:
+        follow: follows their tokens.
+        layers: the mixers that have returned.
+        keep: whether the streams are wanted, and not what mixers are multiplied with alone.
+    """
+
+    def __init__(self, follow: Places, layers: Sequence[Layer], keep: bool) -> None:
+        self._follow, self._layers, self._keep = follow, layers, keep
+        #: Those by number whose output no mixer has read yet.
+        self._open: set[int] = set()
+        self._found: dict[int, list[_Sum]] = {}
+        self._entered: dict[nn.Module, Tensor] = {}
+        follow.on_sum = self._see
+
+    def enters(self, module: nn.Module, x: Tensor | None) -> None:
+        """Note what enters a module around mixers."""
+        if self._keep and x is not None:
+            self._entered[module] = x.detach()
+
+    def read(self, entering: Origin | None) -> None:
+        """Note what a mixer reads: it has been added to what it belongs to."""
+        if entering is not None:
+            self._open -= _sources(entering)
+
+    def left(self, number: int) -> None:
+        """Note that the output of a mixer is there."""
+        self._open.add(number)
+
+    def settle(self, reads: Sequence[Read]) -> None:
+        """Tell the layers what their outputs were added to.
+
+        Args:
+            reads: what they read; those that read the same belong together.
+        """
+        self._entered.clear()
+        stages: dict[frozenset[int], list[int]] = {}
+        for number, read in enumerate(reads, 1):
+            if read.entering is not None and read.entering.mixed is None:
+                stages.setdefault(frozenset(_sources(read.entering)), []).append(number)
+        for stage in map(frozenset, stages.values()):
+            holder: Layer | None = None
+            for number in sorted(stage):
+                layer = self._layers[number - 1]
+                found = [s for s in self._found.get(number, ()) if s.without <= stage]
+                if not found:
+                    continue
+                stream = _stream(found)
+                if stream is not None and self._keep:
+                    holder, layer.residual = layer, stream.other
+                scales = [s.scale for s in found if s.scale is not None]
+                scale = None if stream is None else stream.scale
+                layer.join(holder, next(iter(scales), None) if scale is None else scale)
+
+    def _see(self, one: Term, other: Term) -> None:
+        """Note a sum of two terms, before it is made."""
+        if not self._open or one[0].shape != other[0].shape or one[0].dim() != 3:
+            return
+        for (mine, weight), (rest, beside) in ((one, other), (other, one)):
+            origin, rests = self._follow.origin(mine), self._follow.origin(rest)
+            if origin is None or rests is None or origin.mixed or rests.mixed:
+                continue
+            numbers = self._open & _sources(origin) - _sources(rests)
+            with unseen(), torch.no_grad():
+                places = _places(origin, numbers)
+                if not places:
+                    continue
+                scale = self._scale(mine.detach(), origin, places, weight)
+                whole = rest.detach() if beside == 1 else beside * rest.detach()
+                whole, without = self._without_open(whole, rests)
+                sources = frozenset(_sources(rests) - without)
+                if not sources:
+                    continue  # mixers that join the stream together
+                is_term = any(g.skips.get(s) for g in rests.groups for s in sources)
+                is_stream = is_term or any(_is(rest, x) for x in self._entered.values())
+                for number, place in places.items():
+                    own = _gathered(whole, place.argsort(1)) if self._keep else whole[:0]
+                    found = _Sum(own, without, sources, is_stream, scale)
+                    self._found.setdefault(number, []).append(found)
+
+    def _scale(
+        self, mine: Tensor, origin: Origin, places: Mapping[int, Tensor], weight: float
+    ) -> float | Tensor | None:
+        """What the outputs of mixers, by their places in a term of a sum, are multiplied with.
+
+        Args:
+            mine: the term, before it is multiplied with its weight.
+            origin: where it comes from.
+            places: of the mixers' tokens in it, by the number of the mixer.
+            weight: its weight.
+        """
+        skips = {_skip(origin, number) for number in places}
+        if len(skips) == 1 and 0 not in skips:
+            return weight * skips.pop()
+        if skips != {0} or _sources(origin) != places.keys():
+            return None
+        outputs = [_gathered(self._layers[n - 1].output, place) for n, place in places.items()]
+        found = _multiple(mine, torch.stack(outputs).sum(0))
+        return None if found is None else weight * found
+
+    def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
+        """A term of a sum without the outputs in it that no mixer has read yet, and these."""
+        places = _places(origin, self._open & _sources(origin))
+        if not all(_skip(origin, number) for number in places):
+            return x, frozenset()
+        if self._keep:
+            for number, place in places.items():
+                x = x - _skip(origin, number) * _gathered(self._layers[number - 1].output, place)
+        return x, frozenset(places)
+
+
+def _stream(found: Sequence[_Sum]) -> _Sum | None:
+    """The residual stream among what an output was added to; None if that is not clear."""
+    known = [s for s in found if s.is_stream]
+    streams = [s for s in found if s in known or any(_alike(s.other, k.other) for k in known)]
+    if len(streams) > 1:
+        return replace(streams[-1], other=torch.stack([s.other for s in streams]).sum(0))
+    streams = streams or [*found]
+    return streams[0] if len(streams) == 1 else None
+
+
+def _sources(origin: Origin) -> set[int]:
+    return {source for group in origin.groups for source in group.skips}
+
+
+def _places(origin: Origin, numbers: Iterable[int]) -> dict[int, Tensor]:
+    """Where mixers' tokens are, by their numbers; nothing if those of one are not all there."""
+    found = {number: origin.permutation(number) for number in numbers}
+    complete = {number: place for number, place in found.items() if place is not None}
+    return complete if len(complete) == len(found) else {}
+
+
+def _skip(origin: Origin, source: int) -> float:
+    return sum(group.skips.get(source, 0.0) for group in origin.groups)
+
+
+def _gathered(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens of each example (B, L, E) at places (B, L), as a copy."""
+    places = places.to(x.device)
+    return x.detach()[torch.arange(len(x), device=x.device)[:, None], places]
+
+
+def _is(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are views of the same numbers in the same order."""
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same but for the rounding of a sum."""
+    if x.shape != y.shape or not x.numel():
+        return False
+    limit = 8 * torch.finfo(x.dtype).eps * float(x.abs().max())
+    return bool((x - y).abs().max() <= limit)
+
+
+def _multiple(x: Tensor, of: Tensor) -> float | Tensor | None:
+    """What a tensor (B, L, E) was multiplied with to give ``x``: a number, or one by feature."""
+    products, squares = (x * of).sum((0, 1)), of.square().sum((0, 1))  # (E,)
+    number = products.sum() / squares.sum().clamp_min(torch.finfo(of.dtype).tiny)
+    if _alike(x, number * of):
+        return float(number)
+    features = products / squares.where(squares > 0, 1)
+    return features if _alike(x, features * of) else None

@@ -490,6 +490,52 @@ def test_modules_that_mix_the_batch():
         require_deterministic(nn.Sequential(norm).eval())
 
 
+class Told(nn.Module):
+    """A Mamba, and a function that is told to be random whatever mode the model is in."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.model, self.function = mamba_lm(), function
+
+    def forward(self, ids):
+        return self.function(self.model(ids).logits)
+
+
+TOLD = {
+    "dropout": lambda x: F.dropout(x, 0.5, True),
+    "dropout by default": lambda x: F.dropout(x),
+    "torch's own": lambda x: torch.dropout(x, 0.5, train=True),
+    "alpha": lambda x: F.alpha_dropout(x, training=True),
+    "slopes": lambda x: F.rrelu(x, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+    "batch": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
+}
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, ImplicitAttention])
+@pytest.mark.parametrize("kind", TOLD)
+def test_functions_told_to_be_random(kind, method):
+    model = Told(TOLD[kind]).eval()
+    with pytest.raises(
+        TrainingModeError, match=r"^The model itself, a Told, calls torch's \w+ with"
+    ):
+        method(model).attribute(token_ids(), (-1, 3))
+    told = Told(lambda x: F.dropout(F.dropout(x, 0.0), 0.5, False)).eval()
+    method(told).attribute(token_ids(), (-1, 3))
+
+
+def test_a_function_around_the_model_told_to_be_random():
+    model = mamba_lm()
+    with pytest.raises(TrainingModeError, match=r"^forward_func calls torch's dropout"):
+        LatimFlow(lambda ids: F.dropout(model(ids).logits)).attribute(token_ids(), (-1, 3))
+
+
+def test_batch_norms_without_statistics():
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    with pytest.raises(TrainingModeError, match=r"'0' of class BatchNorm1d keeps no running.*mix"):
+        require_deterministic(model)
+
+
 def test_training_mode_without_chance():
     require_deterministic(mamba_lm().train())
     require_deterministic(nn.Sequential(nn.LayerNorm(3), nn.LSTM(2, 2)).train())
@@ -687,3 +733,16 @@ def test_a_mixer_named_twice():
     names = ["backbone.layers.1.mixer", mixers_of(model)[1]]
     with pytest.raises(NoMixerError, match=r"layers names 'backbone\.layers.1\.mixer' twice"):
         ImplicitAttention(model, layers=names)
+
+
+# --- arguments that others take ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_baselines_are_refused_with_what_to_do(method):
+    model, ids = mamba_lm(), token_ids()
+    wanted = r"^baselines is not an argument of .* Leave it out; .* contrast="
+    with pytest.raises(OptionError, match=wanted):
+        method(model).attribute(ids, target=(-1, 3), baselines=torch.zeros_like(ids))
+    with pytest.raises(OptionError, match=wanted):
+        method(model).attribute_each(ids, [(-1, 3)], baselines=None)

@@ -185,6 +185,7 @@ class Recorded(Unhooked):
     """A layer as far as its mixing looks at it."""
 
     __hash__ = object.__hash__
+    scale = 1.0
 
 
 @pytest.mark.parametrize("masked", [False, True])

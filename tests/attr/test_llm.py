@@ -236,8 +236,9 @@ def test_methods_of_the_users_serve():
     result = SSMLLMAttribution(Constant(), language.word_tokenizer()).attribute(
         [1, 2, 3], [4, 5], factor=10
     )
-    assert result.token_attr.tolist() == [[20, 30, 40], [30, 40, 50]]
-    assert result.generated_attr.tolist() == [[50, 0], [60, 0]]
+    # positions are counted from the end
+    assert result.token_attr.tolist() == [[-20, -10, 0], [-10, 0, 10]]
+    assert result.generated_attr.tolist() == [[10, 0], [20, 0]]
 
 
 # --- models ------------------------------------------------------------------------------------
@@ -280,3 +281,26 @@ def test_models_of_mamba_ssm(mamba_ssm):
     prompt, text = ids_of(tokenizer)
     explain = SSMLLMAttribution(LatimFlow(model), tokenizer)
     check(explain.attribute(PROMPT, TEXT), rows_of(LatimFlow(model), prompt, text), len(prompt[0]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_virtual_tokens_move_no_position(method):
+    """Relevance is of the given tokens, read at the places where the next ones are predicted."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=10, num_layers=2,
+        num_attention_heads=1,
+    )  # fmt: skip
+    tokenizer = language.word_tokenizer()
+    model = mamba_lm(vocab_size=len(tokenizer))
+    tuned = peft.get_peft_model(model, config).eval()
+    found = SSMLLMAttribution(method(tuned), tokenizer).attribute(PROMPT, target=TEXT)
+    prompt, text = ids_of(tokenizer)
+    embedded = model.get_input_embeddings()(torch.cat([prompt[0], text[:-1]])[None])
+    whole = torch.cat([tuned.get_prompt(batch_size=1), embedded], 1).detach()
+    length = prompt.shape[1]
+    for i, token in enumerate(text.tolist()):
+        target = 3 + length - 1 + i, token
+        row = method(model).attribute(whole, target=target, per_token=True)[0, 3:]
+        torch.testing.assert_close(found.token_attr[i], row[:length], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.generated_attr[i, :-1], row[length:], rtol=1e-4, atol=1e-5)

@@ -9,14 +9,23 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 
-def fuzz(quick: int, long: int) -> Callable[[Any], Any]:
-    """Marks a test of random cases, and says how many it draws.
+def cases(quick: int, long: int) -> int:
+    """How many cases a test draws.
 
     Args:
         quick: how many by default.
         long: how many with CAPTUM_SSM_FUZZ=long.
     """
-    count = long if settings.get_current_profile_name() == "long" else quick
+    return long if settings.get_current_profile_name() == "long" else quick
+
+
+def fuzz(quick: int, long: int) -> Callable[[Any], Any]:
+    """Marks a test of random cases, and says how many it draws.
+
+    Args:
+        quick, long: as for :func:`cases`.
+    """
+    count = cases(quick, long)
 
     def mark(test: Any) -> Any:
         # large cases take long to draw, and are wanted

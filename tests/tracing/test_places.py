@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.operators.kernels.arithmetic import unseen
 from captum_ssm.tracing.places import Mixed, Places, token_places
+from captum_ssm.tracing.places.origin import OTHERS
 
 
 def test_what_is_added_up_is_the_tensor() -> None:
@@ -207,7 +208,17 @@ def test_what_comes_from_no_token(function: Callable[[Tensor], Tensor]) -> None:
 
 def test_parts_that_come_from_no_token_are_no_source() -> None:
     origin = followed(lambda x: torch.cat([torch.ones(B, 2, E).double(), x], 1)[:, :2], draw())[1]
-    assert origin.sources == {} and origin.mixed is None
+    assert min(origin.sources) >= OTHERS and origin.mixed is None
+
+
+def test_tokens_from_elsewhere_are_told_apart() -> None:
+    origin = followed(lambda x: torch.cat([draw(B, 2, E), x], 1).flip(1), draw())[1]
+    (other,) = (source for source in origin.sources if source >= OTHERS)
+    assert origin.tokens(other)[0].tolist() == [[-1] * L + [1, 0], [-1] * L + [3, 2]]
+    # they are no tokens of the input, and may meet those that are
+    assert (
+        followed(lambda x: torch.cat([draw(B, 2, E), x], 1)[:, 1:3].sum(1), draw())[1].mixed is None
+    )
 
 
 # --- out of sight ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...linear import Network, Rule, linearised
 from ...operators.kernels.arithmetic import unseen
-from ...tracing import require_deterministic
 from ..call import checks
 from ..call.inputs import BatchPart, batch_parts, single_input
 from ..call.targets import (
@@ -129,7 +128,6 @@ def decompositions(
         rules: how it is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
-    require_deterministic(request.model)
     with _linear_run(request, rules) as (network, output):
         for question in questions:
             index = target_index(question.target, output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -62,6 +64,11 @@ class SSMAttribution(Attribution):
         self.model = model
         self.layers = layers
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "attribute" in vars(cls):
+            cls.attribute = _without_baselines(cls.attribute)
 
     @classmethod
     def get_name(cls) -> str:
@@ -152,6 +159,25 @@ class SSMAttribution(Attribution):
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
+
+
+def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    """A method's ``attribute``, which says so if it is handed baselines that it does not take."""
+    if "baselines" in inspect.signature(attribute).parameters:
+        return attribute
+
+    @functools.wraps(attribute)
+    def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+        if "baselines" in kwargs:
+            raise OptionError(
+                f"baselines is not an argument of {self.name}, which explains the run as it is and "
+                "puts nothing in place of the inputs. Leave it out; to hold an output against "
+                "another, explain both and take the difference, or where a method has it pass "
+                "contrast=."
+            )
+        return attribute(self, *args, **kwargs)
+
+    return checked
 
 
 class ImplicitMethod(SSMAttribution):

@@ -18,7 +18,7 @@ from ...tracing import (
     Graph,
     Layer,
     Trace,
-    require_deterministic,
+    deterministic,
     require_layers,
     require_real_tokens,
     trace,
@@ -75,8 +75,12 @@ class Request:
 
         Args:
             start: in place of the inputs.
+
+        Raises:
+            TrainingModeError: when that would be chance.
         """
-        return logits_of(call_model(self.forward_func, start, self.additional))
+        with deterministic(self.model):
+            return logits_of(call_model(self.forward_func, start, self.additional))
 
     def one_output(self, start: Tensor) -> Tensor:
         """The same of one example.
@@ -249,7 +253,6 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         shared: whether methods that follow use the run too. Default: False.
     """
     model, layers, paths = request.model, request.layers, None
-    require_deterministic(model)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
         follow = _followed(request, stack)

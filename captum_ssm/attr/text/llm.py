@@ -127,7 +127,8 @@ class SSMLLMAttribution(Attribution):
     ) -> SSMLLMAttributionResult:
         length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts nothing
-        targets = [(length - 1 + i, token) for i, token in enumerate(text.tolist())]
+        # counted from the end: models may put virtual tokens in front
+        targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:
             found = self.attr_method.attribute_each(ids, targets, **options)  # (n_out, 1, L)
         except TargetError as error:

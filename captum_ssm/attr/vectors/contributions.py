@@ -58,8 +58,8 @@ class Contributions:
         layer: the recorded call.
         activation: how the activation is divided among the taps of the convolution before it; see
             :mod:`.taps`. Default: ``"linearized"``.
-        scale: factor on all vectors and on the constant, such as that with which the mixer's
-            output joins the stream. Default: 1.0.
+        scale: factor on all vectors and on the constant, a number or one for each feature (E,),
+            such as that with which the mixer's output joins the stream. Default: 1.0.
         hooks: whether what hooks of others make of the output is part of it. Default: True.
     """
 
@@ -67,7 +67,7 @@ class Contributions:
         self,
         layer: Layer,
         activation: str = "linearized",
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         *,
         hooks: bool = True,
     ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...linear import Local
 from ...tracing import Layer
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
@@ -98,11 +99,11 @@ def contributions_to(
     asked = [_direct(run, question) for question in run.questions]
     like = asked[0].embedding
     rows = like.new_zeros(len(asked), count, *like.shape)
-    # parts within tokens, by how many layers ran before them; the latest last
-    pending = [(part.mixers, at) for at, part in enumerate(locals_)]
+    # parts within tokens, by the last layer that they have read; the latest last
+    pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
 
-    def enter_locals(layers_before: int) -> None:
-        while pending and pending[-1][0] >= layers_before:
+    def enter_locals(layers_read: int) -> None:
+        while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()
             for row, direct in zip(rows, asked, strict=True):
                 row[apart + part if by_layer else 0] += direct.locals[part]
@@ -110,7 +111,7 @@ def contributions_to(
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1], description or "", description is not None):
             first = layers.index(stage[0])
-            enter_locals(first + len(stage))
+            enter_locals(first + 1)
             if rows.any():
                 rows = make(stage, run, activation).rmatvec(rows.to(stage[-1].values))
             for i, layer in enumerate(stage, first):
@@ -162,24 +163,34 @@ def _direct(run: Run, question: Question) -> _Direct:
             "The model's mixers act on windows of maps that become coarser, whose tokens cannot be "
             "traced back to those of the first. Use LatimFlow, which needs no tracing back."
         )
-    batch, tokens = len(layers[0].output), layers[0].tokens
-    written = [part.output for part in paths.locals]
-    written += [] if paths.entry is None else [paths.entry]
+    parts = [*paths.locals, *paths.beginnings]
     gradients, biases = account(
         paths.mode.ledger,
         question.selected,
         question.constant,
-        [*paths.outputs, *written],
+        [*paths.outputs, *(part.output for part in parts)],
     )
+    toward, given = gradients[: len(layers)], gradients[len(layers) :]
+    added = [_by_token(run, part, gradient) for part, gradient in zip(parts, given, strict=True)]
+    locals_ = added[: len(paths.locals)]
+    embedding = sum(added[len(paths.locals) :], torch.zeros_like(paths.outputs[0][..., 0]))
+    return _Direct(toward, locals_, embedding, biases, question.selected.detach())
+
+
+def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
+    """What a part adds to the output at its tokens, in the order of the first layer's, (B, L)."""
+    layers = run.layers
+    batch, tokens = len(layers[0].output), layers[0].tokens
+    added = gradient * part.output.detach()
+    if not bool(added.any()):
+        return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
-    added = [
-        (gradient * part.detach()).reshape(batch, tokens, -1).sum(-1)
-        for gradient, part in zip(gradients[len(layers) :], written, strict=True)
-    ]
-    if run.chain is not None:
-        origins = [*(part.origin for part in paths.locals), paths.entry_origin]
-        added = [run.chain.put(x, o) for x, o in zip(added, origins, strict=False)]
-    embedding = (
-        added.pop() if paths.entry is not None else torch.zeros_like(paths.outputs[0][..., 0])
-    )
-    return _Direct(gradients[: len(layers)], added, embedding, biases, question.selected.detach())
+    by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
+    found = by_token if run.chain is None else run.chain.put(by_token, part.origin)
+    if found.shape[1] != tokens:
+        raise InputError(
+            f"A part of the model adds to the output by {found.shape[1]} tokens, but layer "
+            f"{layers[0].name!r} reads {tokens}, so that it cannot be traced back to them. Use "
+            "LatimFlow, which needs no tracing back."
+        )
+    return found

@@ -62,7 +62,7 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        self._parts = [Contributions(w, activation, w.linear.branch_scale) for w in writers]
+        self._parts = [Contributions(w, activation, w.scale) for w in writers]
         self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
         self._stream: Tensor | None = None
         if residual:
@@ -148,7 +148,7 @@ class ProjectionShares:
         self, stage: Sequence[Layer], streams: Streams, *, activation: str = "linearized"
     ) -> None:
         writers, feeders = stage_parts(stage)
-        self._parts = [Contributions(w, activation, w.linear.branch_scale) for w in writers]
+        self._parts = [Contributions(w, activation, w.scale) for w in writers]
         self._before = [
             ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
         ]

@@ -170,21 +170,23 @@ def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
         >>> torch.allclose(rows, torch.ones(1, 5))
         True
     """
-    key, log_decay, bonus = (x.detach() for x in (key, log_decay, bonus))
+    dtype = key.dtype
+    # differences of sums over all tokens so far would lose as many digits as these have before
+    key, log_decay, bonus = (x.detach().double() for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
         after = fading_log_sums(key, log_decay)
         past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # what a token finds was written before it: its state decays by the step of that token
-        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0))
+        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(dtype)
         own = bonus + key
         total = torch.logaddexp(past, own)
         exponents = past.sub_(total), key - after, own.sub_(total)
-        read, written, now = (exponential_(x) for x in exponents)
+        read, written, now = (exponential_(x).to(dtype) for x in exponents)
     earlier = Chain(
         Diagonal(read[..., None], shape, "scan"),
         ElementwiseRecurrence(decay),
-        ShortConv(key.new_ones(shape.heads, 1, 1), shape, lags=(1,), component="scan"),
+        ShortConv(read.new_ones(shape.heads, 1, 1), shape, lags=(1,), component="scan"),
         Diagonal(written[..., None], shape, "scan"),
     )
     return Sum(Diagonal(now[..., None], shape, "scan"), earlier)

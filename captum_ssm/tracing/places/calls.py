@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from .origin import Origin
-from .rules import HANDING
+from .rules import HANDING, plain
 from .rules.groups import tensors
+
+#: A term of a sum, and what it is multiplied with.
+Term = tuple[Tensor, float]
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -37,6 +40,16 @@ def written_by(
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = args[i] if i < len(args) else kwargs.get(argument.name)
                     yield from tensors((given,))
+
+
+def terms_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Term, Term] | None:
+    """The terms of a sum or difference of two tensors; None for other functions."""
+    name = plain(plain(name).removesuffix("_"))
+    terms = list(tensors((*args, *kwargs.values()))) if name in ("add", "sub") else []
+    if len(terms) != 2:
+        return None
+    alpha = kwargs.get("alpha", 1.0)
+    return (terms[0], 1.0), (terms[1], alpha if name == "add" else -alpha)
 
 
 def is_ids(x: Tensor) -> bool:

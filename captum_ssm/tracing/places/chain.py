@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import InputError
 from ..layer import Layer
-from .origin import Mixed, Origin, token_places, within_examples
+from .origin import OTHERS, Mixed, Origin, token_places, within_examples
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
@@ -36,10 +36,13 @@ class Read:
     Attributes:
         entering: where the sequence that it was called on comes from; None if that was not seen.
         stream: the same of what entered its block; None if it stands alone.
+        run: the outermost module around it that ran, and how often that had run by then; None if
+            the mixer stands alone.
     """
 
     entering: Origin | None
     stream: Origin | None
+    run: tuple[nn.Module, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +50,21 @@ class Chain:
     """How the tokens of a run lie.
 
     Attributes:
-        given: which token of the explained input each of the first layer's is (B, L), -1 for one
-            that comes from elsewhere; None if they are the same.
+        first: where the tokens that the first layer read come from.
+        given: which token of the explained input each of them is (B, L), -1 for one that comes
+            from elsewhere; None if they are the same.
         orders: which of the first layer's tokens each of a layer's is (L,), by the layer's number
             from 1 on; None if they are the same.
         output: the same for what the model returned by token.
     """
 
+    first: Origin
     given: Tensor | None
     orders: Mapping[int, Tensor | None]
     output: Tensor | None
 
     def put(self, x: Tensor, origin: Origin | None) -> Tensor:
-        """Numbers (B, L) by the tokens of a tensor, in the order of the first layer's.
+        """Numbers by the tokens of a tensor (B, L'), in the order of the first layer's (B, L).
 
         Args:
             x: the numbers.
@@ -67,7 +72,11 @@ class Chain:
         """
         if origin is None or origin.mixed is not None or origin.shape[:2] != x.shape:
             return x  # tokens in another shape, such as those routed to an expert, are in order
-        order = _order(origin, self.orders, self.given, "A part between layers")
+        numbers, first = _numbers(origin), _numbers(self.first)
+        if numbers.shape != first.shape and self.orders.keys().isdisjoint(origin.sources):
+            match = (numbers[:, :, None] == first[:, None]) & (numbers >= 0)[:, :, None]
+            return torch.einsum("bi,bij->bj", x, match.to(x))  # others were added meanwhile
+        order = _order(origin, self.orders, self.first, "A part between layers")
         return x if order is None else x.index_select(1, order.argsort().to(x.device))
 
 
@@ -83,9 +92,10 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
         NotAChain: naming the first layer that does not fit.
         InputError: when something else than mixers has mixed tokens, or nothing tells whether.
     """
-    given = _given(layers[0], reads[0].entering)
+    first = _apart(reads[0].entering, f"Layer {layers[0].name!r}")
+    given = _given(layers[0], first)
     orders: dict[int, Tensor | None] = {}
-    stage, outputs, stage_reads = 0, set[int](), set[int]()
+    stage, outputs, stage_reads, run = 0, set[int](), set[int](), reads[0].run
     for number, (layer, read) in enumerate(zip(layers, reads, strict=True), 1):
         name = f"Layer {layer.name!r}"
         entering = _apart(read.entering, name)
@@ -97,21 +107,23 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
                 )
-            stage, outputs = stage + 1, set()
+            stage, outputs, run = stage + 1, set(), read.run
+        if run is not None and read.run is not None and run[0] is read.run[0] and run != read.run:
+            raise NotAChain(f"The model runs several times in one call, side by side. {_INSTEAD}")
         stage_reads = sources
         outputs.add(number)
-        orders[number] = None if number == 1 else _order(entering, orders, given, name)
+        orders[number] = None if number == 1 else _order(entering, orders, first, name)
         stream = None
         if read.stream is not None and read.stream.mixed is None:
-            stream = _order(read.stream, orders, given, name)
+            stream = _order(read.stream, orders, first, name)
         layer.arrange(stage, orders[number], stream)
-    return Chain(given, orders, _order_of_output(output, orders, given, outputs))
+    return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
 
 
 def _order_of_output(
     output: Origin | None,
     orders: Mapping[int, Tensor | None],
-    given: Tensor | None,
+    first: Origin,
     last: set[int],
 ) -> Tensor | None:
     if output is None or len(output.shape) < 3:
@@ -122,12 +134,11 @@ def _order_of_output(
         return None
     if not last <= set(output.sources) or output.shape[1] != output.sizes[max(last)][1]:
         return None
-    return _order(output, orders, given, "The model's output")
+    return _order(output, orders, first, "The model's output")
 
 
-def _given(layer: Layer, entering: Origin | None) -> Tensor | None:
+def _given(layer: Layer, origin: Origin) -> Tensor | None:
     """Which token of the input each token of the first layer is; None if they are the same."""
-    origin = _apart(entering, f"Layer {layer.name!r}")
     if origin.is_identity(0):
         return None
     places = origin.tokens(0)
@@ -175,14 +186,14 @@ def _mixing(name: str, mixed: Mixed) -> InputError:
 
 
 def _order(
-    origin: Origin, orders: Mapping[int, Tensor | None], given: Tensor | None, name: str
+    origin: Origin, orders: Mapping[int, Tensor | None], first: Origin, name: str
 ) -> Tensor | None:
     """Which token of the first layer each token is, (L,); None if they are the same.
 
     Args:
         origin: of the tokens.
         orders: of the layers so far, by their sources.
-        given: see :func:`arrange`.
+        first: of the tokens that the first layer read.
         name: of the layer that reads them.
     """
     found: list[Tensor | None] = []
@@ -191,30 +202,49 @@ def _order(
             raise NotAChain(
                 f"{name} reads the same tokens in {len(entries)} orders at once. {_INSTEAD}"
             )
-        if source == 0:
-            places = token_places(origin.shape, entries[0].places)
-            if given is not None or places is None:
-                if len(origin.sources) == 1:
-                    found.append(_among(places, given, origin, name))
-                continue  # virtual tokens are told apart by what the layers made of them
-        found.append(_common(origin.permutation(source), orders.get(source), name))
+        if source in orders:
+            found.append(_common(origin.permutation(source), orders[source], name))
+    if any(source not in orders for source in origin.sources):
+        numbers = _numbers(origin)
+        match = _match(numbers, _numbers(first))
+        if match is not None:
+            found.append(_common(match, None, name))
+        elif not found or bool((numbers >= 0).all()):
+            raise NotAChain(f"{name} reads other tokens than the first layer. {_INSTEAD}")
     if any(not _alike(other, found[0]) for other in found[1:]):
         raise NotAChain(
             f"{name} reads what the layers before it left, each in another order of the tokens. "
             f"{_INSTEAD}"
         )
-    return found[0] if found else None
+    return found[0]
 
 
-def _among(places: Tensor | None, given: Tensor | None, origin: Origin, name: str) -> Tensor | None:
-    """The order of tokens of the input among those that the first layer read."""
-    if places is not None and given is not None:
-        own = within_examples(places, origin.sizes[0])
-        if torch.equal(own, given):
-            return None
-        if bool((given >= 0).all()) and own.shape == given.shape:
-            return _common((own[:, :, None] == given[:, None]).long().argmax(-1), None, name)
-    raise NotAChain(f"{name} reads other tokens than the first layer. {_INSTEAD}")
+def _numbers(origin: Origin) -> Tensor:
+    """A number for every token (B, L) that is of the input or of others, -1 for those of nothing.
+
+    Tokens of one number are the same, whatever they have become.
+    """
+    numbers = torch.full(origin.shape[:2], -1)
+    for source, entries in origin.sources.items():
+        places = token_places(origin.shape, entries[0].places)
+        if (source == 0 or source >= OTHERS) and places is not None:
+            own = source * 2**40 + places.long().cpu()
+            numbers = torch.where((numbers < 0) & (places.cpu() >= 0), own, numbers)
+    return numbers
+
+
+def _match(own: Tensor, given: Tensor) -> Tensor | None:
+    """Where each numbered token is among others (B, L); None if they are not the same."""
+    if own.shape != given.shape:
+        return None
+    places = torch.arange(own.shape[1]).expand(own.shape)
+    if torch.equal(own, given):
+        return places
+    (sorted_own, at), (sorted_given, there) = own.sort(1), given.sort(1)
+    once = (sorted_own[:, 1:] > sorted_own[:, :-1]).all()
+    if not once or not torch.equal(sorted_own, sorted_given):
+        return None
+    return places.scatter(1, at, there)
 
 
 def _common(permutation: Tensor | None, order: Tensor | None, name: str) -> Tensor | None:

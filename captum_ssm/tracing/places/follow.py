@@ -21,8 +21,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...operators.kernels.arithmetic import unseen
-from .calls import is_followed, is_ids, is_number, layout_of, name_of, storage_of, written_by
-from .origin import Mixed, Origin
+from .calls import (
+    Term,
+    is_followed,
+    is_ids,
+    is_number,
+    layout_of,
+    name_of,
+    storage_of,
+    terms_of,
+    written_by,
+)
+from .origin import OTHERS, Mixed, Origin, without_others
 from .rules import (
     CONSTANT,
     EMPTY,
@@ -80,6 +90,10 @@ class Places(TorchFunctionMode):
         where: returns the name of the module that is running.
         ids_only: whether ids alone are followed, and no numbers. Default: False.
 
+    Attributes:
+        on_sum: told of the two terms of sums and of their weights, before these are made. Default:
+            None, nobody is.
+
     Example:
         >>> import torch
         >>> from captum_ssm.tracing.places import Places
@@ -94,6 +108,7 @@ class Places(TorchFunctionMode):
     def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
+        self.on_sum: Callable[[Term, Term], None] | None = None
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -182,6 +197,10 @@ class Places(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
         if name == "embedding":  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
+        if self.on_sum is not None and self._sizes:
+            terms = terms_of(name, args, kwargs)
+            if terms is not None:
+                self.on_sum(*terms)
         out = func(*args, **kwargs)
         if not self._sizes:
             return out
@@ -200,6 +219,8 @@ class Places(TorchFunctionMode):
         known = self._known((*args, *kwargs.values()))
         if results and (known or name in EMPTY):
             with unseen():
+                if name == "cat" and known:
+                    self._number_others(tensors((*args, *kwargs.values())), results[0], known)
                 self._note(name, func, args, kwargs, results, known)
         return out
 
@@ -232,6 +253,26 @@ class Places(TorchFunctionMode):
                 if found is not None:
                     known[id(x)] = x, found
         return known
+
+    def _number_others(
+        self, parts: Iterable[Tensor], whole: Tensor, known: dict[int, tuple[Tensor, Origin]]
+    ) -> None:
+        """Declare tokens that are put beside followed ones, such as virtual tokens, to be sources.
+
+        Args:
+            parts: what is put beside each other.
+            whole: the result.
+            known: those of the parts that are followed; the others are added.
+        """
+        if whole.dim() != (2 if is_ids(whole) else 3):
+            return
+        for x in parts:
+            beside = x.dim() == whole.dim() and x.shape[1] < whole.shape[1]
+            if beside and x.numel() and id(x) not in known:
+                self.declare(x, OTHERS + len(self._sizes))
+                origin = self.origin(x)
+                assert origin is not None
+                known[id(x)] = x, origin
 
     def _note(
         self,
@@ -284,6 +325,9 @@ class Places(TorchFunctionMode):
                     raise TokensMeet
                 groups = rule(call)
             except TokensMeet as met:
+                given = without_others(known)
+                if given is not None:  # what is no token of the input may meet others
+                    return self._origins(name, func, args, kwargs, results, given)
                 blend = Mixed(name, self.where(), met.pooled)
             except _CANNOT:
                 blend = Mixed(name, self.where())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...operators.kernels.arithmetic import unseen
-from .rules.groups import Groups, TokensMeet, settled
+from .rules.groups import Group, Groups, TokensMeet, settled
+
+#: Sources from this number on are neither the explained input nor what a mixer returned: tokens
+#: that come from elsewhere, each tensor of which is a source.
+OTHERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -176,3 +180,24 @@ def token_places(shape: Sequence[int], places: Tensor) -> Tensor | None:
     except TokensMeet:
         return None
     return places.reshape(places.shape[:2]).expand(*shape[:2])
+
+
+def without_others(
+    known: dict[int, tuple[Tensor, Origin]],
+) -> dict[int, tuple[Tensor, Origin]] | None:
+    """Followed tensors, less the sources that hold no token of the input; None if there are none.
+
+    Args:
+        known: tensors and their origins, by any key.
+    """
+    found, dropped = {}, False
+    for key, (x, origin) in known.items():
+        kept = [
+            Group(places, {s: skip for s, skip in skips.items() if s < OTHERS})
+            for places, skips in origin.groups
+        ]
+        dropped = dropped or any(s >= OTHERS for _, skips in origin.groups for s in skips)
+        groups = tuple(group for group in kept if group.skips)
+        if groups or origin.blend is not None:
+            found[key] = x, replace(origin, groups=groups)
+    return found if dropped else None

@@ -1,0 +1,263 @@
+"""Real mixers at one input, frozen: one matrix of every channel, written from the formulas.
+
+Nothing here calls the package.  What relevance goes back along keeps its graph; all else is a
+number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oracles import conv_matrices, diagonal_matrices, scan_matrices
+
+
+@dataclass
+class Frozen:
+    """A mixer; C = H P channels.
+
+    Attributes:
+        values: (B, L, C), with the graph to what entered the mixer.
+        unified: matrices without the skip connection (B, C, L, L).
+        exact: matrices with it.
+        before: what enters the output projection (B, L, C), linear in what entered the mixer.
+        weight: of the output projection (C, E).
+        bias: of the output projection (E,).
+        heads: H.
+    """
+
+    values: Tensor
+    unified: Tensor
+    exact: Tensor
+    before: Tensor
+    weight: Tensor
+    bias: Tensor
+    heads: int
+
+    @property
+    def output(self) -> Tensor:
+        """What the mixer returns, (B, L, E)."""
+        return self.before @ self.weight + self.bias
+
+
+def frozen(mixer: nn.Module, hidden: Tensor, *, half: bool) -> Frozen:
+    """The mixer at ``hidden`` (B, L, E).
+
+    Args:
+        mixer: one of those in :mod:`zoo.wrapped`, in float64.
+        hidden: what enters it.
+        half: whether a gated product shares its relevance between its factors.
+    """
+    return _FORMULAS[type(mixer).__name__](mixer, hidden, half)
+
+
+def shared(product: Tensor, half: bool = True) -> Tensor:
+    """A product of two factors with graphs, of whose relevance each then gets half."""
+    return product.detach() + 0.5 * (product - product.detach()) if half else product
+
+
+def gated(stream: Tensor, gate: Tensor, half: bool) -> Tensor:
+    """The stream times its gate, which shares its relevance, or is a coefficient."""
+    return shared(stream * gate) if half else stream * gate.detach()
+
+
+def straight(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of x, 0 at 0, as its frozen ratio times x."""
+    fixed = x.detach()
+    return x * (function(fixed) / fixed)
+
+
+def _affine(projection: Any, x: Tensor) -> Tensor:
+    out = x @ projection.weight.detach().T
+    return out if projection.bias is None else out + projection.bias.detach()
+
+
+def _output(projection: Any) -> tuple[Tensor, Tensor]:
+    weight = projection.weight.detach().T
+    bias = projection.bias
+    return weight, weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
+
+
+def _applied(matrices: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("bcij,bjc->bic", matrices.expand(len(x), -1, -1, -1), x)
+
+
+def _taps(conv: nn.Conv1d, tokens: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Matrices (1, C, L, L) of a causal convolution on its first channels, and its bias (C,)."""
+    taps = conv.weight.detach()[:channels, 0]
+    lags = range(taps.shape[1] - 1, -1, -1)
+    bias = taps.new_zeros(channels) if conv.bias is None else conv.bias.detach()[:channels]
+    return conv_matrices(taps[:, None], list(lags), (1, tokens, channels, 1)), bias
+
+
+def _diagonal(weight: Tensor) -> Tensor:
+    """(B, L, C) to (B, C, L, L)."""
+    return diagonal_matrices(weight.detach()[..., None], (*weight.shape, 1))
+
+
+def _mamba(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    x, z = _affine(mixer.in_proj, hidden).chunk(2, -1)
+    channels, tokens = x.shape[-1], x.shape[1]
+    conv, conv_bias = _taps(mixer.conv1d, tokens, channels)
+    u = (_applied(conv, x) + conv_bias).detach()
+    activated = u * torch.sigmoid(u)
+    rank, state = mixer.dt_proj.weight.shape[1], mixer.A_log.shape[1]
+    t, b, c = _affine(mixer.x_proj, activated).split([rank, state, state], -1)
+    dt = F.softplus(_affine(mixer.dt_proj, t))
+    scan = scan_matrices(dt, -mixer.A_log.detach().exp(), b, c)
+    skip = _diagonal(mixer.D.expand_as(u))
+    inner = _diagonal(torch.sigmoid(u)) @ conv
+    constant = _applied(scan + skip, torch.sigmoid(u) * conv_bias)
+    gate = z * torch.sigmoid(z).detach()
+    y = _applied((scan + skip) @ inner, x) + constant
+    outer = _diagonal(gate)
+    matrices = outer @ scan @ inner, outer @ (scan + skip) @ inner
+    return Frozen(x, *matrices, gated(y, gate, half), *_output(mixer.out_proj), channels)
+
+
+def _mamba2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    heads, per_head = mixer.num_heads, mixer.head_dim
+    width, state, groups = heads * per_head, mixer.ssm_state_size, mixer.n_groups
+    mixed = width + 2 * groups * state
+    z, stream, dt = _affine(mixer.in_proj, hidden).split([width, mixed, heads], -1)
+    conv, conv_bias = _taps(mixer.conv1d, stream.shape[1], mixed)
+    u = (_applied(conv, stream) + conv_bias).detach()
+    _, b, c = (u * torch.sigmoid(u)).split([width, groups * state, groups * state], -1)
+    dt = F.softplus(dt.detach() + mixer.dt_bias.detach()).clamp(*mixer.time_step_limit)
+    rate = -mixer.A_log.detach().exp()
+    scan = u.new_zeros(len(u), width, u.shape[1], u.shape[1])
+    for h in range(heads):
+        own = slice(h // (heads // groups) * state, (h // (heads // groups) + 1) * state)
+        a = rate[h].expand(1, state)
+        matrix = scan_matrices(dt[..., h : h + 1], a, b[..., own], c[..., own])
+        scan[:, h * per_head : (h + 1) * per_head] = matrix
+    x, ratio = stream[..., :width], torch.sigmoid(u[..., :width])
+    skip = _diagonal(mixer.D.repeat_interleave(per_head).expand_as(ratio))
+    inner = _diagonal(ratio) @ conv[:, :width]
+    constant = _applied(scan + skip, ratio * conv_bias[:width])
+    gate = z * torch.sigmoid(z).detach()
+    y = gated(_applied((scan + skip) @ inner, x) + constant, gate, half)
+    grouped = y.detach().unflatten(-1, (groups, -1))
+    size = (grouped.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
+    norm = (mixer.norm.weight.detach().view(groups, -1) / size).flatten(2)
+    outer = _diagonal(norm * gate)
+    matrices = outer @ scan @ inner, outer @ (scan + skip) @ inner
+    return Frozen(x, *matrices, y * norm, *_output(mixer.out_proj), heads)
+
+
+def _rwkv(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    before = F.pad(hidden, (0, 0, 1, -1))
+    key, values, receptance = (
+        _affine(getattr(mixer, name), hidden * mix + before * (1 - mix))
+        for name in ("key", "value", "receptance")
+        for mix in [getattr(mixer, f"time_mix_{name}").detach()]
+    )
+    key, decay, first = key.detach(), -mixer.time_decay.detach().exp(), mixer.time_first.detach()
+    tokens = key.shape[1]
+    scores = key.new_full((len(key), key.shape[-1], tokens, tokens), -torch.inf)
+    for i in range(tokens):
+        for j in range(i):
+            scores[:, :, i, j] = (i - 1 - j) * decay + key[:, j]
+        scores[:, :, i, i] = first + key[:, i]
+    matrices = _diagonal(torch.sigmoid(receptance)) @ scores.softmax(-1)
+    y = _applied(matrices, values)
+    return Frozen(values, matrices, matrices, y, *_output(mixer.output), values.shape[-1])
+
+
+def _griffin(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    x, z = _affine(mixer.linear_x, hidden), _affine(mixer.linear_y, hidden)
+    channels, tokens = x.shape[-1], x.shape[1]
+    conv, conv_bias = _taps(mixer.conv_1d, tokens, channels)
+    u = (_applied(conv, x) + conv_bias).detach()
+    unit, gates = mixer.rg_lru, []
+    for name in ("input_gate", "recurrent_gate"):
+        weight = getattr(unit, f"{name}_weight").detach()
+        shift = getattr(unit, f"{name}_bias").detach()
+        parts = u.chunk(len(weight), -1)
+        maps = [part @ weight[h] + shift[h] for h, part in enumerate(parts)]
+        gates.append(torch.sigmoid(torch.cat(maps, -1)))
+    log_decay = -8 * gates[1] * F.softplus(unit.recurrent_param.detach())
+    written = (1 - torch.exp(2 * log_decay)).sqrt() * gates[0]
+    written[:, 0] = gates[0][:, 0]
+    scan = u.new_zeros(len(u), channels, tokens, tokens)
+    for i in range(tokens):
+        for j in range(i + 1):
+            scan[:, :, i, j] = torch.exp(log_decay[:, j + 1 : i + 1].sum(1)) * written[:, j]
+    gate = straight(lambda v: F.gelu(v, approximate="tanh"), z)
+    y = _applied(scan @ conv, x) + _applied(scan, conv_bias.expand_as(u))
+    matrices = _diagonal(gate) @ scan @ conv
+    before = gated(y, gate, half)
+    return Frozen(x, matrices, matrices, before, *_output(mixer.linear_out), channels)
+
+
+def _lfm2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    write, read, x = _affine(mixer.in_proj, hidden).chunk(3, -1)
+    conv, conv_bias = _taps(mixer.conv, x.shape[1], x.shape[-1])
+    y = _applied(conv, gated(x, write, half)) + conv_bias
+    matrices = _diagonal(read) @ conv @ _diagonal(write)
+    before = gated(y, read, half)
+    return Frozen(x, matrices, matrices, before, *_output(mixer.out_proj), x.shape[-1])
+
+
+def _attention(
+    query: Tensor, key: Tensor, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values (B, L, C), matrices and what they make of the values; arguments are (B, H, L, P)."""
+    tokens, per_head = values.shape[2:]
+    scores = query.detach() @ key.detach().mT * scaling
+    later = torch.ones(tokens, tokens).triu(1).bool()
+    matrices = scores.masked_fill(later, -torch.inf).softmax(-1)
+    matrices = matrices.repeat_interleave(per_head, 1)
+    flat = values.transpose(1, 2).flatten(2)
+    return flat, matrices, _applied(matrices, flat)
+
+
+def _llama(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    config, tokens = mixer.config, hidden.shape[1]
+    heads, per_head = config.num_attention_heads, mixer.head_dim
+    query, key, values = (
+        _affine(projection, hidden).unflatten(-1, (-1, per_head)).transpose(1, 2)
+        for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
+    frequency = 10_000 ** (-torch.arange(0, per_head, 2).double() / per_head)
+    angle = torch.arange(tokens)[:, None] * frequency  # (L, P / 2)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat(
+            [
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ],
+            -1,
+        )
+
+    each = heads // key.shape[1]
+    key, values = (x.repeat_interleave(each, 1) for x in (rotated(key), values))
+    flat, matrices, y = _attention(rotated(query), key, values, 1 / math.sqrt(per_head))
+    return Frozen(flat, matrices, matrices, y, *_output(mixer.o_proj), heads)
+
+
+def _gpt2(mixer: Any, hidden: Tensor, half: bool) -> Frozen:
+    wide = hidden @ mixer.c_attn.weight.detach() + mixer.c_attn.bias.detach()
+    parts = (x.unflatten(-1, (mixer.num_heads, -1)).transpose(1, 2) for x in wide.chunk(3, -1))
+    flat, matrices, y = _attention(*parts, scaling=1 / math.sqrt(mixer.head_dim))
+    weight, bias = mixer.c_proj.weight.detach(), mixer.c_proj.bias.detach()
+    return Frozen(flat, matrices, matrices, y, weight, bias, mixer.num_heads)
+
+
+_FORMULAS: dict[str, Callable[[Any, Tensor, bool], Frozen]] = {
+    "MambaMixer": _mamba,
+    "Mamba2Mixer": _mamba2,
+    "RwkvSelfAttention": _rwkv,
+    "RecurrentGemmaRecurrentBlock": _griffin,
+    "Lfm2ShortConv": _lfm2,
+    "LlamaAttention": _llama,
+    "GPT2Attention": _gpt2,
+}
