@@ -20,7 +20,7 @@ from .call.checks import renamed
 from .call.inputs import BatchPart, single_input
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
-from .engine.decompose import Baselines, Decomposition, stacked
+from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
 from .engine.linear_method import Explained, LinearMethod, Rules, decompositions
 from .engine.run import Request
 
@@ -127,6 +127,7 @@ class LatimFlow(LinearMethod):
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         checks.flags(per_token=per_token)
+        baselines = out_of_tuple(baselines)
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
 
         def explain(
@@ -222,6 +223,7 @@ class LatimFlow(LinearMethod):
             One decomposition for each target.
         """
         checks.flags(roles=roles)
+        baselines = out_of_tuple(baselines)
         rules = replace(self._rules(rule, zero_bias, verify, by_layer=True), by_role=roles)
         found = self._by_parts(
             single_input(inputs)[0],

@@ -62,6 +62,7 @@ OPTIONS: dict[str, tuple[list[Any], list[Any]]] = {
             "normalize_rows",
             "absolute",
             "residual",
+            "roles",
             "zero_bias",
             "return_convergence_delta",
             "simplified",

@@ -89,7 +89,14 @@ class Parts(Protocol):
 
 
 #: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
-Baselines = None | float | Literal["mean"] | Tensor
+Baselines = None | float | Literal["mean"] | Tensor | tuple[Tensor]
+
+
+def out_of_tuple(baselines: Baselines) -> Baselines:
+    """Baselines as they are where they came in a tuple, as the inputs may."""
+    if isinstance(baselines, tuple) and len(baselines) == 1:
+        return baselines[0]
+    return baselines
 
 
 def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
