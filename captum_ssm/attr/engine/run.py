@@ -158,8 +158,10 @@ class Run:
 
     @property
     def given(self) -> Tensor | None:
-        """Which token of the input each of the first layer's is (B, L), -1 for one that comes from
-        elsewhere; None if they are the same."""
+        """Which token of the input each of the first layer's is (B, L).
+
+        It is -1 for one that comes from elsewhere; None if they are the same.
+        """
         return None if self.chain is None else self.chain.given
 
     @functools.cached_property
