@@ -143,9 +143,9 @@ def captum08(session: nox.Session) -> None:
     constraints = pins_without(session, "captum", "numpy")
     old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    folders = ("tests/attr", "tests/conformance", "tests/insights")
-    files = ("tests/cli/test_cli.py", "tests/project/test_documents.py")
-    pytest(session, "-m", CORE, files=(*folders, *files))
+    pytest(session, "-m", CORE, files=("tests/conformance", "tests/insights"))
+    quick = ("tests/attr", "tests/cli/test_cli.py", "tests/project/test_documents.py")
+    pytest(session, files=quick)
 
 
 @nox.session
@@ -155,10 +155,10 @@ def transformers4(session: nox.Session) -> None:
     old = ("transformers==4.57.6",)
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
     session.run("pip", "check")
-    folders = ("mixers", "linear", "tracing", "conformance")
+    pytest(session, "-m", CORE, files=("tests/mixers", "tests/tracing/test_wrappers.py"))
     methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
     files = (f"tests/attr/test_{method}.py" for method in methods)
-    pytest(session, "-m", CORE, files=(*(f"tests/{folder}" for folder in folders), *files))
+    pytest(session, files=("tests/linear", "tests/tracing", "tests/conformance", *files))
 
 
 @nox.session

@@ -132,8 +132,9 @@ def main(folder: Path, docs: Path = DOCS) -> None:
 
 
 def recorded(folder: Path) -> Results:
-    """What was measured of each experiment, in their order."""
-    known = {name: list(Records(folder / name)) for name in EXPERIMENTS if (folder / name).is_dir()}
+    """What was measured of each experiment, in their order, but for one that has its own page."""
+    names = [name for name in EXPERIMENTS if name != "causal" and (folder / name).is_dir()]
+    known = {name: list(Records(folder / name)) for name in names}
     return {name: found for name, found in known.items() if found}
 
 

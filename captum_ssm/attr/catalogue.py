@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from ..linear import FAMILY
 from .call.components import PRESETS
 from .call.targets import CONTRASTS
 from .engine.method import RECIPES, SSMAttribution
-from .flow import GATES, LatimFlow, MambaLRP
+from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
 from .latim_alti import AGGREGATES, LatimALTI
 from .latim_logit import LatimLogit
@@ -28,6 +29,7 @@ _OF_EVERY_CALL = {
     "inputs",
     "target",
     "additional_forward_args",
+    "baselines",
     "per_token",
     "internal_batch_size",
     "memory_budget",
@@ -41,11 +43,11 @@ _WORDS: dict[str, Collection[str]] = {
     "clamp": CLAMPS,
     "components": PRESETS,
     "contrast": CONTRASTS,
-    "gate": GATES,
     "mixing": MIXINGS,
     "query": ("last", "mean", "cls"),
     "recipe": RECIPES,
     "reduce": ("mean", "max", "min", "product"),
+    "rule": tuple(FAMILY),
 }
 #: The smallest and the largest number that an option takes; None where there is none.
 _LIMITS: dict[str, tuple[float | None, float | None]] = {

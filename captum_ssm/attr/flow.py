@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from captum.log import log_usage
 from torch import Tensor
 
-from ..linear import Gate
+from ..errors import OptionError
+from ..linear import FAMILY, Rule
 from .call import checks
+from .call.checks import renamed
 from .call.inputs import BatchPart, single_input
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
-from .engine.decompose import Decomposition, stacked
+from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
 from .engine.linear_method import Explained, LinearMethod, Rules, decompositions
 from .engine.run import Request
-
-GATES = ("frozen", "half")
 
 
 class LatimFlow(LinearMethod):
@@ -57,9 +58,10 @@ class LatimFlow(LinearMethod):
 
     name = "LATIM Flow"
     needs_gradient = True
-    default_gate: Gate = "frozen"
+    default_rule: Rule = "frozen"
 
     @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
+    @renamed(gate="rule")
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -67,7 +69,8 @@ class LatimFlow(LinearMethod):
         additional_forward_args: Any = None,
         *,
         contrast: Any = None,
-        gate: Gate | None = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
         zero_bias: bool = False,
         per_token: bool = False,
         internal_batch_size: int | None = None,
@@ -87,10 +90,17 @@ class LatimFlow(LinearMethod):
             contrast: what the target is held against: None, nothing; a second target, whose output
                 is taken off; ``"mean"``, the mean of all entries; ``"others"``, the log-odds
                 against all other entries; ``"all"``, the log-probability. Default: None.
-            gate: where the relevance of a gated product goes: ``"frozen"``, all of it to the
-                stream; ``"half"``, in equal parts to stream and gate, the rule of layer-wise
-                relevance propagation. Default: None, the rule of the method: ``"frozen"`` for
-                LatimFlow, ``"half"`` for MambaLRP.
+            rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
+                content it moves alone; ``"half"``, in equal parts to content and gates, the rule
+                of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
+                ``"centred"``, to keys, queries and steps by what they are more than the average so
+                far: what mattered, not only whose content was moved. Default: None, the rule of
+                the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
+            baselines: the input in comparison with which there is relevance, whose own part counts
+                as a constant: a tensor of the shape of the embeddings, or broadcastable to them; a
+                number; or ``"mean"``, the mean over the real tokens of each example, for images
+                over its pixels. Default: None, 0 by the rules ``"frozen"`` and ``"half"`` and
+                ``"mean"`` by the others.
             zero_bias: explain the network without biases and all else that does not depend on the
                 input, class tokens included; relevance alone sums to its output. Default: False.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w).
@@ -107,7 +117,7 @@ class LatimFlow(LinearMethod):
             The relevance in the inputs' shape, with the delta if asked for.
 
         Raises:
-            OptionError: for a gate or a contrast that is not known.
+            OptionError: for a rule or a contrast that is not known.
             InputError, TargetError: for inputs or a target that do not fit.
             GradientModeError: under ``torch.inference_mode()``, or when the output does not depend
                 on the inputs.
@@ -117,7 +127,8 @@ class LatimFlow(LinearMethod):
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
         checks.flags(per_token=per_token)
-        rules = self._rules(gate, zero_bias, verify, by_layer=False)
+        baselines = out_of_tuple(baselines)
+        rules = self._rules(rule, zero_bias, verify, by_layer=False)
 
         def explain(
             request: Request, questions: Sequence[Against], cut: BatchPart
@@ -125,7 +136,7 @@ class LatimFlow(LinearMethod):
             images = request.inputs.dim() == 4
             grid = PatchGrid(request.model) if images and per_token else None
             with nullcontext() if grid is None else grid.watch():
-                found = decompositions(request, questions, rules)
+                found = decompositions(request, questions, rules, cut(baselines))
             if grid is not None:
                 return [(grid.sums(each.inputs), each.delta) for each in found]
             whole = per_token or request.inputs.dim() == 2
@@ -141,6 +152,7 @@ class LatimFlow(LinearMethod):
             return_convergence_delta=return_convergence_delta,
         )
 
+    @renamed(gate="rule")
     def decompose(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -148,16 +160,20 @@ class LatimFlow(LinearMethod):
         additional_forward_args: Any = None,
         *,
         contrast: Any = None,
-        gate: Gate | None = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
         zero_bias: bool = False,
+        roles: bool = True,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
         """All that :meth:`attribute` sums up: features, layers, biases.
 
         Args:
-            inputs, target, additional_forward_args, contrast, gate, zero_bias: as in
+            inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
+            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
+                takes five more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
@@ -169,13 +185,16 @@ class LatimFlow(LinearMethod):
             [target],
             additional_forward_args,
             contrast=contrast,
-            gate=gate,
+            rule=rule,
+            baselines=baselines,
             zero_bias=zero_bias,
+            roles=roles,
             internal_batch_size=internal_batch_size,
             verify=verify,
         )
         return found
 
+    @renamed(gate="rule")
     def decompose_each(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -183,32 +202,41 @@ class LatimFlow(LinearMethod):
         additional_forward_args: Any = None,
         *,
         contrast: Any = None,
-        gate: Gate | None = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
         zero_bias: bool = False,
+        roles: bool = True,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> list[Decomposition]:
         """:meth:`decompose` for several targets, at the cost of one forward run.
 
         Args:
-            inputs, additional_forward_args, contrast, gate, zero_bias: as in :meth:`attribute`,
-                with the same defaults.
+            inputs, additional_forward_args, contrast, rule, baselines, zero_bias: as in
+                :meth:`attribute`, with the same defaults.
             targets: targets in Captum's forms, each for the whole batch.
+            roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
+                takes five more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
             One decomposition for each target.
         """
-        rules = self._rules(gate, zero_bias, verify, by_layer=True)
+        checks.flags(roles=roles)
+        baselines = out_of_tuple(baselines)
+        rules = replace(self._rules(rule, zero_bias, verify, by_layer=True), by_role=roles)
         found = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast) for target in each_of(targets).targets],
             additional_forward_args,
             internal_batch_size,
-            lambda request, questions, cut: decompositions(request, questions, rules),
+            lambda request, questions, cut: decompositions(
+                request, questions, rules, cut(baselines)
+            ),
         )
         return list(map(stacked, found))
 
+    @renamed(gate="rule")
     def compute_convergence_delta(
         self,
         attributions: Tensor | tuple[Tensor, ...],
@@ -217,7 +245,8 @@ class LatimFlow(LinearMethod):
         additional_forward_args: Any = None,
         *,
         contrast: Any = None,
-        gate: Gate | None = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
         zero_bias: bool = False,
         verify: bool | float | None = None,
     ) -> Tensor:
@@ -225,8 +254,8 @@ class LatimFlow(LinearMethod):
 
         Args:
             attributions: what :meth:`attribute` returned.
-            inputs, target, additional_forward_args, contrast, gate, zero_bias, verify: what it was
-                given, with the same defaults.
+            inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias, verify:
+                what it was given, with the same defaults.
 
         Returns:
             (B,), which rounding alone keeps from 0.
@@ -236,17 +265,24 @@ class LatimFlow(LinearMethod):
             target,
             additional_forward_args,
             contrast=contrast,
-            gate=gate,
+            rule=rule,
+            baselines=baselines,
             zero_bias=zero_bias,
+            roles=False,
             verify=verify,
         )
         return self._delta(found, found.inputs, attributions)
 
     def _rules(
-        self, gate: Gate | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
+        self, rule: Rule | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
     ) -> Rules:
-        chosen: Gate = self.default_gate if gate is None else checks.choice("gate", gate, GATES)
+        chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias)
+        if zero_bias and chosen not in ("frozen", "half"):
+            raise OptionError(
+                f"zero_bias=True leaves constants out, and by rule={chosen!r} what belongs to the "
+                "references is one. Use rule='frozen' or 'half', or keep the constants."
+            )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
         return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify)
 
@@ -257,7 +293,7 @@ class MambaLRP(LatimFlow):
     Activations pass relevance on by their frozen ratio, norms by their frozen scale; the step
     sizes, input and output vectors of the recurrences and the probabilities of attention are
     coefficients; a gated product gives half to each factor.  It is :class:`LatimFlow` with
-    ``gate="half"``: one engine, other rules.  With ``zero_bias=True`` relevance is conserved, as
+    ``rule="half"``: one engine, other rules.  With ``zero_bias=True`` relevance is conserved, as
     in the paper: it sums to the output of the network without biases.
 
     LRP is patented for commercial use in some countries; whether that concerns you, you decide.
@@ -283,4 +319,4 @@ class MambaLRP(LatimFlow):
     """
 
     name = "Mamba LRP"
-    default_gate: Gate = "half"
+    default_rule: Rule = "half"

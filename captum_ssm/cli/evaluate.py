@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
 
 if TYPE_CHECKING:
-    from ..bench.harness.experiment import Experiment
-    from ..bench.harness.runner import Plan
+    from ..bench.harness.experiment import Cell, Experiment
+    from ..bench.harness.runner import Plan, Result
+    from ..bench.harness.tables import Line
 
 #: Examples of each model and seed with --quick.
 QUICK = 4
@@ -48,6 +49,11 @@ def add_to(commands: Any) -> None:
         metavar="NAME[=FOLDER]",
         help="only these models; of NAME=FOLDER the one that captum-ssm train NAME wrote there",
     )
+    parser.add_argument(
+        "--against",
+        metavar="ROW",
+        help="hold all others against this row, METHOD or 'METHOD, FORMULATION'",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the examples")
     parser.add_argument("--examples", type=int, help="of each model and seed; see --list")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} examples of each model")
@@ -66,10 +72,11 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     import torch
 
-    from ..bench import EXPERIMENTS, Processes, lines, write_tables
+    from ..bench import EXPERIMENTS, Processes
     from ..bench import run as measure
     from ..bench.harness.excerpt import as_text
     from ..bench.harness.machine import note
+    from ..bench.harness.tables import write_tables
 
     if options.list:
         _list(EXPERIMENTS)
@@ -80,12 +87,38 @@ def run(options: argparse.Namespace) -> None:
     for plan in plans:
         results = measure(plan, options.out, processes, _log if processes.index == 0 else None)
         if processes.index == 0:
-            table = lines(plan.experiment, results)
-            print(as_text(plan.experiment, table))
-            for path in write_tables(plan.experiment, table, options.out):
-                print(path)
+            for experiment, shown, table in _tables(plan, results, options.against):
+                print(as_text(experiment, shown))
+                for path in write_tables(experiment, table, options.out):
+                    print(path)
     if processes.index == 0:
         print(note(options.out, processes.device))
+
+
+def _tables(
+    plan: Plan, results: Sequence[Result], against: str | None
+) -> Iterator[tuple[Experiment, Sequence[Line], Sequence[Line]]]:
+    """The tables of a plan: of which experiment, the lines to print, and all lines."""
+    from ..bench.harness.groups import differences, group_lines
+    from ..bench.harness.tables import lines
+    from ..bench.harness.verdicts import Side
+
+    experiment = plan.experiment
+    groups, models = group_lines(experiment, results), lines(experiment, results)
+    yield experiment, groups or models, [*groups, *models]
+    held = _row(against) or experiment.against
+    if held is not None and held in plan.cells:
+        gains, table = differences(experiment, results, Side(*held))
+        named = {line.model for line in groups or models}
+        yield gains, [line for line in table if line.model in named], table
+
+
+def _row(named: str | None) -> Cell | None:
+    """A row as tables name it: a method, and a formulation behind a comma if it has one."""
+    from ..bench import Cell
+
+    method, _, formulation = (named or "").partition(", ")
+    return Cell(method, formulation) if named else None
 
 
 def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list[Plan]:
@@ -102,6 +135,12 @@ def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list
             plans.append(Plan(each, chosen, examples, options.seeds, subjects, options.device_map))
     if not plans:
         raise OptionError("No experiment has these methods, formulations and models together.")
+    held = _row(options.against)
+    if held is not None and not any(held in plan.cells for plan in plans):
+        raise OptionError(
+            f"--against {options.against!r}: none of the rows that are measured. --list names all; "
+            "one that --methods or --formulations leaves out is not measured."
+        )
     return plans
 
 

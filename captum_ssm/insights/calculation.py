@@ -187,7 +187,8 @@ class AttributionCalculation:
         if name in DEFAULTS_FROM_INPUTS:
             suggested = DEFAULTS_FROM_INPUTS[name](inputs)
             chosen |= {key: value for key, value in suggested.items() if chosen.get(key) is None}
-        if "baselines" in accepted:
+        kind = ATTRIBUTION_NAMES_TO_METHODS[name]
+        if "baselines" in accepted and not issubclass(kind, SSMAttribution):  # ours have their own
             chosen["baselines"] = self.baselines(inputs)
         return chosen
 

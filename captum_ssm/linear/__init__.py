@@ -2,15 +2,16 @@
 
 from .constants import Ledger, contribution
 from .direct import DirectPaths, Local, direct_paths
-from .mode import Gate
 from .network import Network, Step, linearised
+from .shares import FAMILY, Rule
 
 __all__ = [
+    "FAMILY",
     "DirectPaths",
-    "Gate",
     "Ledger",
     "Local",
     "Network",
+    "Rule",
     "Step",
     "contribution",
     "direct_paths",

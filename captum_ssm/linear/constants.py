@@ -108,6 +108,15 @@ class Ledger:
         finally:
             self._entry = before
 
+    def write_rest(self, rest: Tensor) -> None:
+        """Take down, in a backward pass, what a mixer's output owes to references.
+
+        Args:
+            rest: it, for each example (B,).
+        """
+        if self._entry is not None:
+            self._entry(torch.ones_like(rest), rest.detach(), "references")
+
     def _write(self, gradient: Tensor, constant: Tensor, where: str) -> None:
         if self._entry is not None:
             self._entry(gradient.detach(), constant, where)

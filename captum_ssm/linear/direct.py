@@ -103,7 +103,7 @@ class DirectPaths(Watcher):
         return None if self.follow is None else self.follow.origin(x)
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return torch.no_grad(), self.mode.looking_away()
+        return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         self.outputs.append(self.mode.leaf(call.output_tensor))

@@ -65,6 +65,9 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
+#: Of the frozen ones those that are smooth functions of one number each.
+TANGENT = frozenset(("sigmoid", "log_sigmoid", "softplus", "exp", "exp2"))
+
 
 def plain(name: str) -> str:
     """A function's name without the namespace it is in."""

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, Operator, Sum
+from ..operators.coefficients import follow_mask
 from ..operators.kernels.arithmetic import unseen
 from .mode import Linearising
+from .shares import is_shared, shared
 
 
 def through(linear: LinearMixer, mode: Linearising) -> Tensor:
@@ -18,22 +20,31 @@ def through(linear: LinearMixer, mode: Linearising) -> Tensor:
         mode: the rules; the output projection runs under them, so it must be on.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
+    mask = linear.mask
     del linear  # of long inputs the values take much: they are let go of once they are read
-    return project(_apply(operator, values.pop(), mode))
+    return project(_apply(operator, values.pop(), mode, mask))
 
 
-def _apply(operator: Operator, v: Tensor, mode: Linearising) -> Tensor:
+def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None) -> Tensor:
     if isinstance(operator, Chain):
-        for part in reversed(operator.parts):
-            v = _apply(part, v, mode)
+        for place in reversed(range(len(operator.parts))):
+            if mode.divides and is_shared(operator.parts[place], mode.rule):
+                outer = Chain(*operator.parts[: place + 1])
+                with unseen():
+                    return shared(outer, v, mode.rule, mode.ledger, mode.labels, mask)
+            v = _apply(operator.parts[place], v, mode, mask)
+            mask = follow_mask(operator.parts[place], mask, {})
         return v
     if isinstance(operator, Sum):
-        total = _apply(operator.parts[0], v, mode)
+        total = _apply(operator.parts[0], v, mode, mask)
         for part in operator.parts[1:]:
-            total = total + _apply(part, v, mode)
+            total = total + _apply(part, v, mode, mask)
         return total
-    if isinstance(operator, Diagonal) and operator.component == "gate" and mode.gate == "half":
-        return v * operator.source
+    if mode.divides and is_shared(operator, mode.rule):
+        with unseen():
+            return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
+    if isinstance(operator, Diagonal) and operator.component == "gate" and mode.rule == "half":
+        return v * operator.live.get("weight", operator.weight)
     with unseen():
         out = operator.apply(v)
         bias = operator.offset()

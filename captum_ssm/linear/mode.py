@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import InputError, NotLinearError
+from ..errors import InputError, NotLinearError, OptionError
+from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..tracing.places import Places
 from ..tracing.places.origin import within_examples
 from .constants import Ledger, share
 from .functions import BENT, FROZEN, plain
 from .rules import RULES, positional
-
-#: Which factor of a gated product carries its relevance: ``"frozen"``, the stream, of which the
-#: gate is a coefficient; ``"half"``, both alike.
-Gate = Literal["frozen", "half"]
+from .shares import Labels, Rule
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
@@ -35,30 +33,35 @@ class Linearising(TorchFunctionMode):
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
         bends: how many functions that are not linear were met so far.
+        labels: says which paths a backward pass follows.
         where: returns the name of the module that is running.
 
     Args:
         ids: the explained token ids, whose lookup is where the network begins; None if the
             explained input is floating and given to :meth:`begin`.
-        gate: ``"frozen"`` gives all relevance of a product to the factor that no activation has
-            bent; ``"half"`` gives equal shares. A product of factors that are alike is shared
-            either way.
+        rule: how relevance is divided; see :mod:`.shares`. ``"frozen"`` gives all of a product
+            outside of mixers to the factor that no activation has bent, the others give equal
+            shares. A product of factors that are alike is shared either way.
         where: returns the name of the module that is running.
         constants: whether biases and other constants are kept. Default: True.
         follow: follows the ids, and is asked which of them are looked up. Default: None, they are
             known by their values alone.
+        by_role: whether backward passes are to tell roles apart. Default: False.
     """
 
     def __init__(
         self,
         ids: Tensor | None,
-        gate: Gate,
+        rule: Rule,
         where: Callable[[], str],
         constants: bool = True,
         follow: Places | None = None,
+        by_role: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = gate
+        self.rule: Rule = rule
+        self.by_role = by_role
+        self.labels = Labels()
         self.root: Tensor | None = None
         self.start: Tensor | None = None
         self.ledger = Ledger(where, constants)
@@ -68,19 +71,24 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
-        self._looks_away = 0
         self._table = 0
+        self._lookup: Callable[[Tensor], Tensor] | None = None
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
 
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Leave functions as they are inside the ``with``."""
-        self._looks_away += 1
-        try:
-            yield
-        finally:
-            self._looks_away -= 1
+    def looking_away(self) -> Sequence[AbstractContextManager[None]]:
+        """What to be in for functions to be left as they are."""
+        return unseen_by(self), unseen_by(self._follow)
+
+    @property
+    def divides(self) -> bool:
+        """Whether more than content and gates of mixers may get a share."""
+        return self.rule not in ("frozen", "half") or (self.by_role and self.rule == "half")
+
+    @property
+    def follows_tangents(self) -> bool:
+        """Whether what opens gates and makes steps depends on the input."""
+        return self.rule not in ("frozen", "half")
 
     @property
     def tokens(self) -> int:
@@ -99,6 +107,24 @@ class Linearising(TorchFunctionMode):
             return self.root.clone()
         return inputs
 
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """What other ids are looked up to, in place of those that are explained.
+
+        Args:
+            ids: (B, L) of the root.
+
+        Raises:
+            OptionError: when none were looked up, or the shape is not that of the root.
+        """
+        if self._lookup is None or self.root is None or ids.shape != self.root.shape[:2]:
+            size = None if self.root is None else tuple(self.root.shape)
+            raise OptionError(
+                f"baselines are token ids of shape {tuple(ids.shape)}, but what the model reads "
+                f"are embeddings of shape {size}, or were not looked up. Pass embeddings."
+            )
+        with unseen(), torch.no_grad():
+            return self._lookup(ids.to(self.root.device))
+
     def leaf(self, x: Tensor) -> Tensor:
         """``x``, cut from what it was computed from, as a live tensor."""
         leaf = x.detach().requires_grad_()
@@ -112,8 +138,6 @@ class Linearising(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._looks_away:
-            return func(*args, **(kwargs or {}))
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)
@@ -121,7 +145,10 @@ class Linearising(TorchFunctionMode):
             (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
             if ids.is_floating_point():  # torch.embedding has them the other way round
                 ids, table = table, ids
-            return self._looked_up(func(*args, **kwargs), ids, table)
+            before, out = self.root, self._looked_up(func(*args, **kwargs), ids, table)
+            if self.root is not before:
+                self._lookup = lambda other: torch.nn.functional.embedding(other, table.detach())
+            return out
         if not self._any_live((*args, *kwargs.values())):
             return func(*args, **kwargs)
         in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
@@ -202,7 +229,7 @@ class Linearising(TorchFunctionMode):
         """
         live = list(self._tensors((*args, *kwargs.values())))
         straight = [a for a in live if not self.is_bent(a)]
-        if self.gate == "frozen" and 0 < len(straight) < len(live):
+        if self.rule == "frozen" and 0 < len(straight) < len(live):
             args = self._straight(args)
             kwargs = {name: self._straight(value) for name, value in kwargs.items()}
             live = straight

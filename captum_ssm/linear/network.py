@@ -34,7 +34,8 @@ from ..tracing.verification import (
     tolerance_for,
 )
 from .mixer import through
-from .mode import Gate, Linearising
+from .mode import Linearising
+from .shares import Rule, is_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,8 @@ class Network(Watcher):
             Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
             empty.
+        content_only: names of the mixers that have run and have no factor but content to which a
+            rule that divides could give a share, one for each call. Default: empty.
 
     Example:
         >>> import torch
@@ -92,6 +95,7 @@ class Network(Watcher):
     ran: bool = False
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
+    content_only: list[str] = field(default_factory=list)
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
@@ -123,7 +127,7 @@ class Network(Watcher):
             self._entering[module] = tuple(x for x in values if self.mode.is_live(x))
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return torch.no_grad(), self.mode.looking_away()
+        return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         real, self.ran = call.output_tensor, True
@@ -141,6 +145,9 @@ class Network(Watcher):
         require_real_tokens(linear.mask)
         linear.check_finite(name)
         self.mask = linear.mask if self.mask is None else self.mask
+        divides = self.mode.follows_tangents and linear.values.requires_grad
+        if divides and not is_shared(linear.operator, self.mode.rule):
+            self.content_only.append(name)
         return linear
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
@@ -168,7 +175,8 @@ def linearised(
     model: nn.Module,
     inputs: Tensor,
     *,
-    gate: Gate = "frozen",
+    rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
@@ -184,8 +192,9 @@ def linearised(
         model: the module; it is not changed, and its hooks are removed when the block ends.
         inputs: the explained token ids, or a floating input; of the latter ``root`` is a live copy
             to run the model on.
-        gate: which factor of a gated product carries its relevance, ``"frozen"`` (the stream) or
-            ``"half"`` (both alike). Default: ``"frozen"``.
+        rule: how relevance is divided among what mixers are made of; see :mod:`.shares`. Default:
+            ``"frozen"``.
+        by_role: whether backward passes are to tell roles apart; Default: False.
         constants: whether biases and other constants are kept. Default: True.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
@@ -216,7 +225,9 @@ def linearised(
     """
     mixers = find_mixers(model, layers)
     with ExitStack() as stack:
-        mode = stack.enter_context(under_rules(model, inputs, gate=gate, constants=constants))
+        mode = stack.enter_context(
+            under_rules(model, inputs, rule=rule, by_role=by_role, constants=constants)
+        )
         network = Network(mode, mixers, steps, verify)
         observe(model, mixers, (network,), stack, gradients=True)
         yield network
@@ -227,14 +238,15 @@ def under_rules(
     model: nn.Module,
     inputs: Tensor,
     *,
-    gate: Gate = "frozen",
+    rule: Rule = "frozen",
+    by_role: bool = False,
     constants: bool = True,
     follow: Places | None = None,
 ) -> Iterator[Linearising]:
     """Run a model under the rules, its mixers aside.
 
     Args:
-        model, inputs, gate, constants: as for :func:`linearised`.
+        model, inputs, rule, by_role, constants: as for :func:`linearised`.
         follow: what follows tokens through the run already. Default: None, ids are followed up to
             where they are looked up.
     """
@@ -243,7 +255,7 @@ def under_rules(
     own = None
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
-    mode = Linearising(ids, gate, running.name, constants, follow)
+    mode = Linearising(ids, rule, running.name, constants, follow, by_role)
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:

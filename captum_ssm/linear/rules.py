@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, VIEWS
+from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
 from .norms import batch_norm, filled, group_norm, layer_norm, normalize, rms_norm
 
 if TYPE_CHECKING:
@@ -149,9 +149,24 @@ def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A coefficient."""
+    """A coefficient; by some rules what grows smoothly with x follows its tangent."""
+    smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
+    if smooth and mode.follows_tangents:
+        return _tangent(mode, func, args, kwargs)
     with torch.no_grad():
         return func(*args, **kwargs)
+
+
+def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """f(x), with the derivative at x; what its tangent is at 0 is a constant."""
+    x, *rest = args
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        start = x.detach().requires_grad_()
+        value = func(start, *rest, **kwargs)
+        (slope,) = torch.autograd.grad(value.sum(), start)
+        line = x * slope
+        constant = value.detach() - line.detach()
+    return mode.ledger.included(line + constant, constant)
 
 
 def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

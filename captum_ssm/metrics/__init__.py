@@ -38,10 +38,13 @@ from .pseudo_masks import PseudoMaskScores, pseudo_masks
 from .ranking import (
     PrecisionRecall,
     average_precision,
+    kendall,
+    pearson,
     precision_at_k,
     precision_recall_curve,
     recall_at_k,
     roc_auc,
+    spearman,
 )
 from .sample import Interval, Sample
 from .segmentation import (
@@ -87,11 +90,13 @@ __all__ = [
     "hardest_examples",
     "image_perturbation",
     "iou",
+    "kendall",
     "key_words",
     "link_accuracy",
     "link_counts",
     "mean_iou",
     "misclassification_confidence",
+    "pearson",
     "pixel_accuracy",
     "pixel_relevance",
     "precision_at_k",
@@ -102,6 +107,7 @@ __all__ = [
     "roc_auc",
     "segmentation_average_precision",
     "span_relevance",
+    "spearman",
     "text_activation",
     "text_perturbation",
     "text_pruning",

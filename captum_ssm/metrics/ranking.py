@@ -1,11 +1,11 @@
-"""How well scores put what is true above what is not.
+"""How well scores put what is true above what is not, and how well they agree with other scores.
 
 All functions take a batch: scores (B, N), gold (B, N) and, where examples are padded, a mask
 (B, N).  They return one float64 number per example, (B,).  Nothing depends on the order of the
 units: where scores are equal, every order of the equals counts alike, so constant scores have ROC
 AUC 0.5, and average precision and recall at K as chance has them.  Where a number is undefined,
-because everything or nothing is true, it is NaN; :class:`~captum_ssm.metrics.Sample` leaves such
-examples out and counts them.
+because everything or nothing is true or all scores are equal, it is NaN;
+:class:`~captum_ssm.metrics.Sample` leaves such examples out and counts them.
 
 Shapes: B examples, N scored units of each.
 """
@@ -144,6 +144,80 @@ def precision_at_k(
     return hits / looked_at
 
 
+def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Pearson's correlation of two scores of the same units.
+
+    Args:
+        scores: (B, N).
+        others: of the same units, (B, N).
+        mask: which units count, (B, N). Default: None, all.
+
+    Returns:
+        (B,), from -1 to 1; NaN where either is the same everywhere.
+
+    Raises:
+        InputError: when the shapes differ.
+        NonFiniteError: when a unit that counts has a score NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import pearson
+        >>> pearson(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.0, 6.0]])).item()
+        0.944911182523068
+    """
+    return _correlation(*_paired(scores, others, mask))
+
+
+def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Spearman's rank correlation: Pearson's of the ranks, equal scores sharing their mean rank.
+
+    Args:
+        scores, others, mask: as in :func:`pearson`, with the same defaults.
+
+    Returns:
+        (B,), from -1 to 1; NaN where either is the same everywhere.
+
+    Raises:
+        InputError, NonFiniteError: as :func:`pearson`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import spearman
+        >>> spearman(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.0, 6.0]])).item()
+        1.0
+    """
+    first, second, counts = _paired(scores, others, mask)
+    return _correlation(_ranks(first, counts), _ranks(second, counts), counts)
+
+
+def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Kendall's tau-b: of all pairs of units, those ordered alike less those ordered otherwise.
+
+    Time and memory grow with the square of N.
+
+    Args:
+        scores, others, mask: as in :func:`pearson`, with the same defaults.
+
+    Returns:
+        (B,), from -1 to 1; NaN where either is the same everywhere.
+
+    Raises:
+        InputError, NonFiniteError: as :func:`pearson`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.metrics import kendall
+        >>> scores, others = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1, 3, 2, 4]])
+        >>> round(kendall(scores, others).item(), 3)  # one of six pairs is ordered otherwise
+        0.667
+    """
+    first, second, counts = _paired(scores, others, mask)
+    pairs = counts[:, :, None] & counts[:, None]
+    one, other = ((x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second))  # (B, N, N)
+    agreed = (one * other).sum((1, 2))
+    return agreed / (one.abs().sum((1, 2)) * other.abs().sum((1, 2))).sqrt()
+
+
 class PrecisionRecall(NamedTuple):
     """A precision-recall curve, from the highest threshold to the lowest.
 
@@ -194,6 +268,40 @@ def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor,
     scores, counts = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
     return scores.contiguous(), true & counts, ~true & counts
+
+
+def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Two scores of the same units in float64, and which units count."""
+    first, counts = masked_scores(scores, mask, "scores", dims=2)
+    second, _ = masked_scores(others, mask, "others", dims=2)
+    if first.shape != second.shape:
+        raise InputError(
+            f"scores has shape {tuple(first.shape)}, others {tuple(second.shape)}: they must be "
+            "scores of the same units."
+        )
+    return first.double(), second.to(first.device).double(), counts
+
+
+def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
+    """Pearson's correlation of what counts, (B,)."""
+    one, other = (_centred(x, counts) for x in (first, second))
+    return (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
+
+
+def _centred(scores: Tensor, counts: Tensor) -> Tensor:
+    """Scores less their mean, 0 where they do not count; exactly 0 if all are the same."""
+    # a mean of equal numbers is rounded, and what is left of them would have a correlation
+    scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
+    scores = scores.where(counts, 0)
+    return (scores - scores.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).where(counts, 0)
+
+
+def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
+    """Twice the rank of each unit among those that count, equal ones sharing the mean, (B, N)."""
+    rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
+    below = torch.searchsorted(rising, scores.contiguous())
+    up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
+    return (below + up_to).double()
 
 
 def _at_least(scores: Tensor, among: Tensor) -> Tensor:

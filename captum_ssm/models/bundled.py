@@ -30,18 +30,22 @@ def load_bundled(
     """Loads a bundled model with the key to what it reads or answers; nothing is downloaded.
 
     Args:
-        name: a task and the architecture that learned it.  Of the language models, each a
-            ``MambaForCausalLM`` or a ``Mamba2ForCausalLM`` of transformers,
-            ``"recall-mamba"`` answers the prompts of :class:`~captum_ssm.bench.tasks.RecallTask`;
-            ``"copying-mamba"`` and ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and
-            ``LONG_COPIES``; ``"translation-mamba"`` and ``"translation-mamba2"`` translate
-            ``NUMBER_WORDS``; ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each
-            with ``"mamba"`` and ``"mamba2"``, answer the questions of ``ONE_PASSKEY``,
-            ``TWO_PASSKEYS`` and ``FREQUENT_WORD``, all of :mod:`captum_ssm.bench.tasks`.  Of the
-            image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``, each a
-            :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in front,
-            and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes
-            of ``SCENES``.
+        name: a task and the architecture that learned it.  Of the language models, each of a class
+            of transformers, such as ``MambaForCausalLM``, ``"recall-mamba"`` answers the prompts of
+            :class:`~captum_ssm.bench.tasks.RecallTask`; ``"copying-mamba"`` and
+            ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and ``LONG_COPIES``;
+            ``"translation-mamba"`` and ``"translation-mamba2"`` translate ``NUMBER_WORDS``;
+            ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each with ``"mamba"`` and
+            ``"mamba2"``, answer the questions of ``ONE_PASSKEY``, ``TWO_PASSKEYS`` and
+            ``FREQUENT_WORD``, all of :mod:`captum_ssm.bench.tasks`.
+            Of further architectures, see :class:`~captum_ssm.models.small.ModelSize`,
+            ``"copying-bamba"`` and ``"translation-gated-deltanet"`` have learned the same;
+            ``"pairs-"`` with ``"mamba"``, ``"mamba2"``, ``"gated-deltanet"`` and ``"bamba"``
+            answer with the value of a key in ``PAIRS``, with ``"rwkv"`` and ``"griffin"`` in
+            ``FEW_PAIRS``.  Of the image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``,
+            each a :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in
+            front, and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the
+            shapes of ``SCENES``.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
             positive sentences, see :class:`~captum_ssm.models.TextReader`.
             Default: ``"recall-mamba"``.

@@ -13,7 +13,14 @@ from ..errors import OptionError
 from .vocabulary import WordVocabulary
 
 #: By architecture, the class of transformers.
-MODELS = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
+MODELS = {
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "gated-deltanet": "Qwen3NextForCausalLM",
+    "rwkv": "RwkvForCausalLM",
+    "griffin": "RecurrentGemmaForCausalLM",
+    "bamba": "BambaForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,15 @@ class ModelSize:
     """The architecture and size of the model to train.
 
     Attributes:
-        architecture: ``"mamba"`` or ``"mamba2"``. Default: ``"mamba"``.
+        architecture: ``"mamba"`` or ``"mamba2"``; ``"gated-deltanet"``, a Qwen3-Next without
+            attention and experts; ``"rwkv"``, RWKV-4; ``"griffin"``, a RecurrentGemma without
+            attention; ``"bamba"``, Mamba-2 with softmax attention in the last block.
+            Default: ``"mamba"``.
         layers: number of blocks. Default: 2.
         hidden: width of the residual stream. Default: 64.
-        state: states per channel. Default: 16.
-        conv_kernel: taps of the short convolution. Default: 4.
-        head_dim: channels per head of a Mamba-2. Default: 16.
+        state: states per channel, of Mamba, Mamba-2 and Bamba. Default: 16.
+        conv_kernel: taps of the short convolution, which RWKV has not. Default: 4.
+        head_dim: channels per head, of Mamba-2, Bamba and Gated DeltaNet. Default: 16.
     """
 
     architecture: str = "mamba"
@@ -65,15 +75,18 @@ def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int 
         size: its architecture and size.
         vocabulary: the words it reads and writes.
         lasting_from: the first of the lasting layers, negative to count from the end; those
-            before it start as transformers has it. Default: 0, all are lasting.
+            before it start as transformers has it, and so do layers whose decay is not made of
+            ``A_log`` and a step size. Default: 0, all are lasting.
     """
     model = model_of(MODELS[size.architecture], _settings(size, vocabulary))
+    blocks = model.rwkv.blocks if size.architecture == "rwkv" else model.base_model.layers
+    mixers = [part for block in blocks[lasting_from:] for part in block.modules()]
     with torch.no_grad():
-        for block in model.backbone.layers[lasting_from:]:
-            mixer = block.mixer
-            mixer.A_log.fill_(-8.0)
-            step_bias = mixer.dt_proj.bias if size.architecture == "mamba" else mixer.dt_bias
-            step_bias.fill_(math.log(math.e - 1))  # softplus of it is 1
+        for mixer in mixers:
+            if hasattr(mixer, "A_log"):
+                mixer.A_log.fill_(-8.0)
+                step_bias = mixer.dt_proj.bias if size.architecture == "mamba" else mixer.dt_bias
+                step_bias.fill_(math.log(math.e - 1))  # softplus of it is 1
     fresh: nn.Module = model
     return fresh
 
@@ -82,19 +95,82 @@ def _settings(size: ModelSize, vocabulary: WordVocabulary) -> dict[str, Any]:
     settings = {
         "vocab_size": len(vocabulary),
         "hidden_size": size.hidden,
-        "state_size": size.state,
         "num_hidden_layers": size.layers,
-        "conv_kernel": size.conv_kernel,
         "pad_token_id": vocabulary.pad_id,
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": True,
     }
-    if size.architecture == "mamba":
-        return settings
-    return settings | {
+    return settings | _OWN[size.architecture](size)
+
+
+def _of_mamba(size: ModelSize) -> dict[str, Any]:
+    return {"state_size": size.state, "conv_kernel": size.conv_kernel}
+
+
+def _of_mamba2(size: ModelSize) -> dict[str, Any]:
+    return _of_mamba(size) | {
         "head_dim": size.head_dim,
         "num_heads": 2 * size.hidden // size.head_dim,
         "n_groups": 1,
         "chunk_size": 32,  # sequences are short, and are padded to whole chunks
     }
+
+
+def _of_gated_deltanet(size: ModelSize) -> dict[str, Any]:
+    heads = size.hidden // size.head_dim
+    return {
+        "layer_types": ["linear_attention"] * size.layers,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": size.head_dim,
+        "linear_value_head_dim": size.head_dim,
+        "linear_conv_kernel_dim": size.conv_kernel,
+        "intermediate_size": size.hidden,
+        "num_experts": 0,
+        "use_cache": False,  # which wants a layer of attention
+    }
+
+
+def _of_rwkv(size: ModelSize) -> dict[str, Any]:
+    return {
+        "attention_hidden_size": 2 * size.hidden,
+        "intermediate_size": size.hidden,
+        "use_cache": False,  # which wants the attention as wide as the stream
+    }
+
+
+def _of_griffin(size: ModelSize) -> dict[str, Any]:
+    return {
+        "block_types": ["recurrent"],
+        "num_attention_heads": 4,  # the blocks of the gates' weights, too
+        "lru_width": size.hidden,
+        "conv1d_width": size.conv_kernel,
+        "intermediate_size": 2 * size.hidden,
+        "use_cache": False,  # which wants a layer of attention
+    }
+
+
+def _of_bamba(size: ModelSize) -> dict[str, Any]:
+    return {
+        "attn_layer_indices": [size.layers - 1],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": size.hidden,
+        "mamba_n_heads": 2 * size.hidden // size.head_dim,
+        "mamba_d_head": size.head_dim,
+        "mamba_n_groups": 1,
+        "mamba_d_state": size.state,
+        "mamba_d_conv": size.conv_kernel,
+        "mamba_chunk_size": 32,
+    }
+
+
+_OWN = {
+    "mamba": _of_mamba,
+    "mamba2": _of_mamba2,
+    "gated-deltanet": _of_gated_deltanet,
+    "rwkv": _of_rwkv,
+    "griffin": _of_griffin,
+    "bamba": _of_bamba,
+}

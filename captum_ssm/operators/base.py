@@ -32,9 +32,10 @@ Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,11 @@ from .reduction import Reduce
 
 #: What a part of a mixer can stand for, and what users' choices of components are made of.
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
+
+
+#: What a factor of a mixer does: what is moved, what it is matched by, what asks, how much is let
+#: through, and how far a state moves on.
+Role = Literal["content", "key", "query", "gate", "step"]
 
 
 class Shape(NamedTuple):
@@ -124,6 +130,9 @@ class Operator:
             tokens, but for a short convolution). Default: None, for structural parts, which
             :meth:`restrict` always keeps.
         shape: the sizes it acts on, a :class:`Shape`.
+        roles: what those of its coefficients do that may follow from the input, by their names in
+            :meth:`tensors`; see :mod:`.coefficients`. Default: none do.
+        live: those of them that came with their graph. Default: none did.
 
     Example:
         >>> import torch
@@ -146,8 +155,12 @@ class Operator:
 
     component: str | None = None
     shape: Shape
+    roles: Mapping[str, Role] = MappingProxyType({})
+    live: Mapping[str, Tensor] = MappingProxyType({})
     #: Whether whole matrices of heads are quicker made than rows of all channels.
     quick_heads = False
+    #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.
+    few_rows: int = 0
 
     # --- what a subclass defines -----------------------------------------------------------
 
@@ -178,6 +191,27 @@ class Operator:
             An operator on (B, L, len(heads), P).
         """
         raise NotImplementedError
+
+    # --- what it is of its coefficients ----------------------------------------------------
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> Operator:
+        """The same operator with other coefficients in place of some that have roles.
+
+        Args:
+            coefficients: by name.
+        """
+        raise NotImplementedError
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of values, and those of the coefficients that have roles, by name.
+
+        Args:
+            values: what it acts on, (B, L, H, P).
+            gradient: that of what becomes of them, (B, L, H, P).
+        """
+        if self.roles:
+            raise NotImplementedError
+        return self.transpose(gradient), {}
 
     # --- how tokens are mixed --------------------------------------------------------------
 
@@ -417,3 +451,12 @@ class Operator:
 
     def _ones(self, *size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)
+
+
+def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those of an operator's coefficients that have a graph.
+
+    Args:
+        coefficients: by name; None for one that is not there.
+    """
+    return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape
+from .base import Operator, Role, Shape, with_graphs
 from .kernels.arithmetic import Scratch
 from .kernels.bands import Band
 from .kernels.portions import LARGE, Portion, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
+#: What factors of single tokens do that follow from the input; others are frozen.
+_ROLES: dict[str | None, Role] = {"gate": "gate", "scan": "key"}
+
 
 class Diagonal(Operator):
     """Scaling of single tokens, y[t] = weight[t] x[t]: gates, frozen activations, norms, skips.
-
-    Attributes:
-        source: the weight with its graph, for rules that give a factor its share of relevance.
 
     Args:
         weight: factors broadcastable to (B, L, H, P).
@@ -45,8 +45,9 @@ class Diagonal(Operator):
         component: str | None = None,
         data_dependent: bool | None = None,
     ) -> None:
-        self.source = weight
         self.weight = weight.detach()
+        self.roles = {"weight": _ROLES[component]} if component in _ROLES else {}
+        self.live = with_graphs({"weight": weight} if self.roles else {})
         self.shape = shape
         self.component = component
         common = weight.shape[0] == weight.shape[1] == 1
@@ -65,6 +66,13 @@ class Diagonal(Operator):
 
     def transpose(self, u: Tensor) -> Tensor:
         return self.weight * u
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> Diagonal:
+        return Diagonal(coefficients["weight"], self.shape, self.component, self._data_dependent)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        of_weight = (values * gradient).sum_to_size(self.weight.shape)
+        return self.weight * gradient, {"weight": of_weight}
 
     def stream(self, transposed: bool, longest: int) -> Stream:
         scratch = Scratch(self.weight)

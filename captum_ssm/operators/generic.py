@@ -25,7 +25,7 @@ from .kernels.rows import (
     sum_strips,
     unit_vectors,
 )
-from .reduction import Reduce, by_channel, goes_by_channel, reduce_channels
+from .reduction import Reduce, by_channel, by_head, goes_by_channel, reduce_channels
 
 if TYPE_CHECKING:
     from .base import Operator
@@ -58,11 +58,15 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
     """Rows of the matrices, reduced: (B, Q, L), or (B, C or H, Q, L)."""
     batch, tokens, *_ = operator.shape
     index = per_example(positions, batch, tokens, operator.device)  # (B, Q)
-    found = []
-    for some in _in_stacks(operator, range(index.shape[1])):
+    queries, out = index.shape[1], None
+    for some in _in_stacks(operator, range(queries)):
         stack = operator.unit_rows(index[:, some.start : some.stop].T)
-        found.append(reduce_channels(stack, reduce))  # (Q, B, [C or H,] L)
-    return torch.cat(found).movedim(0, -2)
+        found = reduce_channels(stack, reduce)  # (Q, B, [C or H,] L)
+        if out is None:
+            out = found.new_empty(queries, *found.shape[1:])
+        out[some.start : some.stop] = found
+    assert out is not None
+    return out.movedim(0, -2)
 
 
 # --- sums over channels of rows with factors ---------------------------------------------------
@@ -137,7 +141,7 @@ def dense(
     if reduce == "mean":
         return operator.contract(one / (count * per_head), one)
     if reduce == "heads":
-        return operator.contract_heads(one / per_head, one)
+        return by_head(operator)
     if goes_by_channel(operator, reduce):
         return by_channel(operator, reduce)
     return operator.rows(range(tokens), reduce)
@@ -198,4 +202,4 @@ def all_streams(
 
 def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:
     """The rows in parts, as many at a time as a stack of vectors holds."""
-    return in_stacks(rows, torch.Size(operator.shape).numel())
+    return in_stacks(rows, torch.Size(operator.shape).numel(), operator.device)

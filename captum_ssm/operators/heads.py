@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from .base import Operator, Shape
+from .base import Operator, Role, Shape, with_graphs
 from .diagonal import Diagonal
 from .kernels.arithmetic import full_precision, matmul, underflow_flushed
 from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
@@ -171,6 +172,68 @@ class DenseHeads(HeadOperator):
             for row, column, matrix in zip(*factors, strict=True):
                 into.addcmul_(row @ column, matrix)
         return out
+
+
+class SoftmaxHeads(DenseHeads):
+    """Softmax attention that knows its queries and keys, alpha_h = softmax(scaling q k^T + mask).
+
+    Args:
+        query: (B, L, H, N).
+        key: (B, L, H, N).
+        probabilities: returns the matrices (B, H, L, L) of queries and keys (B, H, L, N); a row
+            may be zero.
+        scaling: factor of the scores.
+        per_head: value channels of a head, P.
+        matrices: those of these queries and keys. Default: None, ``probabilities`` is asked.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators.heads import SoftmaxHeads
+        >>> query, key = torch.randn(2, 1, 3, 2, 4)  # (B, L, H, N)
+        >>> def probabilities(query, key):
+        ...     return (0.5 * query @ key.mT).softmax(-1)
+        >>> attention = SoftmaxHeads(query, key, probabilities, scaling=0.5, per_head=5)
+        >>> ones = torch.ones(1, 3, 2, 5)  # (B, L, H, P)
+        >>> torch.allclose(attention.apply(ones), ones)
+        True
+    """
+
+    roles: Mapping[str, Role] = MappingProxyType({"query": "query", "key": "key"})
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        probabilities: Callable[[Tensor, Tensor], Tensor],
+        scaling: float,
+        per_head: int,
+        matrices: Tensor | None = None,
+    ) -> None:
+        self.query, self.key = query.detach(), key.detach()
+        self.live = with_graphs({"query": query, "key": key})
+        self._probabilities, self._scaling = probabilities, scaling
+        if matrices is None:
+            matrices = probabilities(*(x.transpose(1, 2) for x in (self.query, self.key)))
+        super().__init__(matrices, per_head)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**super().tensors(), "query": self.query, "key": self.key}
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> SoftmaxHeads:
+        named = {**self.tensors(), **coefficients}
+        how = self._probabilities, self._scaling, self.shape.per_head
+        return SoftmaxHeads(named["query"], named["key"], *how)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with full_precision(values.device):
+            matrices = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # their gradients
+            matrices *= self.matrices
+            scores = matrices - self.matrices * matrices.sum(-1, keepdim=True)
+            scores *= self._scaling
+            query, key = (x.transpose(1, 2) for x in (self.query, self.key))
+            found = {"query": scores @ key, "key": scores.mT @ query}
+        of_values = self.transpose(gradient)
+        return of_values, {name: x.transpose(1, 2) for name, x in found.items()}
 
 
 class HeadCentering(Operator):

@@ -84,8 +84,9 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
 
 # --- matrices channel by channel, where heads are quicker made whole ---------------------------
 
-#: Elements of the matrices that exist at a time (64 MiB in float32), if they are not asked for.
-_ELEMENTS = 2**24
+#: Elements of the matrices formed at a time (8 MiB in float32).  The memory of more would be given
+#: back to the system, which maps it anew, page by page, for the next ones.
+_ELEMENTS = 2**21
 
 #: Reductions that go pair by pair: over a dimension, and of two tensors.
 _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -120,14 +121,30 @@ def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
     return out
 
 
+def by_head(operator: Operator) -> Tensor:
+    """The means over the channels of each head (B, H, L, L), formed where they are to stay."""
+    batch, tokens, heads, per_head = operator.shape
+    one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
+    out = one.new_empty(batch, heads, tokens, tokens)
+    for some, part in _some_heads(operator):
+        out[:, some.start : some.stop] = part.contract_heads(one / per_head, one)
+    return out
+
+
 def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
     """Neighbouring heads, a channel of each, and the matrices of these, (B, heads, L, L)."""
-    batch, tokens, heads, per_head = operator.shape
+    per_head = operator.shape.per_head
     units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
     one = units.new_ones(1, 1, 1, 1)
+    for some, part in _some_heads(operator):
+        for p, unit in enumerate(units):
+            yield some, p, part.contract_heads(unit[None, None, None], one)
+
+
+def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
+    """Neighbouring heads whose matrices are formed at a time, and the operator on them."""
+    batch, tokens, heads, _ = operator.shape
     size = max(1, _ELEMENTS // (batch * tokens**2))
     for start in range(0, heads, size):
         some = range(start, min(start + size, heads))
-        part = operator.select(some)
-        for p, unit in enumerate(units):
-            yield some, p, part.contract_heads(unit[None, None, None], one)
+        yield some, operator if len(some) == heads else operator.select(some)

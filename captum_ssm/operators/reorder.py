@@ -189,6 +189,18 @@ class Windows:
         """The adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
         return self._in_a_row(x).index_select(-3, self._place_of)
 
+    def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
+        """Which places hold a real token, (B W, T); None if all do.
+
+        Args:
+            mask: True for real tokens (B, L), or None if all are.
+            batch: how many examples there are.
+        """
+        if mask is None:
+            every = ~self._padding.expand(batch, -1)
+            return None if bool(every.all()) else every.reshape(-1, self.places.shape[1])
+        return self.cut(mask[..., None, None].int())[..., 0, 0].bool()
+
     def padding(self, x: Tensor) -> Tensor | None:
         """``x`` (..., B W, T, H, P) with zeros for all tokens; None if no place holds padding."""
         if not bool(self._padding.any()):
@@ -247,6 +259,16 @@ class Windowed(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         return self.windows.merge(self.inner.apply(self.windows.cut(v)))
+
+    def entering(self, v: Tensor, factor: float) -> Tensor:
+        """What ``inner`` is given.
+
+        Args:
+            v: values (B, L, H, P).
+            factor: on what is in places that hold no token.
+        """
+        cut = self.windows.cut(v)
+        return cut if self._padding is None else cut + factor * self._padding
 
     def transpose(self, u: Tensor) -> Tensor:
         return self.windows.merge(self.inner.transpose(self.windows.cut(u)))

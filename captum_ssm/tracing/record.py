@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor
-from ..operators.kernels.arithmetic import all_finite, full_precision
+from ..operators.kernels.arithmetic import all_finite, full_precision, unseen_by
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, hooked, swap_first
@@ -335,7 +335,7 @@ class Recorder(Watcher):
         self._residual[block] = kept, origin
 
     def while_mixing(self) -> Sequence[AbstractContextManager[Any]]:
-        return () if self.follow is None else (self.follow.looking_away(),)
+        return () if self.follow is None else (unseen_by(self.follow),)
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         record, block = self.record, call.block
@@ -403,7 +403,7 @@ def _look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
 
     def before(*_: Any) -> None:
         passing.append(ExitStack())
-        passing[-1].enter_context(follow.looking_away())
+        passing[-1].enter_context(unseen_by(follow))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         passing.pop().close()

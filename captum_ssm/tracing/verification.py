@@ -8,6 +8,7 @@ accepted of them than of single numbers, which are compared where the whole outp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..operators import Chain, Operator
-from ..operators.kernels.arithmetic import unseen
 from .find import Mixer
 from .projection import projection_of
 
@@ -108,7 +108,7 @@ def combined_error(linear: LinearMixer, real: Tensor) -> float:
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
     """How far sums over the tokens of an output (B, L, E) are off, at the size of its numbers."""
-    return _STRICTER * _largest(differences, real) / real.shape[1] ** 0.5
+    return _STRICTER * _largest(differences, real) / math.sqrt(real.shape[1])
 
 
 def _largest(differences: Tensor, real: Tensor) -> float:
@@ -152,7 +152,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
 
     def both(module: nn.Module) -> tuple[Tensor, Tensor]:
-        with torch._C._EnableTorchFunction(), _NeverRounding():
+        with torch._C._EnableTorchFunction(), _Widened():  # also where functions go unseen
             output = module.forward(*wide.args, **wide.kwargs)
         again = replace(wide, output=output)
         return again.output_tensor, linearize(mixer, again).output()
@@ -168,30 +168,26 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
 
 
-#: Makes a mixer's operator of one of its calls.
-Linearizer = Callable[[Mixer, Call], LinearMixer]
-#: Largest error in float64: what a module is given, such as rotations, may be in float32.
-_ROUNDED = 2e-6
-
-
-class _NeverRounding(TorchFunctionMode):
-    """While this mode is on, what is in float64 stays so where code would have it in float32."""
+class _Widened(TorchFunctionMode):
+    """Reads float32 as float64: many modules compute parts of themselves in it, whatever theirs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with unseen():
-            if func is Tensor.float and args[0].dtype == torch.float64:
-                return args[0]
-            if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args[:1]):
-                args = tuple(map(_kept, args))
-                kwargs = {name: _kept(value) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
+        if func is Tensor.float:
+            func = Tensor.double
+        named = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **named)
 
 
-def _kept(value: Any) -> Any:
+def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+#: Makes a mixer's operator of one of its calls.
+Linearizer = Callable[[Mixer, Call], LinearMixer]
+#: Largest error in float64: what a module is given, such as rotations, may be in float32.
+_ROUNDED = 2e-6
 
 
 class _Inside(nn.Module):

@@ -111,7 +111,7 @@ def test_checkpointed_graphs_serve_every_target():
 def test_matrices_are_kept_as_far_as_there_is_room(room, monkeypatch):
     model, formed = mamba_lm(), []
     monkeypatch.setattr(run, "_KEPT_ELEMENTS", room)
-    for name in ("dense", "reduced_strip"):
+    for name in ("dense", "reduced_strip", "rows"):
         made = getattr(Operator, name)
         monkeypatch.setattr(Chain, name, lambda *a, made=made: formed.append(1) or made(*a))
     targets = [(5, 3), (2, 2), (5, 1)]

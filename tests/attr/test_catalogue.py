@@ -11,8 +11,8 @@ import captum_ssm
 from captum_ssm.attr.catalogue import DEFAULT, METHODS, Cost, Entry
 
 OPTIONS = {
-    "LatimFlow": {"contrast": None, "gate": None, "zero_bias": False},
-    "MambaLRP": {"contrast": None, "gate": None, "zero_bias": False},
+    "LatimFlow": {"contrast": None, "rule": None, "zero_bias": False},
+    "MambaLRP": {"contrast": None, "rule": None, "zero_bias": False},
     "ImplicitAttentionRollout": {
         "query": None,
         "components": "unified",
@@ -59,7 +59,7 @@ WORDS = {
     "clamp": ("relu", "abs", "none"),
     "components": ("s6", "unified", "exact"),
     "contrast": (None, "mean", "others", "all"),
-    "gate": (None, "frozen", "half"),
+    "rule": (None, "frozen", "half", "equal", "centred"),
     "mixing": ("alti", "projection"),
     "query": (None, "last", "mean", "cls"),
     "recipe": ("paper", "published_code"),

@@ -76,10 +76,10 @@ def test_relevance_is_that_of_the_matrices(network, method):
 def test_gates_make_a_difference():
     model, ids = mamba_lm(), token_ids()
     frozen_gate = LatimFlow(model).attribute(ids, (-1, 3))
-    half = LatimFlow(model).attribute(ids, (-1, 3), gate="half")
+    half = LatimFlow(model).attribute(ids, (-1, 3), rule="half")
     assert oracles.relative_error(half, frozen_gate) > 1e-2
     assert torch.equal(half, MambaLRP(model).attribute(ids, (-1, 3)))
-    assert torch.equal(frozen_gate, MambaLRP(model).attribute(ids, (-1, 3), gate="frozen"))
+    assert torch.equal(frozen_gate, MambaLRP(model).attribute(ids, (-1, 3), rule="frozen"))
 
 
 def test_constants_are_named_by_the_modules_that_add_them():

@@ -84,7 +84,7 @@ def test_empty_inputs(shape):
         LatimFlow(mamba_lm()).attribute(torch.zeros(shape, dtype=torch.long), TARGET)
 
 
-@pytest.mark.parametrize("options", [{"gate": "open"}, {"internal_batch_size": 0}])
+@pytest.mark.parametrize("options", [{"rule": "open"}, {"internal_batch_size": 0}])
 def test_bad_options(options):
     ((name, value),) = options.items()
     with pytest.raises(OptionError, match=f"{name}={value!r}"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from zoo.small import (
     WIDTH,
     classifier,
@@ -270,6 +271,7 @@ def snapshot(model, *inputs):
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
+            _get_current_function_mode_stack(),
         ),
     }
 

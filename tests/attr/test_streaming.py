@@ -14,7 +14,14 @@ from captum_ssm.attr.engine import run, strips
 from captum_ssm.attr.engine.fold import LayerMatrix, given
 from captum_ssm.attr.engine.strips import Budget, in_strips
 from captum_ssm.errors import OptionError
-from captum_ssm.operators import Operator, Shape, discard_smallest
+from captum_ssm.operators import (
+    Chain,
+    Diagonal,
+    Operator,
+    SelectiveScan,
+    Shape,
+    discard_smallest,
+)
 from captum_ssm.operators.kernels.rows import Strip
 
 MODELS = ("mamba", "mamba2", "vim", "recurrent_gemma", "rwkv", "bamba")
@@ -24,14 +31,19 @@ FEW = 4 * 2 * 9 * 3
 
 @pytest.fixture
 def heights(monkeypatch):
-    """How many rows every strip had."""
-    seen, made = [], Operator.reduced_strip
+    """How many rows every strip had, however it was made."""
+    seen, made, read = [], Operator.reduced_strip, Operator.rows
 
     def strip(self, rows, reduce="mean"):
         seen.append(len(rows))
         return made(self, rows, reduce)
 
+    def as_rows(self, positions, reduce="mean"):
+        seen.extend([len(positions)] * (reduce == "mean"))
+        return read(self, positions, reduce)
+
     monkeypatch.setattr(Operator, "reduced_strip", strip)
+    monkeypatch.setattr(Operator, "rows", as_rows)
     return seen
 
 
@@ -134,6 +146,43 @@ def test_one_query_costs_one_row_of_the_last_layer(heights):
     heights.clear()
     ImplicitAttention(model).attribute(ids, query=4, reduce="max")
     assert heights == [1, 1, 1]
+
+
+def scan(tokens):
+    steps, vectors = torch.rand(2, tokens, 3).double(), torch.randn(2, 2, tokens, 4).double()
+    gate = Diagonal(torch.randn(2, tokens, 3, 1).double(), Shape(2, tokens, 3, 1))
+    return Chain(gate, SelectiveScan(steps, -torch.rand(3, 4).double(), *vectors))
+
+
+def way_of(asked, budget, monkeypatch):
+    """How a scan is read for the last ``asked`` of 9 tokens; the outcome is held to its matrix."""
+    operator, used = scan(9), []
+    row = torch.randn(2, 9).double()
+    row[:, : 9 - asked] = 0
+    wanted = given(operator.dense().abs()).rmatvec(row)
+    with monkeypatch.context() as patched:
+        for name in ("rows", "reduced_strip"):
+            made = getattr(Operator, name)
+            patched.setattr(
+                Operator, name, lambda *a, name=name, made=made: used.append(name) or made(*a)
+            )
+        found = in_strips(operator, "mean", budget, lambda strip: strip.entries.abs_()).rmatvec(row)
+    assert relative_error(found, wanted) <= 1e-12
+    return set(used)
+
+
+def test_few_rows_are_read_as_rows(monkeypatch):
+    few = SelectiveScan.few_rows
+    for asked in range(1, 10):
+        way = "rows" if asked <= few else "reduced_strip"
+        assert way_of(asked, Budget(), monkeypatch) == {way}
+
+
+def test_rows_of_all_channels_are_within_the_budget(monkeypatch):
+    row = 4 * 2 * 9 * 3 * 8  # copies of a number for each example, token and channel
+    assert way_of(1, Budget(row), monkeypatch) == {"rows"}
+    assert way_of(1, Budget(row - 1), monkeypatch) == {"reduced_strip"}
+    assert way_of(2, Budget(2 * row - 1), monkeypatch) == {"reduced_strip"}
 
 
 def test_a_sum_of_zero_matters_where_a_row_is_used_alone():

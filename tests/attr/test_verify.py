@@ -150,7 +150,7 @@ def test_in_half_precision(name: str, dtype: torch.dtype, monkeypatch: pytest.Mo
     """The decomposition may be refused for rounding outside the mixers; not for the operators."""
     case = networks.make(name, monkeypatch, dtype)
     target = networks.targets(networks.own_output(case))[0]
-    LatimFlow(case.model).decompose(case.inputs, target, gate="half", verify=True)
+    LatimFlow(case.model).decompose(case.inputs, target, rule="half", verify=True)
 
 
 @every(networks.NETWORKS)

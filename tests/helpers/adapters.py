@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from captum_ssm import register_mixer
@@ -38,3 +40,15 @@ def telling(mixer: nn.Module, tell: Callable[[], object]) -> None:
         return right(module, call)
 
     register_mixer(type(mixer), told)
+
+
+def cut_from_their_graphs(mixer: nn.Module) -> None:
+    """Register an adapter for the mixer's class all of whose coefficients are detached."""
+    right = adapter_of(mixer)
+
+    def detached(module: Any, call: Call) -> LinearMixer:
+        with torch.no_grad():
+            operator = right(module, call).operator
+        return replace(right(module, call), operator=operator)
+
+    register_mixer(type(mixer), detached)

@@ -154,7 +154,7 @@ READ = [
     ("Mamba Attribution", "heads", "0 3", (0, 3)),
     ("Mamba Attribution", "query", "default", None),
     ("Implicit Attention Rollout", "discard_ratio", "0.25", 0.25),
-    ("LATIM Flow", "gate", "half", "half"),
+    ("LATIM Flow", "rule", "half", "half"),
 ]
 
 

@@ -41,7 +41,7 @@ def test_what_passes(options, predicted, actual, passes):
 
 GOOD = [
     {},
-    {"attribution_method": "LATIM Flow", "attribution_arguments": {"gate": "half"}},
+    {"attribution_method": "LATIM Flow", "attribution_arguments": {"rule": "half"}},
     {"classes": ("ant",), "num_examples": 1},
     {"num_examples": 100},
 ]

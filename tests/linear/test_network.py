@@ -32,7 +32,7 @@ def imbalance(found: Decomposition) -> float:
 
 
 def under_the_rules(case: architectures.Case, gate: str) -> Tensor:
-    with linearised(case.model, case.inputs, gate=gate) as network:
+    with linearised(case.model, case.inputs, rule=gate) as network:
         return logits_of(case.model(network.mode.begun(case.inputs)))
 
 
@@ -47,7 +47,7 @@ def test_outputs_stay_and_terms_sum_to_them(name, monkeypatch):
         assert oracles.relative_error(under_the_rules(case, gate), own) <= 1e-5
         asked = networks.targets(own)
         for target, found in zip(
-            asked, explain.decompose_each(case.inputs, asked, gate=gate), strict=True
+            asked, explain.decompose_each(case.inputs, asked, rule=gate), strict=True
         ):
             index = torch.tensor(target if isinstance(target, list) else [target] * 3).view(3, -1)
             wanted = own[(examples, *index.unbind(-1))]
@@ -64,7 +64,7 @@ def test_in_double_precision_they_do_so_exactly(name, monkeypatch):
     for gate in GATES:
         assert oracles.relative_error(under_the_rules(case, gate), own) <= 1e-8
         for found in LatimFlow(case.model).decompose_each(
-            case.inputs, networks.targets(own), gate=gate
+            case.inputs, networks.targets(own), rule=gate
         ):
             assert imbalance(found) <= 1e-12
 

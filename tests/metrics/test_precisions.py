@@ -25,14 +25,17 @@ from captum_ssm.metrics import (
     completeness_error,
     decomposition_error,
     image_perturbation,
+    kendall,
     link_accuracy,
     misclassification_confidence,
+    pearson,
     precision_recall_curve,
     pseudo_masks,
     recall_at_k,
     relevance_mass,
     roc_auc,
     span_relevance,
+    spearman,
     text_activation,
     text_perturbation,
     text_pruning,
@@ -83,6 +86,9 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
     "roc_auc": lambda d, x: roc_auc(x(d.maps[:, 0]), d.gold[:, 0], d.mask[:, 0]),
     "average_precision": lambda d, x: average_precision(x(d.maps[:, 0]), d.gold[:, 0]),
     "recall": lambda d, x: recall_at_k(x(d.maps[:, 0]), d.gold[:, 0], 3, d.mask[:, 0]),
+    "agreement": lambda d, x: torch.cat(
+        [f(x(d.maps[:, 0]), x(d.maps[:, 1]), d.mask[:, 0]) for f in (pearson, spearman, kendall)]
+    ),
     "curve": lambda d, x: torch.cat(
         [part.double() for part in precision_recall_curve(x(d.maps).flatten(), d.gold.flatten())]
     ),

@@ -14,10 +14,13 @@ from torch import Tensor
 from captum_ssm.errors import CaptumSSMError, InputError, NonFiniteError, OptionError
 from captum_ssm.metrics import (
     average_precision,
+    kendall,
+    pearson,
     precision_at_k,
     precision_recall_curve,
     recall_at_k,
     roc_auc,
+    spearman,
 )
 
 SCORES = [roc_auc, average_precision, recall_at_k, precision_at_k]
@@ -187,3 +190,43 @@ def test_bad_k(k):
 def test_curve_without_a_true_unit():
     with pytest.raises(InputError, match="gold"):
         precision_recall_curve(torch.randn(4), torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(pearson, "pearsonr"), (spearman, "spearmanr"), (kendall, "kendalltau")],
+)
+def test_agreement_like_scipy(ours, theirs):
+    stats = pytest.importorskip("scipy.stats")
+    scores, others = (batch()[0].double() for _ in range(2))
+    others[:3] += scores[:3]
+    mask = torch.rand(scores.shape) < 0.7
+    mask[:, :3] = True
+    scores[:, :2], others[:, 1:3] = torch.tensor([5.0, -5.0]), torch.tensor([7.0, -7.0])
+    expected = [
+        getattr(stats, theirs)(one[kept], other[kept]).statistic
+        for one, other, kept in zip(scores, others, mask, strict=True)
+    ]
+    hidden = scores.masked_fill(~mask, torch.nan)
+    torch.testing.assert_close(ours(hidden, others, mask), torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize("agreement", [pearson, spearman, kendall])
+def test_what_is_the_same_everywhere_agrees_with_nothing(agreement):
+    scores = torch.rand(2, 11)
+    same = torch.full_like(scores, 0.1)
+    assert agreement(scores, same).isnan().all() and agreement(same, scores).isnan().all()
+    with pytest.raises(InputError, match=r"scores has shape \(2, 11\), others \(2, 10\)"):
+        agreement(scores, same[:, 1:])
+
+
+def test_agreement_of_known_rankings():
+    scores = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    for others, rho, tau in (
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 1, 1),
+        ([9.0, 7.0, 5.0, 3.0, -1.0], -1, -1),
+        ([2.0, 1.0, 4.0, 3.0, 5.0], 0.8, 0.6),  # 1 - 6 * 4 / (5 * 24), and (8 - 2) / 10
+    ):
+        given = torch.tensor([others])
+        assert spearman(scores, given).item() == pytest.approx(rho)
+        assert kendall(scores, given).item() == pytest.approx(tau)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
+from torch import Tensor
 
 from captum_ssm.operators import Operator, reduction
 from captum_ssm.operators.reduction import goes_by_channel
@@ -25,6 +26,28 @@ def test_channels_are_rows(
     wanted = operator.rows(range(9), reduce)
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 100])
+def test_heads_are_formed_some_at_a_time(
+    build: Any, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = build(9)
+    batch, tokens, count, per_head = case.shape
+    monkeypatch.setattr(reduction, "_ELEMENTS", heads * batch * tokens**2)
+    formed, made = [], type(case.operator).contract_heads
+
+    def few(self: Operator, *factors: Tensor) -> Tensor:
+        found = made(self, *factors)
+        formed.append(found.shape[1])
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(case.operator), "contract_heads", few)
+        found = case.operator.dense("heads")
+    assert max(formed) <= heads and sum(formed) >= count
+    wanted = case.matrices.view(batch, count, per_head, tokens, tokens).mean(2)
+    assert relative_error(found, wanted) <= 1e-12
 
 
 def test_who_goes_by_channel(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:

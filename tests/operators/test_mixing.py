@@ -34,6 +34,7 @@ from captum_ssm.operators import (
     wkv,
 )
 from captum_ssm.operators.combine import DirectSum
+from captum_ssm.operators.heads import SoftmaxHeads
 from captum_ssm.operators.reorder import Windowed, Windows
 
 BATCH, WIDTH, HEADS, VALUES, STATE = 2, 4, 3, 2, 2
@@ -114,6 +115,11 @@ def softmax() -> OfData:
     return lambda x: DenseHeads(
         torch.einsum("bihn,bjhn->bhij", q(x), k(x)).softmax(-1), VALUES, data_dependent=True
     )
+
+
+def softmax_of_queries() -> OfData:
+    q, k = features(HEADS, STATE), features(HEADS, STATE)
+    return lambda x: SoftmaxHeads(q(x), k(x), lambda q, k: (q @ k.mT).softmax(-1), 1.0, VALUES)
 
 
 def given() -> OfData:
@@ -211,6 +217,7 @@ CASES: dict[str, Case] = {
     "flip": Case(lambda: chain(skip(), flip()), **FIXED),
     "given matrices": Case(given, **FIXED),
     "softmax": Case(softmax, "controlled"),
+    "softmax of queries and keys": Case(softmax_of_queries, "controlled"),
     "selective scan": Case(selective_scan, "controlled"),
     "recurrence": Case(recurrence, "controlled"),
     "wkv": Case(rwkv, "controlled"),

@@ -43,7 +43,7 @@ def test_unit_vectors_per_example() -> None:
 @pytest.mark.parametrize("elements", [0, 1, 3, 10, 11, 1000])
 def test_stacks_hold_what_they_may(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_STACK_ELEMENTS", 10)
-    parts = list(in_stacks(range(3, 20), elements))
+    parts = list(in_stacks(range(3, 20), elements, torch.device("cpu")))
     assert [row for part in parts for row in part] == list(range(3, 20))
     most = max(1, 10 // max(1, elements))
     assert max(map(len, parts)) == min(most, 17)

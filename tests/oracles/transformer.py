@@ -219,7 +219,7 @@ def channel_betas(model, inputs, select, form):
     with trace(model, graph="all") as record:
         number = select(model(inputs))
     real = torch.autograd.grad(number.sum(), [layer.output for layer in record.layers])
-    with linearised(model, inputs, gate="half") as network:
+    with linearised(model, inputs, rule="half") as network:
         start = network.mode.begun(inputs)
         number = select(model(start))
         lower = torch.autograd.grad(number.sum(), [s.output for s in network.steps])

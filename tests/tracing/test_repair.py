@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import threading
 from typing import Any
 
@@ -26,8 +28,8 @@ from transformers.models.rwkv import modeling_rwkv
 from transformers.models.zamba import modeling_zamba
 from zoo.mamba_ssm_cpu import MambaSSM
 
+from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing import repaired_scans
-from captum_ssm.tracing.repair.scan import selective_scan
 
 #: In version 4 of transformers the loop is no function of its own, and is left as it is.
 reference = getattr(modeling_mamba, "mamba_selective_scan", None)
@@ -260,6 +262,27 @@ def test_other_forms_are_left_to_mamba_ssm(mamba_ssm: MambaSSM) -> None:
     with repaired_scans():
         found = interface().selective_scan_ref(*in_groups)
     torch.testing.assert_close(found, original(*in_groups), rtol=0, atol=0)
+
+
+def test_a_kernel_of_fla_stays_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    reference = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+
+    @functools.wraps(reference)
+    def kernel(query: Tensor, *given: Any, **options: Any) -> Any:
+        if query.device.type == "cpu":
+            raise RuntimeError("0 active drivers")
+        return "on another device"
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", kernel)
+    vectors, scalars = [torch.rand(2, 5, 3, 4) for _ in range(3)], torch.rand(2, 2, 5, 3)
+    given = (*vectors, -scalars[0], scalars[1])
+    with repaired_scans():
+        found, _ = modeling.torch_chunk_gated_delta_rule(*given)
+        elsewhere = modeling.torch_chunk_gated_delta_rule(vectors[0].to("meta"))
+    torch.testing.assert_close(found, reference(*given)[0], rtol=0, atol=0)
+    assert elsewhere == "on another device"
+    assert modeling.torch_chunk_gated_delta_rule is kernel
 
 
 def test_undone_after_errors_and_when_nested() -> None:

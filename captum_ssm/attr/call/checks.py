@@ -5,11 +5,13 @@ Integers of numpy and torch are integers; a bool is none, and an integer is no b
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +20,8 @@ from ...errors import OptionError
 from ...operators import Reduce
 from ...operators.kernels.portions import ran_out_of_memory
 from ...operators.reduction import check_reduce
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def flags(**given: Any) -> None:
@@ -165,3 +169,26 @@ def as_number(value: Any) -> float | None:
     if isinstance(plain, bool) or not isinstance(plain, Real):
         return None
     return float(plain) if math.isfinite(plain) else None
+
+
+def renamed(**names: str) -> Callable[[Function], Function]:
+    """Let a function be called by earlier names of its arguments, with a warning.
+
+    Args:
+        **names: the present names, by the earlier ones.
+    """
+
+    def known_by_both(function: Function) -> Function:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for earlier, name in names.items():
+                if earlier in kwargs:
+                    warnings.warn(
+                        f"{earlier}= is called {name}= now.", DeprecationWarning, stacklevel=2
+                    )
+                    kwargs.setdefault(name, kwargs.pop(earlier))
+            return function(*args, **kwargs)
+
+        return cast(Function, called)
+
+    return known_by_both

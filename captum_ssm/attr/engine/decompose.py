@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ...errors import GradientModeError, NotLinearError
+from ...errors import GradientModeError, NotLinearError, OptionError
 from ...linear import Ledger, Network, contribution
+from ...operators.base import Role
+from ...operators.coefficients import ROLES
+from ..call import checks
 from ..call.layout import of_given
 
 #: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
@@ -33,6 +37,14 @@ class Decomposition:
         output: the explained number (B,).
         virtual: what tokens add that the model reads and was not given, such as one that
             forward_func puts in front, (B,). Streams and mixers hold these tokens, too.
+        roles: relevance of each token (B, L) by what it did: as content that was moved, as a key
+            that was matched, as a query that asked, as a gate that let something through, or as a
+            step by which states moved on.  They sum to :attr:`tokens`: every path from the output
+            to the input counts for the first factor other than content that it takes, and for
+            content where it takes none.  None if nobody asked. Default: None.
+        content_only: names of the mixers that moved content alone though the rule divides, for
+            their adapters give it no other factor with its graph: none by the rules ``"frozen"``
+            and ``"half"``, which ask for none.
     """
 
     inputs: Tensor
@@ -41,6 +53,8 @@ class Decomposition:
     biases: dict[str, Tensor]
     output: Tensor
     virtual: Tensor
+    roles: dict[Role, Tensor] | None = None
+    content_only: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -74,13 +88,69 @@ class Parts(Protocol):
         """What is left (B,)."""
 
 
-def decompose(network: Network, output: Tensor, constant: Tensor | None = None) -> Decomposition:
-    """One backward pass through a linear network.
+#: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
+Baselines = None | float | Literal["mean"] | Tensor | tuple[Tensor]
+
+
+def out_of_tuple(baselines: Baselines) -> Baselines:
+    """Baselines as they are where they came in a tuple, as the inputs may."""
+    if isinstance(baselines, tuple) and len(baselines) == 1:
+        return baselines[0]
+    return baselines
+
+
+def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
+    """The input that relevance is in comparison with, as the network's root; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: what the user asked for.
+
+    Raises:
+        OptionError: for what cannot be a baseline of this input.
+    """
+    root = network.root.detach()
+    if baselines is None:
+        return None
+    if isinstance(baselines, str):
+        checks.choice("baselines", baselines, ("mean",))
+        mask, dims = network.mask, tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
+        if root.dim() != 3:
+            return root.mean(dims, keepdim=True).expand_as(root)
+        keep = root.new_ones(root.shape[:2])
+        if mask is not None and mask.shape == root.shape[:2]:
+            keep = mask.to(root)
+        total = keep.sum(1).clamp_min(1)[:, None, None]
+        return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
+    if isinstance(baselines, Tensor) and not baselines.is_floating_point() and baselines.dim() > 1:
+        return network.mode.looked_up(baselines)
+    found: Any = baselines
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        start = torch.as_tensor(found).to(root).expand_as(root)
+        if not isinstance(found, bool) and bool(start.isfinite().all()):
+            return start
+    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise OptionError(
+        f"baselines={got} cannot stand in for embeddings of shape {tuple(root.shape)}. Pass None, "
+        "'mean', a finite number, a tensor of that shape, or token ids where inputs are ids."
+    )
+
+
+def decompose(
+    network: Network,
+    output: Tensor,
+    constant: Tensor | None = None,
+    baseline: Tensor | None = None,
+    by_role: bool = False,
+) -> Decomposition:
+    """One backward pass through a linear network; one more for each role where they are asked for.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
+        baseline: what relevance is in comparison with, like the root. Default: None, 0.
+        by_role: whether relevance is found by role. Default: False.
     """
     root, steps = network.root, network.steps
     wanted = [root, *(x for s in steps for x in (*s.entering, s.output))]
@@ -88,6 +158,9 @@ def decompose(network: Network, output: Tensor, constant: Tensor | None = None) 
     parts = zip(gradients, wanted, strict=True)
     gradient, value = next(parts)
     inputs = gradient * value.detach()
+    if baseline is not None:
+        biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
+        inputs = gradient * (value.detach() - baseline)
 
     def tokens() -> Tensor:
         gradient, value = next(parts)
@@ -99,12 +172,47 @@ def decompose(network: Network, output: Tensor, constant: Tensor | None = None) 
         if entering:
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens())
-    virtual = torch.zeros_like(output.detach())
-    if network.mode.given is not None:
-        whole = inputs.flatten(1).sum(1)
-        inputs = of_given(inputs, network.mode.given, network.mode.tokens)
-        virtual = whole - inputs.flatten(1).sum(1)
-    return Decomposition(inputs, tuple(streams), tuple(mixers), biases, output.detach(), virtual)
+    whole = inputs.flatten(1).sum(1)
+    inputs = _on_given(inputs, network)
+    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
+    found = Decomposition(
+        inputs,
+        tuple(streams),
+        tuple(mixers),
+        biases,
+        output.detach(),
+        virtual,
+        content_only=tuple(dict.fromkeys(network.content_only)),
+    )
+    if not by_role:
+        return found
+    if network.mode.rule == "frozen":
+        nothing = torch.zeros_like(found.tokens)
+        return replace(found, roles={r: found.tokens if r == "content" else nothing for r in ROLES})
+    return replace(found, roles=_by_role(network, output, baseline))
+
+
+def _on_given(relevance: Tensor, network: Network) -> Tensor:
+    """Relevance of what the model read, on the tokens that it was given."""
+    mode = network.mode
+    return relevance if mode.given is None else of_given(relevance, mode.given, mode.tokens)
+
+
+def _by_role(network: Network, output: Tensor, baseline: Tensor | None) -> dict[Role, Tensor]:
+    """Relevance of tokens (B, L) along the paths of each role."""
+    root, labels, found = network.root, network.mode.labels, {}
+    value = root.detach() if baseline is None else root.detach() - baseline
+    for role in ROLES:
+        seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
+        with labels.only(role):
+            (gradient,) = torch.autograd.grad(
+                output, root, seed, retain_graph=True, allow_unused=True
+            )
+        relevance = torch.zeros_like(value) if gradient is None else gradient * value
+        given = _on_given(relevance, network)
+        found[role] = given if given.dim() == 2 else given.flatten(2).sum(-1)
+    labels.unlabelled.clear()
+    return found
 
 
 def account(
@@ -195,7 +303,16 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         },
         torch.cat([part.output for part in parts]),
         torch.cat([part.virtual for part in parts]),
+        _stacked_roles(parts),
+        tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
     )
+
+
+def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:
+    known = [part.roles for part in parts if part.roles is not None]
+    if len(known) < len(parts):
+        return None
+    return {role: torch.cat([roles[role] for roles in known]) for role in ROLES}
 
 
 def not_reached() -> GradientModeError:

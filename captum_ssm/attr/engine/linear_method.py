@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...linear import Gate, Network, linearised
+from ...linear import Network, Rule, linearised
 from ...operators.kernels.arithmetic import unseen
 from ..call import checks
 from ..call.inputs import BatchPart, batch_parts, single_input
@@ -23,7 +23,17 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .decompose import Decomposition, Parts, decompose, exact, not_linear, not_reached, stacked
+from .decompose import (
+    Baselines,
+    Decomposition,
+    Parts,
+    baseline_of,
+    decompose,
+    exact,
+    not_linear,
+    not_reached,
+    stacked,
+)
 from .method import SSMAttribution
 from .run import Request
 
@@ -92,21 +102,23 @@ class Rules:
     """How the network is made linear.
 
     Attributes:
-        gate: where the relevance of a gated product goes.
+        rule: how relevance is divided among what mixers are made of.
         constants: whether biases and other constants are kept.
         by_layer: whether the relevance of what enters and leaves the mixers is found as well, for
             which they are held in memory.
         verify: whether operators are held to their modules; a number is the tolerance.
+        by_role: whether relevance is found by role. Default: False.
     """
 
-    gate: Gate
+    rule: Rule
     constants: bool
     by_layer: bool
     verify: bool | float
+    by_role: bool = False
 
 
 def decompositions(
-    request: Request, questions: Sequence[Against], rules: Rules
+    request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
     """One forward run of a network made linear, and one backward pass for each question.
 
@@ -114,6 +126,7 @@ def decompositions(
         request: what is run.
         questions: what is asked of it.
         rules: how it is made linear.
+        baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
     with _linear_run(request, rules) as (network, output):
         for question in questions:
@@ -122,7 +135,10 @@ def decompositions(
         numbers = [contrasted(output, q.target, q.contrast) for q in questions]
         if not output.requires_grad:
             raise not_reached()
-        found = [decompose(network, *number) for number in numbers]
+        if baselines is None and rules.rule not in ("frozen", "half"):
+            baselines = "mean"
+        start = baseline_of(network, baselines)
+        found = [decompose(network, *number, start, rules.by_role) for number in numbers]
     if all(map(exact, found)):
         return found
     if len(output) == 1:
@@ -134,7 +150,8 @@ def decompositions(
             request, inputs=cut(request.inputs), additional=tuple(map(cut, request.additional))
         )
         with cut.counting():
-            parts.append(decompositions(one, list(map(cut.target, questions)), rules))
+            asked = list(map(cut.target, questions))
+            parts.append(decompositions(one, asked, rules, cut(baselines)))
     return [stacked(each) for each in zip(*parts, strict=True)]
 
 
@@ -164,7 +181,8 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
     with linearised(
         request.model,
         request.ids,
-        gate=rules.gate,
+        rule=rules.rule,
+        by_role=rules.by_role,
         constants=rules.constants,
         layers=request.layers,
         steps=rules.by_layer,

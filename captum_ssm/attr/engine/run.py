@@ -259,6 +259,8 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         if request.direct:
             arguments: dict[str, Any] = {"layers": layers, "follow": follow}
             paths = stack.enter_context(direct_paths(model, request.ids, **arguments))
+        if follow is not None:  # left after the trace, which takes it off for the time of mixers
+            stack.enter_context(follow)
         record = stack.enter_context(
             trace(
                 model,
@@ -272,10 +274,8 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         )
         start = request.inputs if paths is None else paths.mode.begun(request.inputs)
         source = start if start.is_floating_point() else request.ids
-        if follow is not None:
-            stack.enter_context(follow)
-            if source.dim() in (2, 3):  # tokens of an image begin with its first block
-                follow.begin(source)
+        if follow is not None and source.dim() in (2, 3):  # an image's begin with its first block
+            follow.begin(source)
         output = request.output(start)
         origin = None if follow is None else follow.origin(output)
     require_layers(record, model)

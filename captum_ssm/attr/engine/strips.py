@@ -55,14 +55,17 @@ def in_strips(
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
         matrix = whole
+        few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and quick and len(within) > tokens // _FEW:
             matrix = operator.dense(reduce)
 
         def form(rows: range) -> tuple[Strip, Tensor]:
-            if matrix is None:
-                strip = operator.reduced_strip(rows, reduce)
-            else:
+            if matrix is not None:
                 strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
+            elif len(rows) <= few:
+                strip = Strip(operator.rows(rows, reduce), rows, range(tokens))
+            else:
+                strip = operator.reduced_strip(rows, reduce)
             return strip, change(strip)
 
         return as_memory_allows(within, budget.height(operator, reduce), form)
@@ -188,6 +191,16 @@ class Budget:
             )
         enough = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
         return max(1, min(height, enough, _ROWS))
+
+    def few_rows(self, operator: Operator) -> int:
+        """Up to how many rows are quicker made of all channels' rows, which it has to hold.
+
+        Args:
+            operator: the operator.
+        """
+        row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
+        few = max(leaf.few_rows for leaf in operator.leaves())
+        return min(few, self.on(operator.device) // row)
 
     def holds_matrix(self, operator: Operator) -> bool:
         """Whether an operator's whole reduced matrix is within it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..harness.experiment import Experiment
 from ..tasks.linked import LinkedTask
 from ..training.language_recipes import LANGUAGE_RECIPES
+from .causal.experiment import Causal
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
@@ -60,8 +61,9 @@ _ON_SCENES: tuple[Experiment, ...] = (
     Oversmoothing(),
 )
 
-#: Last, since it asks for texts of others, without which a run of all experiments ends there.
-_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (TextClasses(),)
+#: Last, since they ask for texts of others, without which a run of all experiments ends there; the
+#: first of them has other models, too, and comes to those that need the texts in the end.
+_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
 
 #: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
 #: them.

@@ -209,7 +209,7 @@ def _each(
 
 def _pixels(model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any) -> Tensor:
     """A map of pixels for each class."""
-    found = kind(model).decompose_each(image, list(classes))
+    found = kind(model).decompose_each(image, list(classes), roles=False)
     return torch.cat([each.inputs.sum(1) for each in found]).detach()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,10 @@ class Experiment(ABC):
         baselines: names of methods that look at no model, or that all others are held against;
             where the best rows are shown, theirs are too. Default: none.
         note: what has to be known to read the table. Default: nothing.
+        groups: by name, names of models whose numbers are taken together, too, each model's alike.
+            Default: none.
+        against: the row that the others are held against if nobody names one. Default: None, they
+            are not.
 
     Example:
         >>> from torch import nn
@@ -133,6 +138,8 @@ class Experiment(ABC):
     examples: int = 100
     baselines: Collection[str] = ()
     note: str = ""
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+    against: Cell | None = None
 
     @abstractmethod
     def subjects(self) -> Sequence[Subject]:

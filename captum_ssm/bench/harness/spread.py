@@ -32,7 +32,42 @@ def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
         raise InputError("models: pass the numbers of one or more examples of each model.")
     once = [torch.ones(1, len(rows), dtype=torch.float64) for rows in models]
     (value,) = statistic(*_summed(models, once))
-    drawn = statistic(*_summed(models, _times(tuple(map(len, models)))))
+    return _percentiles(value, statistic(*_summed(models, _times(tuple(map(len, models))))))
+
+
+def alike(statistic: Statistic, models: Sequence[Sequence[Tensor]]) -> Interval:
+    """An interval around the mean of a statistic over models, each of which counts alike.
+
+    The examples of each training are drawn anew, models and trainings are not: what is said is said
+    of these models.
+
+    Args:
+        statistic: see :class:`~captum_ssm.metrics.Sample`.
+        models: of each model, of each of its trainings, the numbers of the examples, (n, k); NaN
+            where there is none.
+
+    Returns:
+        The bounds around the mean, in which a model without a number does not count.
+    """
+    generator = torch.Generator().manual_seed(0)
+    means = []
+    for trainings in models:
+        each = [_alone(statistic, rows, generator) for rows in trainings]
+        means.append(torch.stack(each).nanmean(0))
+    together = torch.stack(means).nanmean(0)  # (1 + RESAMPLES, m)
+    return _percentiles(together[0], together[1:])
+
+
+def _alone(statistic: Statistic, rows: Tensor, generator: torch.Generator) -> Tensor:
+    """The statistic of the examples themselves, then of each resample of them."""
+    chosen = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=generator)
+    times = torch.zeros(RESAMPLES, len(rows), dtype=torch.float64)
+    times.scatter_add_(1, chosen, torch.ones_like(times))
+    once = torch.ones(1, len(rows), dtype=torch.float64)
+    return statistic(*_summed([rows], [torch.cat([once, times])]))
+
+
+def _percentiles(value: Tensor, drawn: Tensor) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=drawn.dtype), dim=0)
     return Interval(low, value, high)

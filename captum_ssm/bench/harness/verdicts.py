@@ -224,7 +224,7 @@ def _verdict(
         torch.cat([numbers_of(column, [r[at] for at in shared if at[0] == one]) for r in rows], 1)
         for one in trainings
     ]
-    found = interval(_gain(column), [_both_known(pair) for pair in pairs])
+    found = interval(gain_of(column), [both_known(pair) for pair in pairs])
     gain = Entry(*(float(part[0]) for part in (found.value, found.low, found.high)))
     return Verdict(comparison, model, _outcome(gain), gain, len(shared))
 
@@ -258,14 +258,14 @@ def _best_layer(column: Column, series: Mapping[Side, _Series]) -> Side | None:
     return pick(known, key=known.__getitem__, default=None)
 
 
-def _both_known(pairs: Tensor) -> Tensor:
+def both_known(pairs: Tensor) -> Tensor:
     """Pairs (n, 2 k), none of whose numbers count where one of a pair's is missing."""
     first, second = pairs.chunk(2, 1)
     missing = first.isnan() | second.isnan()
     return pairs.masked_fill(torch.cat([missing, missing], 1), float("nan"))
 
 
-def _gain(column: Column) -> Statistic:
+def gain_of(column: Column) -> Statistic:
     """By how much the first half of the numbers is better than the second."""
     sign = -1 if column.better == "low" else 1
 

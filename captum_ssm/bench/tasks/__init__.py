@@ -3,6 +3,7 @@
 from .answers import Accuracy, SwapCheck, answer_accuracy, swap_check
 from .copying import LONG_COPIES, SHORT_COPIES, CopyAccuracy, CopyBatch, CopyingTask, copy_accuracy
 from .linked import LinkedBatch, LinkedTask, LinkedText, Links, Targets
+from .pairs import FEW_PAIRS, PAIRS, PairsTask
 from .recall import Example, Fact, generate, parse_prompt, recall_vocabulary, with_value
 from .recall_batch import Batch, accuracy, collate, predict
 from .recall_task import RecallTask
@@ -11,10 +12,12 @@ from .scenes import SCENES, SceneBatch, SceneTask
 from .translation import NUMBER_WORDS, TranslationTask, translated
 
 __all__ = [
+    "FEW_PAIRS",
     "FREQUENT_WORD",
     "LONG_COPIES",
     "NUMBER_WORDS",
     "ONE_PASSKEY",
+    "PAIRS",
     "SCENES",
     "SHORT_COPIES",
     "TWO_PASSKEYS",
@@ -30,6 +33,7 @@ __all__ = [
     "LinkedTask",
     "LinkedText",
     "Links",
+    "PairsTask",
     "PasskeyTask",
     "RecallTask",
     "SceneBatch",

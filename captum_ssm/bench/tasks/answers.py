@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, OptionError
+from ...tracing import repaired_scans
 from .linked import LinkedBatch, Targets
 
 
@@ -151,6 +152,7 @@ def _predicted(
     found: list[Tensor] = []
     for start in range(0, len(input_ids), internal_batch_size):
         ids = input_ids[start : start + internal_batch_size].to(device)
-        output = model(input_ids=ids, attention_mask=(ids != pad).long())
+        with repaired_scans():
+            output = model(input_ids=ids, attention_mask=(ids != pad).long())
         found.append(output.logits.argmax(-1).to(input_ids.device))
     return torch.cat(found)

@@ -16,6 +16,7 @@ from ...models.small import ModelSize, new_model
 from ..tasks.answers import Accuracy, answer_accuracy
 from ..tasks.copying import LONG_COPIES, SHORT_COPIES
 from ..tasks.linked import LinkedTask
+from ..tasks.pairs import FEW_PAIRS, PAIRS
 from ..tasks.recall_task import RecallTask
 from ..tasks.retrieval import FREQUENT_WORD, ONE_PASSKEY, TWO_PASSKEYS
 from ..tasks.translation import NUMBER_WORDS
@@ -101,7 +102,9 @@ def accuracy_by_length(
 _MAMBA, _MAMBA2 = ModelSize(), ModelSize("mamba2", state=32)
 _SMALL, _SMALL2 = ModelSize(layers=1, hidden=32), ModelSize("mamba2", layers=1, hidden=32)
 
-#: By the name of the bundled model.
+_DELTA = ModelSize("gated-deltanet", head_dim=32)
+
+#: By the name of the bundled model, those that learned the papers' tasks.
 LANGUAGE_RECIPES = {
     "recall-mamba": LanguageRecipe(RecallTask(), _MAMBA, steps=(3000,), lasting_from=0, draws=1),
     "copying-mamba": LanguageRecipe(SHORT_COPIES, _MAMBA, steps=(1000,)),
@@ -114,4 +117,26 @@ LANGUAGE_RECIPES = {
     "two-passkeys-mamba2": LanguageRecipe(TWO_PASSKEYS, _SMALL2, steps=(1500,)),
     "frequent-word-mamba": LanguageRecipe(FREQUENT_WORD, _SMALL, steps=(400,)),
     "frequent-word-mamba2": LanguageRecipe(FREQUENT_WORD, _SMALL2, steps=(600,)),
+}
+
+#: Those of further architectures, and of a further task, which interventions are made on alone.
+FURTHER_RECIPES = {
+    "pairs-mamba": LanguageRecipe(PAIRS, _MAMBA, steps=(1500,), draws=1),
+    "pairs-mamba2": LanguageRecipe(PAIRS, _MAMBA2, steps=(600,), draws=1, learning_rate=4e-3),
+    "pairs-gated-deltanet": LanguageRecipe(PAIRS, _DELTA, steps=(600,), lasting_from=0, draws=1),
+    "pairs-rwkv": LanguageRecipe(
+        FEW_PAIRS, ModelSize("rwkv"), steps=(2500,), draws=1, learning_rate=4e-3
+    ),
+    "pairs-griffin": LanguageRecipe(
+        FEW_PAIRS, ModelSize("griffin", hidden=80), steps=(1500,), draws=1, learning_rate=4e-3
+    ),
+    "pairs-bamba": LanguageRecipe(
+        PAIRS, ModelSize("bamba"), steps=(1000,), draws=1, learning_rate=3e-3
+    ),
+    "copying-bamba": LanguageRecipe(
+        SHORT_COPIES, ModelSize("bamba"), steps=(600,), learning_rate=3e-3
+    ),
+    "translation-gated-deltanet": LanguageRecipe(
+        NUMBER_WORDS, _DELTA, steps=(500,), lasting_from=0
+    ),
 }

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from ...errors import OptionError
 from .image_recipes import IMAGE_RECIPES
-from .language_recipes import LANGUAGE_RECIPES
+from .language_recipes import FURTHER_RECIPES, LANGUAGE_RECIPES
 from .recipe import Recipe
 from .text_recipes import TEXT_RECIPES
 
 #: By the name of the bundled model.
-RECIPES: dict[str, Recipe] = {**LANGUAGE_RECIPES, **IMAGE_RECIPES, **TEXT_RECIPES}
+RECIPES: dict[str, Recipe] = {
+    **LANGUAGE_RECIPES,
+    **FURTHER_RECIPES,
+    **IMAGE_RECIPES,
+    **TEXT_RECIPES,
+}
 
 
 def recipe_of(name: str) -> Recipe:

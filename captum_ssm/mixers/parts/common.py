@@ -59,6 +59,7 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
         name: its name, for the closed form of SiLU.
         u: its input.
     """
+    u = u.detach()
     if name in ("silu", "swish"):
         return torch.sigmoid(u)
     with torch.inference_mode(False), torch.enable_grad(), unseen():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...operators import Chain, DenseHeads, Operator, Shape, ShortConv
+from ...operators.heads import SoftmaxHeads
 
 #: Added to a score, this or less makes the exponential underflow: the key is hidden.
 _HIDDEN = -6e4
@@ -31,20 +32,37 @@ def softmax_attention(
         The operator, and a boolean (B, L), or None if every token is read.
     """
     shape = Shape(*values.shape)
-    # in place, for each tensor of this size takes longer to come by than to fill
-    scores = (query @ key.mT).mul_(scaling)
-    if mask is None:
-        return DenseHeads(scores.softmax(-1), shape.per_head), None
-    if mask.dtype == torch.bool:
-        hidden = ~mask
-        scores.masked_fill_(hidden, -torch.inf)
-    else:
-        hidden = mask <= _HIDDEN
-        scores.add_(mask.to(scores))
-    computed = scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
+    hidden = None
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
+
+    def computed(query: Tensor, key: Tensor) -> Tensor:
+        # in place, for each tensor of this size takes longer to come by than to fill
+        scores = (query @ key.mT).mul_(scaling)
+        if mask is None:
+            return scores.softmax(-1)
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, -torch.inf)
+        else:
+            scores.add_(mask.to(scores))
+        return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
+
+    def probabilities(query: Tensor, key: Tensor) -> Tensor:
+        found = computed(query, key)
+        return found if hidden is None else found.masked_fill_(hidden, 0)
+
+    def heads(matrices: Tensor) -> DenseHeads:
+        if not (query.requires_grad or key.requires_grad):
+            return DenseHeads(matrices, shape.per_head)
+        given = query.transpose(1, 2), key.transpose(1, 2)
+        return SoftmaxHeads(*given, probabilities, scaling, shape.per_head, matrices)
+
+    matrices = computed(query, key)
+    if hidden is None:
+        return heads(matrices), None
     blind = hidden.all(-1, keepdim=True)
-    idle = computed.masked_fill(~blind, 0) if bool(blind.any()) else None
-    core: Operator = DenseHeads(computed.masked_fill_(hidden, 0), shape.per_head)
+    idle = matrices.masked_fill(~blind, 0) if bool(blind.any()) else None
+    core: Operator = heads(matrices.masked_fill_(hidden, 0))
     if idle is not None:
         constant = DenseHeads(idle, shape.per_head).apply(values)
         one = values.new_ones(shape.heads, shape.per_head, 1)

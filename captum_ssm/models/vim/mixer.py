@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...tracing.repair.scan import selective_scan
+from ...operators.kernels.scan_backward import selective_scan
 
 #: Which weights the second direction has of its own: there is none, A alone, or all but the
 #: projections in and out.

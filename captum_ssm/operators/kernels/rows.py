@@ -101,8 +101,10 @@ def slices(rows: range, height: int) -> Iterator[slice]:
 #: Query positions, common to all examples (a sequence of Q) or per example (a (B, Q) tensor).
 Positions = Sequence[int] | Tensor
 
-#: Elements of one stack of adjoint vectors in the generic row-by-row code (256 MiB in float32).
-_STACK_ELEMENTS = 2**26
+#: Elements of one stack of adjoint vectors in the generic row-by-row code: 16 MiB in float32, which
+#: a processor's allocator keeps for the next one, and 256 MiB where launches cost more than memory.
+_STACK_ELEMENTS = 2**22
+_STACK_ELEMENTS_LAUNCHED = 2**26
 
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
@@ -114,9 +116,10 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
     return index % tokens
 
 
-def in_stacks(rows: range, elements: int) -> Iterator[range]:
+def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
     """The rows in parts, as many at a time as a stack of vectors of so many elements holds."""
-    size = max(1, _STACK_ELEMENTS // max(1, elements))
+    most = _STACK_ELEMENTS if device.type == "cpu" else _STACK_ELEMENTS_LAUNCHED
+    size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 

@@ -63,6 +63,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
     """Base of recurrences of which rows are found by a tree of pivots, or cut at one."""
 
     shape: Shape
+    few_rows = 4
 
     @property
     def portion(self) -> Portion:
@@ -109,6 +110,8 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
 class ChunkedHeads(Recurrent, HeadOperator):
     """Base of operators that say what chunks of tokens read, write and carry on."""
+
+    few_rows = 4
 
     def chunk(self, part: slice, length: int) -> Chunk:
         """The recurrence over some tokens in a row, in chunks.

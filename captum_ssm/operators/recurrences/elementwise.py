@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Operator, Shape
+from ..base import Operator, Role, Shape, with_graphs
 from ..chain import Chain
 from ..combine import Sum
 from ..conv import ShortConv
@@ -26,7 +26,7 @@ from ..kernels.arithmetic import (
     underflow_flushed,
     unseen,
 )
-from ..kernels.bands import Band
+from ..kernels.bands import Band, shift_tokens
 from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
@@ -56,8 +56,11 @@ class ElementwiseRecurrence(FadingRecurrence):
         [1.0, 1.5, 1.75]
     """
 
+    roles: Mapping[str, Role] = {"decay": "step"}
+
     def __init__(self, decay: Tensor, component: str | None = "scan") -> None:
         self.decay = decay.detach()
+        self.live = with_graphs({"decay": decay})
         self.component = component
         self.shape = Shape(decay.shape[0], decay.shape[1], decay.shape[2], 1)
 
@@ -66,6 +69,14 @@ class ElementwiseRecurrence(FadingRecurrence):
 
     def select(self, heads: Sequence[int]) -> Operator:
         return ElementwiseRecurrence(some_heads(self.decay, heads), self.component)
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> ElementwiseRecurrence:
+        return ElementwiseRecurrence(coefficients["decay"], self.component)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        of_values, states = self.transpose(gradient), self.apply(values)
+        before = shift_tokens(states, 1)
+        return of_values, {"decay": (of_values * before).squeeze(-1)}
 
     def cut(self, tokens: slice) -> ElementwiseRecurrence:
         return ElementwiseRecurrence(self.decay[:, tokens], self.component)

@@ -7,16 +7,17 @@ Groups of heads may share queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..base import Operator, Shape
+from ..base import Operator, Role, Shape, with_graphs
 from ..kernels.arithmetic import exponential
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_tree import semiseparable_strip
+from ..kernels.portions import vectors_of_heads
 from ..kernels.rows import slices
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
@@ -52,6 +53,13 @@ class ScalarDecayHeads(ChunkedHeads):
     """
 
     quick_heads = True
+    few_rows = 3
+    roles: Mapping[str, Role] = {
+        "query": "query",
+        "key": "key",
+        "log_decay": "step",
+        "scale": "step",
+    }
 
     def __init__(
         self,
@@ -67,6 +75,8 @@ class ScalarDecayHeads(ChunkedHeads):
         self.scale = None if scale is None else scale.detach()
         self.rate = None if rate is None else rate.detach()
         self.component = component
+        coefficients = {"query": query, "key": key, "log_decay": log_decay, "scale": scale}
+        self.live = with_graphs(coefficients)
         batch, tokens, heads = log_decay.shape
         self.shape = Shape(batch, tokens, heads, per_head)
 
@@ -89,6 +99,35 @@ class ScalarDecayHeads(ChunkedHeads):
             self.component,
             None if self.rate is None else self.rate[chosen],
         )
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> ScalarDecayHeads:
+        named = {**self.tensors(), **coefficients}
+        rows = named["query"], named["key"], named["log_decay"], named.get("scale")
+        return ScalarDecayHeads(*rows, self.shape.per_head, self.component, self.rate)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        written = values if self.scale is None else self.scale[..., None] * values
+        query, key = (vectors_of_heads(x, self.shape.heads) for x in (self.query, self.key))
+        # each gradient is linear attention again, with queries, keys and values changed about
+        swapped = ScalarDecayHeads(gradient, written, self.log_decay, None, key.shape[-1])
+        plain = ScalarDecayHeads(query, key, self.log_decay, None, self.shape.per_head)
+        of_query, of_key = swapped.apply(key), swapped.transpose(query)
+        of_written = plain.transpose(gradient)
+        # each decay stands between all that is read from it on and all that was written before it
+        read, sent = (query * of_query).sum(-1), (written * of_written).sum(-1)
+        found = {
+            "query": self._by_group(of_query),
+            "key": self._by_group(of_key),
+            "log_decay": (read - sent).flip(1).cumsum(1).flip(1),
+        }
+        if self.scale is None:
+            return of_written, found
+        found["scale"] = (values * of_written).sum(-1)
+        return self.scale[..., None] * of_written, found
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """The sums (B, L, G, N) over heads that share vectors."""
+        return torch.unflatten(x, 2, (-1, self._each)).sum(3)
 
     def _groups(self) -> Iterator[slice]:
         """The heads of each group."""

@@ -13,13 +13,13 @@ section "its matrices": what follows makes these quick.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..base import Shape
+from ..base import Role, Shape, with_graphs
 from ..kernels import chunks
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
 from ..kernels.bands import Band
@@ -34,6 +34,7 @@ from ..kernels.portions import (
     some_heads,
     vectors_of_heads,
 )
+from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
 from ..kernels.within_chunk import decayed
 from .base import TREE_ELEMENTS, TREE_LAGS, TREE_LEAST, FadingRecurrence
@@ -80,11 +81,14 @@ class SelectiveScan(FadingRecurrence):
     """
 
     quick_heads = True
+    few_rows = 3
+    roles: Mapping[str, Role] = {"dt": "step", "B": "key", "C": "query"}
 
     def __init__(
         self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, component: str | None = "scan"
     ) -> None:
         self.dt, self.a, self.b, self.c = (t.detach() for t in (dt, a, b, c))
+        self.live = with_graphs({"dt": dt, "B": b, "C": c})
         self.component = component
         self.shape = Shape(dt.shape[0], dt.shape[1], dt.shape[2], 1)
 
@@ -102,6 +106,27 @@ class SelectiveScan(FadingRecurrence):
     def cut(self, tokens: slice) -> SelectiveScan:
         dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
         return SelectiveScan(dt, self.a, b, c, self.component)
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> SelectiveScan:
+        named = {**self.tensors(), **coefficients}
+        return SelectiveScan(named["dt"], self.a, named["B"], named["C"], self.component)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        heads = self.shape.heads
+        groups = self.b.shape[2] if self.b.dim() == 4 else 1
+        b, c = (x.view(*x.shape[:2], groups, -1) for x in (self.b, self.c))
+        found = []
+        for group, some in enumerate(torch.arange(heads, device=self.device).chunk(groups)):
+            x, dt, up = (t[:, :, some].flatten(2).mT for t in (values, self.dt, gradient))
+            given = [x, dt, b[:, :, group].mT, c[:, :, group].mT]
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in given]
+                out = selective_scan(leaves[0], leaves[1], self.a[some], leaves[2], leaves[3])
+                found.append(torch.autograd.grad(out, leaves, up))
+        of_x, of_dt, of_b, of_c = zip(*found, strict=True)
+        of_values = torch.cat(of_x, 1).mT.unsqueeze(-1)
+        keys = [torch.stack(t, 1).permute(0, 3, 1, 2).reshape(self.b.shape) for t in (of_b, of_c)]
+        return of_values, {"dt": torch.cat(of_dt, 1).mT, "B": keys[0], "C": keys[1]}
 
     # --- reads, writes, carry --------------------------------------------------------------
 

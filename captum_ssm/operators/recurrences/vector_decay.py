@@ -7,13 +7,13 @@ The N channels of keys fade independently of each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Operator, Shape
+from ..base import Operator, Role, Shape, with_graphs
 from ..chain import Chain
 from ..conv import ShortConv
 from ..diagonal import Diagonal
@@ -23,6 +23,7 @@ from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import evenly, parts
 from ..kernels.rows import sum_strips
+from ..kernels.vector_decay_backward import vector_decay
 from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
@@ -56,6 +57,8 @@ class VectorDecayHeads(ChunkedHeads):
         True
     """
 
+    roles: Mapping[str, Role] = {"query": "query", "key": "key", "log_decay": "step"}
+
     def __init__(
         self,
         query: Tensor,
@@ -68,6 +71,7 @@ class VectorDecayHeads(ChunkedHeads):
         self.query, self.key, self.log_decay = query.detach(), key.detach(), log_decay.detach()
         self.bonus = None if bonus is None else bonus.detach()
         self.component = component
+        self.live = with_graphs({"query": query, "key": key, "log_decay": log_decay})
         batch, tokens, heads, _ = log_decay.shape
         self.shape = Shape(batch, tokens, heads, per_head)
 
@@ -85,6 +89,20 @@ class VectorDecayHeads(ChunkedHeads):
             None if self.bonus is None else self.bonus[chosen],
             self.component,
         )
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> VectorDecayHeads:
+        named = {**self.tensors(), **coefficients}
+        rows = named["query"], named["key"], named["log_decay"]
+        return VectorDecayHeads(*rows, self.shape.per_head, self.bonus, self.component)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.enable_grad():
+            given = self.query, self.key, self.log_decay, values
+            leaves = [x.detach().requires_grad_() for x in given]
+            query, key, logs, v = leaves
+            out = vector_decay(query, key, logs, v, self.bonus)
+            *found, of_values = torch.autograd.grad(out, leaves, gradient)
+        return of_values, dict(zip(self.roles, found, strict=True))
 
     # --- reads, writes, carry --------------------------------------------------------------
 

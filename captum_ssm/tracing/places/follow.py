@@ -11,8 +11,7 @@ attention, a pool or a function nobody knows, leaves a tensor that says so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -116,22 +115,12 @@ class Places(TorchFunctionMode):
         self._records: dict[int, _Record] = {}
         self._memories: dict[int, _Memory] = {}
         self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._paused = 0
         self._given: Tensor | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether a source was declared."""
         return bool(self._sizes)
-
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Follow nothing inside the ``with``."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
 
     def begin(self, tensor: Tensor, source: int = 0) -> None:
         """Declare ids (B, L) or embeddings (B, L, E) to be a source.
@@ -206,14 +195,14 @@ class Places(TorchFunctionMode):
         name = name_of(func)
         if name == "__iter__":  # what it returns are views that torch says nothing of
             return iter(self.__torch_function__(torch.unbind, types, args))
-        if name == "embedding" and not self._paused:  # modes around this one may ask at once
+        if name == "embedding":  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
-        if self.on_sum is not None and self._sizes and not self._paused:
+        if self.on_sum is not None and self._sizes:
             terms = terms_of(name, args, kwargs)
             if terms is not None:
                 self.on_sum(*terms)
         out = func(*args, **kwargs)
-        if not self._sizes or self._paused:
+        if not self._sizes:
             return out
         if self._ids_only and not any(map(is_ids, tensors((out,)))):
             return out

@@ -4,11 +4,15 @@ Packages bring kernels for GPUs and, for CPUs, loops over tokens in plain torch.
 loops slice tensors that hold all tokens, and the backward of each slice writes a whole tensor of
 zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Those of selective scans
 also hold the states of all tokens at once.  What replaces them here computes the same numbers.
+
+Where fla is installed, transformers calls its kernels on a CPU as well, which they do not know; its
+own function takes their place.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...operators.kernels.scan_backward import selective_scan
 from ..changes import Shared, Undo, lasting
 from .recurrences import rg_lru, wkv
-from .scan import selective_scan
 
 Function = Callable[..., Any]
 
@@ -121,6 +125,17 @@ def _of_rwkv(_: Function) -> Function:
     return wkv
 
 
+def _without_kernel(kernel: Function) -> Function:
+    """What transformers has for machines without fla, whose kernels know no CPU."""
+    reference = inspect.unwrap(kernel)
+
+    @functools.wraps(kernel)
+    def rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (reference if query.device.type == "cpu" else kernel)(query, *args, **kwargs)
+
+    return rule
+
+
 def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
@@ -133,6 +148,7 @@ _REPAIRS: tuple[tuple[str, str, Callable[[Function], Function]], ...] = (
     (_modeling("zamba"), "mamba_selective_scan", _of_transformers),
     (_modeling("recurrent_gemma"), "RecurrentGemmaRglru._rnn_scan", _of_griffin),
     (_modeling("rwkv"), "rwkv_linear_attention_cpu", _of_rwkv),
+    (_modeling("qwen3_next"), "torch_chunk_gated_delta_rule", _without_kernel),
     ("mamba_ssm.ops.selective_scan_interface", "selective_scan_ref", _of_mamba_ssm),
     ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _of_mamba_ssm),
     ("mamba_ssm.modules.mamba_simple", "selective_scan_fn", _of_mamba_ssm),

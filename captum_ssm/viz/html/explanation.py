@@ -156,7 +156,12 @@ def _accounts(
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
         if isinstance(method, LatimFlow | LatimLogit):
-            found = method.decompose(example.inputs, known.target, example.additional or None)
+            given = example.inputs, known.target, example.additional or None
+            found = (
+                method.decompose(*given, roles=False)
+                if isinstance(method, LatimFlow)
+                else method.decompose(*given)
+            )
             made[spelled(name)] = Account(
                 float(found.output), float(found.bias), float(found.delta)
             )

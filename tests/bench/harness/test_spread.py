@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from captum_ssm.bench.harness.spread import interval
+from captum_ssm.bench.harness.spread import alike, interval
 from captum_ssm.errors import InputError
 from captum_ssm.metrics import Sample
 from captum_ssm.metrics.sample import mean
@@ -66,3 +66,27 @@ def test_numbers_that_an_example_lacks_do_not_count() -> None:
 def test_nothing_to_draw(models: list[Tensor]) -> None:
     with pytest.raises(InputError, match="one or more examples of each model"):
         interval(mean, models)
+
+
+def test_models_that_count_alike_are_not_drawn_anew() -> None:
+    found = alike(mean, [[torch.zeros(90, 1)], [torch.ones(3, 1), torch.full((50, 1), 3.0)]])
+    assert [float(part) for part in found] == [1.0, 1.0, 1.0]
+
+
+def test_models_that_count_alike_against_a_loop(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    models = [rng.normal(0, spread, size=(count, 1)) for spread, count in ((1, 40), (3, 25))]
+    drawn = [
+        np.mean([part[rng.integers(len(part), size=len(part))].mean() for part in models])
+        for _ in range(4000)
+    ]
+    low, value, high = (float(x) for x in alike(mean, [[torch.tensor(m)] for m in models]))
+    assert value == pytest.approx(np.mean([part.mean() for part in models]))
+    width = np.std(drawn)
+    assert low == pytest.approx(np.quantile(drawn, 0.025), abs=0.3 * width)
+    assert high == pytest.approx(np.quantile(drawn, 0.975), abs=0.3 * width)
+
+
+def test_a_model_without_a_number_does_not_count_among_those_alike() -> None:
+    nothing = torch.full((4, 1), float("nan"))
+    assert float(alike(mean, [[nothing], [torch.ones(4, 1)]]).value) == 1.0

@@ -11,6 +11,7 @@ from captum_ssm.bench.tasks import (
     FREQUENT_WORD,
     LONG_COPIES,
     NUMBER_WORDS,
+    PAIRS,
     TWO_PASSKEYS,
     LinkedBatch,
     LinkedTask,
@@ -19,7 +20,14 @@ from captum_ssm.bench.tasks import (
 )
 from captum_ssm.errors import InputError
 
-TASKS: list[LinkedTask] = [LONG_COPIES, NUMBER_WORDS, TWO_PASSKEYS, FREQUENT_WORD, RecallTask()]
+TASKS: list[LinkedTask] = [
+    LONG_COPIES,
+    NUMBER_WORDS,
+    PAIRS,
+    TWO_PASSKEYS,
+    FREQUENT_WORD,
+    RecallTask(),
+]
 
 LONG = LinkedText(
     words=("two", "one", "two", "|", "zwei", "ein"),

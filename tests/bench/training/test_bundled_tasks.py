@@ -17,10 +17,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.bench.tasks import LinkedTask, answer_accuracy, swap_check
-from captum_ssm.bench.training.language_recipes import LANGUAGE_RECIPES, accuracy_by_length
+from captum_ssm.bench.training.language_recipes import (
+    FURTHER_RECIPES,
+    LANGUAGE_RECIPES,
+    accuracy_by_length,
+)
 from captum_ssm.models.bundled import weights_of
+from captum_ssm.models.small import MODELS
+from captum_ssm.tracing import repaired_scans
 
-CLASSES = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}
+RECIPES = LANGUAGE_RECIPES | FURTHER_RECIPES
+#: Their recurrences know no mask, and read padding as if it were words.
+READ_PADDING = ("rwkv", "griffin")
+STATES = ("mamba", "mamba2", "bamba")
 
 
 class Card(NamedTuple):
@@ -55,10 +64,18 @@ CARDS = {
     "two-passkeys-mamba2": Card(),
     "frequent-word-mamba": Card(),
     "frequent-word-mamba2": Card(),
+    "pairs-mamba": Card(tokens=0.96, sequences=0.96),
+    "pairs-mamba2": Card(tokens=0.96, sequences=0.96),
+    "pairs-gated-deltanet": Card(),
+    "pairs-rwkv": Card(tokens=0.96, sequences=0.96, hardest=0.94),
+    "pairs-griffin": Card(tokens=0.9, sequences=0.9, moved=0.92, hardest=0.9),
+    "pairs-bamba": Card(),
+    "copying-bamba": Card(sequences=0.96, strayed=0.15, hardest=0.93, exchanged=24),
+    "translation-gated-deltanet": Card(),
 }
 
 
-@pytest.fixture(scope="module", params=LANGUAGE_RECIPES)
+@pytest.fixture(scope="module", params=RECIPES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -69,14 +86,21 @@ def model(name: str) -> torch.nn.Module:
 
 
 @pytest.fixture
+def length(name: str) -> int | None:
+    """Of the texts of a batch: any, or one where padding would be read."""
+    recipe = RECIPES[name]
+    return recipe.task.longest if recipe.size.architecture in READ_PADDING else None
+
+
+@pytest.fixture
 def task(name: str) -> LinkedTask:
-    return LANGUAGE_RECIPES[name].task
+    return RECIPES[name].task
 
 
 def test_accuracy_on_fresh_texts(
-    name: str, model: torch.nn.Module, task: LinkedTask, seed: int
+    name: str, model: torch.nn.Module, task: LinkedTask, length: int | None, seed: int
 ) -> None:
-    accuracy = answer_accuracy(model, task.batch(task.draw(256, seed)))
+    accuracy = answer_accuracy(model, task.batch(task.draw(256, seed, length)))
     assert accuracy.tokens >= CARDS[name].tokens
     assert accuracy.sequences >= CARDS[name].sequences
 
@@ -91,18 +115,23 @@ def test_accuracy_at_every_length(
 
 
 def test_the_gold_source_is_the_cause(
-    name: str, model: torch.nn.Module, task: LinkedTask, seed: int
+    name: str, model: torch.nn.Module, task: LinkedTask, length: int | None, seed: int
 ) -> None:
     card = CARDS[name]
-    check = swap_check(model, task.batch(task.draw(card.exchanged, seed)), seed)
+    check = swap_check(model, task.batch(task.draw(card.exchanged, seed, length)), seed)
     assert check.moved >= card.moved
     assert not check.strayed > card.strayed, "where there are other tokens"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name, recipe in RECIPES.items() if recipe.size.architecture not in READ_PADDING],
+    scope="module",
+)
 def test_left_padding_changes_nothing(model: torch.nn.Module, task: LinkedTask, seed: int) -> None:
     examples = [task.draw(1, seed + n, n)[0] for n in (task.shortest, task.longest)]
     batch = task.batch(examples)
-    with torch.no_grad():
+    with torch.no_grad(), repaired_scans():
         padded = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         for row, example in enumerate(examples):
             alone = model(input_ids=task.batch([example]).input_ids).logits[0]
@@ -130,13 +159,12 @@ def test_the_card_says_how_the_model_is_made(name: str, model: torch.nn.Module) 
     assert card.startswith(f"# {name} ")
     assert f"{count} parameters" in card
     assert f'load_bundled("{name}")' in card
-    size = LANGUAGE_RECIPES[name].size
+    size = RECIPES[name].size
     layers = f"{size.layers} layers" if size.layers > 1 else "1 layer"
     assert f"{layers}, hidden size {size.hidden}" in card
-    assert f"state size {size.state}" in card
+    assert f"state size {size.state}" in card or size.architecture not in STATES
     assert all(
-        f"{steps} steps" in card or f"--steps {steps}" in card
-        for steps in LANGUAGE_RECIPES[name].steps
+        f"{steps} steps" in card or f"--steps {steps}" in card for steps in RECIPES[name].steps
     )
 
 
@@ -144,17 +172,18 @@ def test_it_is_the_plain_class_of_transformers(name: str, model: torch.nn.Module
     import transformers
 
     loaded: Any = model
-    assert type(loaded) is getattr(transformers, CLASSES[LANGUAGE_RECIPES[name].size.architecture])
+    assert type(loaded) is getattr(transformers, MODELS[RECIPES[name].size.architecture])
     assert not loaded.training
-    assert loaded.lm_head.weight is loaded.backbone.embeddings.weight
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
 
 
 def test_it_has_the_size_of_its_recipe(name: str, model: torch.nn.Module) -> None:
     loaded: Any = model
-    size, config = LANGUAGE_RECIPES[name].size, loaded.config
-    assert config.num_hidden_layers == size.layers
-    assert (config.hidden_size, config.state_size) == (size.hidden, size.state)
+    size, config = RECIPES[name].size, loaded.config
+    assert (config.num_hidden_layers, config.hidden_size) == (size.layers, size.hidden)
+    state = getattr(config, "state_size", getattr(config, "mamba_d_state", None))
+    assert state == size.state or size.architecture not in STATES
 
 
 def test_loading_leaves_the_random_state_alone(name: str) -> None:
@@ -164,9 +193,7 @@ def test_loading_leaves_the_random_state_alone(name: str) -> None:
 
 
 def test_names_are_known() -> None:
-    assert set(CARDS) == set(LANGUAGE_RECIPES)
-    assert all(
-        name.endswith(f"-{recipe.size.architecture}") for name, recipe in LANGUAGE_RECIPES.items()
-    )
+    assert set(CARDS) == set(RECIPES)
+    assert all(name.endswith(f"-{recipe.size.architecture}") for name, recipe in RECIPES.items())
     with pytest.raises(OptionError, match=r"name='copying': no such bundled model.*copying-mamba"):
         weights_of("copying")

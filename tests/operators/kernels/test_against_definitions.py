@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -28,7 +28,9 @@ from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.pivot_strip import Fades, strip_by_pivot
 from captum_ssm.operators.kernels.portions import Heads
 from captum_ssm.operators.kernels.rows import Strip
+from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
+from captum_ssm.operators.kernels.vector_decay_backward import vector_decay
 from captum_ssm.operators.kernels.within_chunk import Decays, decayed
 
 SEEDS = st.integers(0, 2**31)
@@ -336,6 +338,43 @@ def test_inverses_of_triangles(seed: int, side: int, batch: int) -> None:
     torch.manual_seed(seed)
     below = randn(batch, 2, side, side).tril(-1) / side**0.5
     assert_close(ut_transform.unit_lower_inverse(below), naive.unit_lower_inverse(below))
+
+
+def assert_same_gradients(found: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> None:
+    seed = randn(*found.shape)
+    pair = (torch.autograd.grad(x, leaves, seed, materialize_grads=True) for x in (found, wanted))
+    for one, other in zip(*pair, strict=True):
+        assert_close(one, other)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 70), COUNTS)
+def test_scan_backward(seed: int, tokens: int, batch: int) -> None:
+    torch.manual_seed(seed)
+    dt, a = randn(batch, 4, tokens).exp() * (torch.rand(batch, 4, tokens) > 0.2), -randn(4, 3).exp()
+    x, b, c = randn(batch, 4, tokens), randn(batch, 3, tokens), randn(batch, 3, tokens)
+    leaves = [t.requires_grad_() for t in (x, dt, a, b, c)]
+    found = selective_scan(x, dt, a, b, c)
+    assert isinstance(found, Tensor)
+    matrices = naive.selective_scan(dt.mT, a, b.mT, c.mT)
+    wanted = torch.einsum("bhij,bhj->bhi", matrices, x)
+    assert_close(found, wanted)
+    assert_same_gradients(found, wanted, leaves)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), COUNTS, st.booleans())
+def test_vector_decay_backward(seed: int, tokens: int, batch: int, has_bonus: bool) -> None:
+    torch.manual_seed(seed)
+    query, key = randn(2, batch, tokens, 2, 3).requires_grad_()
+    logs, v = decays(batch, tokens, 2, 3).log().requires_grad_(), randn(batch, tokens, 2, 5)
+    bonus = randn(2, 3) if has_bonus else None
+    leaves = [query, key, logs, v.requires_grad_()]
+    found = vector_decay(query, key, logs, v, bonus)
+    plain = SimpleNamespace(query=query, key=key, log_decay=logs, bonus=bonus)
+    wanted = token_loops.vector_decay(plain, v)
+    assert_close(found, wanted)
+    assert_same_gradients(found, wanted, leaves)
 
 
 LAGS = st.sets(st.integers(-4, 9), min_size=1, max_size=4)

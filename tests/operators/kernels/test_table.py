@@ -79,7 +79,11 @@ def heads(operator: Operator) -> None:
     operator.contract_heads(*torch.randn(2, *operator.shape))
 
 
-OPERATIONS = (maps, strips, heads)
+def gradients(operator: Operator) -> None:
+    operator.backward(*torch.randn(2, *operator.shape))
+
+
+OPERATIONS = (maps, strips, heads, gradients)
 
 
 def entered(call: Callable[[], None]) -> set[str]:

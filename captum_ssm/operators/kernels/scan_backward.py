@@ -5,6 +5,15 @@ states, which those hold for all tokens at once, only the ones between chunks ar
 backward; the others are computed again.
 
 Copies of tensors whose tokens lie side by side in memory, in which their channels do.
+
+:takes: values and steps (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the bias
+    of the steps (D,), and the gate (B, D, L), or None.
+:gives: y (B, D, L), and the last state (B, D, N); their gradients by autograd.
+:cost: N D exponentials and 3 N D multiplications with additions for a token; backward the same
+    again, and 6 N D.
+:literature: Gu and Dao, Mamba, 2023, section 3.3.2 (states are computed again for the backward);
+    Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+:naive version: ``kernels.selective_scan``
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...operators.kernels.arithmetic import BINARY, underflow_flushed
+from .arithmetic import BINARY, underflow_flushed
 
 #: Tokens whose states are held at a time.
 _CHUNK = 32

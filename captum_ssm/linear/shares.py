@@ -1,0 +1,227 @@
+"""How what a mixer does is divided among all that it is made of.
+
+A mixer's outer part is a function of its live factors: what is moved (content), what it is matched
+by (key), what asks (query), what lets it through (gate), how far states move on (step).  A rule
+says which of them get a share.  Its output keeps its value; its derivative with respect to a factor
+is the average of the derivatives at nodes between the factor and a reference, times the rule's
+share.  What belongs to the references is a constant of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..operators import Operator
+from ..operators.base import Role
+from ..operators.coefficients import Gradients, follow_mask, live_coefficients, pullback
+from .constants import Ledger
+
+#: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
+#: keys and queries alike. ``"centred"``: these, and steps, where keys, queries and steps count by
+#: what they are more than the average so far.
+Rule = Literal["frozen", "half", "equal", "centred"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a role gets.
+
+    Attributes:
+        reference: what its factors are compared with: nothing at all, or their mean over the tokens
+            up to each.
+        share: factor on the average derivative.
+    """
+
+    reference: Literal["zero", "mean"]
+    share: float
+
+
+_ALL, _ABOVE_MEAN = Share("zero", 1.0), Share("mean", 0.5)
+
+#: The family: what each role gets, by rule; those that are not named get nothing.
+FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
+    "frozen": {"content": _ALL},
+    "half": {"content": _ALL, "gate": _ALL},
+    "equal": {"content": _ALL, "gate": _ALL, "key": _ALL, "query": _ALL},
+    "centred": {
+        "content": _ALL,
+        "gate": _ALL,
+        "key": _ABOVE_MEAN,
+        "query": _ABOVE_MEAN,
+        "step": _ABOVE_MEAN,
+    },
+}
+
+#: Between reference and factor: Gauss's two points, exact for products of up to four factors.
+_NODES = tuple(0.5 + side / 12**0.5 for side in (-1, 1))
+
+
+class Labels:
+    """Which paths a backward pass follows: all of them, or those of one label.
+
+    A path from the output to the input is labelled by the first factor other than content that it
+    takes; one that takes none is content.  What passes no mixer is content, too.
+    """
+
+    def __init__(self) -> None:
+        self.label: Role | None = None
+        #: The gradients that have come down to mixers by content alone.
+        self.unlabelled: dict[object, Tensor] = {}
+
+    @contextmanager
+    def only(self, label: Role) -> Iterator[None]:
+        """Follow the paths of one label inside the ``with``: content first, then the others.
+
+        Those of another label than content begin at mixers: the gradient of the output is to be 0.
+        """
+        self.label = label
+        try:
+            yield
+        finally:
+            self.label = None
+
+
+def is_shared(operator: Operator, rule: Rule) -> bool:
+    """Whether coefficients of the operator get a share by the rule.
+
+    Args:
+        operator: chains and sums of any depth.
+        rule: the rule.
+    """
+    return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
+
+
+def shared(
+    operator: Operator,
+    x: Tensor,
+    rule: Rule,
+    ledger: Ledger,
+    labels: Labels,
+    mask: Tensor | None,
+) -> Tensor:
+    """What an operator makes of values, its derivative divided among its factors by a rule.
+
+    Args:
+        operator: the operator, with live coefficients.
+        x: the values, (B, L, H, P), live.
+        rule: the rule.
+        ledger: takes down what belongs to the references.
+        labels: says which paths a backward pass follows.
+        mask: True for real tokens (B, L), in the order of the values, or None.
+    """
+    chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
+    sources = [leaf.live[name] for leaf, name in chosen]
+    outer = _Outer(operator, rule, chosen, ledger, labels, mask)
+    out: Tensor = _Averaged.apply(outer, x, *sources)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Outer:
+    """The outer part of a mixer.
+
+    Attributes:
+        operator: it.
+        rule: the rule.
+        chosen: its coefficients that get a share, by leaf and name.
+        ledger: takes down what belongs to the references.
+        labels: says which paths a backward pass follows.
+        mask: True for real tokens (B, L), or None.
+    """
+
+    operator: Operator
+    rule: Rule
+    chosen: Sequence[tuple[Operator, str]]
+    ledger: Ledger
+    labels: Labels
+    mask: Tensor | None
+
+    def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of values and factors along the paths of the present label."""
+        label, labels = self.labels.label, self.labels
+        if label == "content":
+            labels.unlabelled[self] = gradient
+            of_values, _ = self.averaged(x, gradient)
+            return of_values, [torch.zeros_like(leaf.live[name]) for leaf, name in self.chosen]
+        of_values, found = self.averaged(x, gradient)
+        if label is not None:
+            _, begun = self.averaged(x, labels.unlabelled[self])
+            for i, (leaf, name) in enumerate(self.chosen):
+                if leaf.roles[name] == label:
+                    found[i] = found[i] + begun[i]
+        return of_values, found
+
+    def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of values and factors."""
+        shares = FAMILY[self.rule]
+        masks: dict[Operator, Tensor | None] = {}
+        follow_mask(self.operator, self.mask, masks)
+        references = [self._reference(leaf, name, masks[leaf]) for leaf, name in self.chosen]
+        of_values, found = torch.zeros_like(x), list[Tensor | None]([None] * len(self.chosen))
+        for node in _NODES:
+            moved: dict[Operator, dict[str, Tensor]] = {}
+            for (leaf, name), start in zip(self.chosen, references, strict=True):
+                moved.setdefault(leaf, {})[name] = torch.lerp(start, leaf.tensors()[name], node)
+            here = {leaf: leaf.at(coefficients) for leaf, coefficients in moved.items()}
+            at_node: Gradients = {}
+            of_values += pullback(self.operator, node * x, gradient, here, at_node, node)
+            for i, (leaf, name) in enumerate(self.chosen):
+                part, before = at_node[leaf][name], found[i]
+                found[i] = part if before is None else before + part
+        weights = [shares[leaf.roles[name]].share / len(_NODES) for leaf, name in self.chosen]
+        gradients = [w * x for w, x in zip(weights, found, strict=True) if x is not None]
+        return of_values * (shares["content"].share / len(_NODES)), gradients
+
+    def _reference(self, leaf: Operator, name: str, mask: Tensor | None) -> Tensor:
+        coefficient = leaf.tensors()[name]
+        if FAMILY[self.rule][leaf.roles[name]].reference == "zero":
+            return torch.zeros_like(coefficient)
+        return running_mean(coefficient, mask)
+
+
+class _Averaged(torch.autograd.Function):
+    """An operator's output, with the averaged derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.outer = outer
+        out = outer.operator.affine(x)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        outer: _Outer = ctx.outer
+        x, out = ctx.saved_tensors
+        of_values, of_sources = outer.followed(x, gradient)
+        if outer.labels.label is not None:  # the account is of all paths
+            return None, of_values, *of_sources
+        batch = len(out)
+        rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
+        for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
+            rest = rest - _by_example(found * leaf.tensors()[name], batch)
+        outer.ledger.write_rest(rest)
+        return None, of_values, *of_sources
+
+
+def _by_example(x: Tensor, batch: int) -> Tensor:
+    """Sums (B,) of what has examples, or their windows, in front; what all share is spread."""
+    return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
+
+
+def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over the tokens up to each, (B, L, ...).
+
+    Args:
+        x: (B, L, ...).
+        mask: True for the tokens that count (B, L), or None for all.
+    """
+    keep = x.new_ones(x.shape[:2]) if mask is None else mask.to(x)
+    keep = keep.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    return (x * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)

@@ -1,0 +1,85 @@
+"""Relevance by role: what was moved, matched, asked, let through, and stepped on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import relative_error
+from torch import Tensor, nn
+from zoo.architectures import ZOO
+from zoo.mamba import transformers_model
+
+from captum_ssm import LatimFlow, MambaLRP
+from captum_ssm.linear import shares
+from captum_ssm.models import load_bundled
+
+RULES = ("frozen", "half", "equal", "centred")
+TEXT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+
+
+@pytest.fixture(scope="module")
+def recall() -> tuple[nn.Module, Tensor, list[str]]:
+    model, vocabulary = load_bundled()
+    return model, torch.tensor([vocabulary.encode(TEXT)]), TEXT.split()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ZOO)
+def test_roles_add_up(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO[name](monkeypatch)
+    found = LatimFlow(case.model).decompose(case.inputs, rule=rule, **case.target)
+    assert found.roles is not None
+    assert set(found.roles) == {"content", "key", "query", "gate", "step"}
+    total = torch.stack(list(found.roles.values())).sum(0)
+    assert relative_error(total, found.tokens) <= 1e-5
+    if rule == "frozen":
+        assert torch.equal(found.roles["content"], found.tokens)
+
+
+def test_who_asked_who_was_matched_who_answered(
+    recall: tuple[nn.Module, Tensor, list[str]],
+) -> None:
+    model, ids, words = recall
+    target = (-1, int(model(ids).logits[0, -1].argmax()))
+    roles = LatimFlow(model).decompose(ids, target, rule="centred").roles
+    assert roles is not None
+    first = {role: int(relevance[0].argmax()) for role, relevance in roles.items()}
+    assert words[first["content"]] == "lamp"
+    assert first["key"] == words.index("anna")
+    assert first["query"] == words.index("anna", 5)
+
+
+@pytest.mark.parametrize("role", ["key", "query", "gate", "step"])
+def test_in_one_layer_a_role_is_what_cutting_it_takes_away(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path takes two factors there."""
+    torch.manual_seed(0)
+    model, ids = transformers_model(num_hidden_layers=1).double(), torch.randint(15, (2, 9))
+    method = LatimFlow(model)
+    found = method.decompose(ids, (-1, 3), rule="centred")
+    averaged = shares._Outer.averaged
+
+    def cut(self: shares._Outer, *given: Tensor) -> tuple[Tensor, list[Tensor]]:
+        of_values, of_factors = averaged(self, *given)
+        keep = [leaf.roles[name] != role for leaf, name in self.chosen]
+        return of_values, [x * kept for x, kept in zip(of_factors, keep, strict=True)]
+
+    monkeypatch.setattr(shares._Outer, "averaged", cut)
+    without = method.decompose(ids, (-1, 3), rule="centred", roles=False)
+    assert found.roles is not None
+    assert relative_error(without.tokens + found.roles[role], found.tokens) <= 1e-6
+
+
+def test_nobody_asked_for_roles(recall: tuple[nn.Module, Tensor, list[str]]) -> None:
+    model, ids, _ = recall
+    plain = LatimFlow(model).decompose(ids, (-1, 3), rule="centred", roles=False)
+    asked = LatimFlow(model).decompose(ids, (-1, 3), rule="centred")
+    assert plain.roles is None
+    assert relative_error(plain.tokens, asked.tokens) <= 1e-5
+
+
+def test_lrp_by_role_is_lrp(recall: tuple[nn.Module, Tensor, list[str]]) -> None:
+    model, ids, _ = recall
+    found = MambaLRP(model).decompose(ids, (-1, 3))
+    assert relative_error(found.tokens, MambaLRP(model).attribute(ids, (-1, 3))) <= 1e-5

@@ -1,0 +1,315 @@
+"""The rules that divide what mixers do, against autograd of functions written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from helpers.adapters import cut_from_their_graphs
+from helpers.sessions import thorough
+from oracles import shares as by_hand
+from torch import Tensor, nn
+from zoo import architectures, delta, fla_cpu
+from zoo import mamba2 as mamba2_models
+from zoo.mamba import transformers_model
+
+from captum_ssm import LatimFlow
+from captum_ssm.attr.engine.decompose import Decomposition
+from captum_ssm.linear import FAMILY, mixer
+from captum_ssm.linear.mixer import through
+from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.shares import shared
+from captum_ssm.mixers import LinearMixer
+from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
+from captum_ssm.operators.reorder import Permute, Windowed, Windows
+
+pytestmark = pytest.mark.transformers5
+TOKENS = 11
+RULES = tuple(FAMILY)
+DIVIDING = ("equal", "centred")
+
+
+class Alone(nn.Module):
+    """A mixer by itself.
+
+    Args:
+        mixer: the module.
+        options: further arguments of its calls.
+    """
+
+    def __init__(self, mixer: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.mixer, self.options = mixer.double(), options
+
+    @property
+    def width(self) -> int:
+        module: Any = self.mixer
+        entering = getattr(module, "linear_x", getattr(module, "q_proj", None))
+        return int(entering.in_features if entering is not None else module.hidden_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        options = self.options if mask is None else {**self.options, "attention_mask": mask}
+        out = self.mixer(hidden, **options)
+        return out if isinstance(out, Tensor) else out[0]
+
+
+Make = Callable[[pytest.MonkeyPatch], Alone]
+
+
+def of(model: Any, kind: str, **options: Any) -> Alone:
+    mixers = [m for m in model.modules() if type(m).__name__ == kind]
+    return Alone(mixers[0], **options)
+
+
+def rg_lru(patch: pytest.MonkeyPatch) -> Alone:
+    model = architectures.recurrent_gemma(patch).model
+    places = torch.arange(TOKENS)[None]
+    options = {"position_ids": places, "attention_mask": None, "use_cache": False}
+    return of(model, "RecurrentGemmaRecurrentBlock", **options)
+
+
+def gla(patch: pytest.MonkeyPatch) -> Alone:
+    options = {"hidden_size": 16, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0}
+    return Alone(fla_cpu.install(patch).layer("GatedLinearAttention", mode="chunk", **options))
+
+
+MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer]]]] = {
+    "mamba": (lambda _: of(transformers_model("mamba"), "MambaMixer"), by_hand.mamba),
+    "mamba2": (lambda _: of(mamba2_models.make_model("mamba2"), "Mamba2Mixer"), by_hand.mamba2),
+    "qwen3_next": (
+        lambda patch: Alone(delta.Family("qwen3_next", patch).mixer()),
+        by_hand.gated_delta_net,
+    ),
+    "rg_lru": (rg_lru, by_hand.rg_lru),
+    "gla": (gla, by_hand.gla),
+    "attention": (
+        lambda patch: of(architectures.vit(patch).model, "ViTAttention"),
+        by_hand.softmax_attention,
+    ),
+}
+MASKED = ("mamba", "mamba2", "qwen3_next")
+
+
+def explained(
+    model: Alone, hidden: Tensor, seed: Tensor, rule: str, mask: Tensor | None = None
+) -> Decomposition:
+    def number(hidden: Tensor, seed: Tensor, mask: Tensor | None = None) -> Tensor:
+        return (model(hidden, mask) * seed).sum((1, 2))
+
+    more = (seed,) if mask is None else (seed, mask)
+    return LatimFlow(number, model=model).decompose(hidden, None, more, rule=rule, baselines=0)
+
+
+def assert_same(found: Decomposition, wanted: by_hand.Shares) -> None:
+    """Relative to the largest output or relevance: parts may be nothing but rounding."""
+    size = wanted.output.abs().max() + wanted.inputs.abs().max()
+
+    def differ(one: Tensor, other: Tensor) -> float:
+        assert one.shape == other.shape
+        return float((one - other).detach().abs().max() / size)
+
+    assert differ(found.output, wanted.output) <= 1e-9
+    assert differ(found.inputs, wanted.inputs) <= 1e-9
+    assert differ(found.bias, wanted.output - wanted.inputs.flatten(1).sum(1)) <= 1e-9
+    references = found.biases.get("references", torch.zeros_like(found.output))
+    assert differ(references, wanted.references) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MIXERS)
+def test_relevance_is_that_of_the_averaged_function(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, factors_of = MIXERS[name]
+    model = make(monkeypatch)
+    hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
+    found = explained(model, hidden, seed, rule)
+    entering = hidden.clone().requires_grad_()
+    wanted = by_hand.divided(*factors_of(model.mixer, entering), entering, seed, rule)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_changes_nothing(
+    name: str, side: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, factors_of = MIXERS[name]
+    model = make(monkeypatch)
+    hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    padding = slice(3) if side == "left" else slice(TOKENS - 3, TOKENS)
+    mask[1, padding] = 0
+    seed = seed * mask[..., None]
+    found = explained(model, hidden, seed, rule, mask)
+    assert not found.inputs[1, padding].any()
+    for example, real in enumerate(mask.bool()):
+        alone = explained(model, hidden[example, real][None], seed[example, real][None], rule)
+        assert oracles.relative_error(found.inputs[example, real][None], alone.inputs) <= 1e-9
+        assert float((found.bias[example] - alone.bias).abs().max()) <= 1e-9
+    entering = hidden.clone().requires_grad_()
+    given = factors_of(model.mixer, entering, mask.bool())
+    wanted = by_hand.divided(*given, entering, seed, rule, mask.bool())
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", thorough(architectures.ZOO, architectures.QUICK))
+def test_the_books_of_every_architecture_balance(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = architectures.ZOO[name](monkeypatch)
+    for rule in RULES:
+        found = LatimFlow(case.model).decompose(case.inputs, **case.target, rule=rule, roles=False)
+        size = found.output.abs() + found.inputs.flatten(1).abs().sum(1)
+        size = size + sum(b.abs() for b in found.biases.values())
+        assert float((found.delta.abs() / size).max()) <= 1e-5, rule
+        assert ("references" in found.biases) == (rule in DIVIDING)
+        assert ("baselines" in found.biases) == (rule in DIVIDING)
+
+
+def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> Tensor:
+    """What a mixer of this operator alone returns under the rules."""
+    mode = Linearising(None, rule, where=lambda: "")
+    linear = LinearMixer(v, operator, project=lambda y: y, mask=mask)
+    with mode:
+        return through(linear, mode)
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: str) -> None:
+    """A direction from the last token to the first, as the mixer and as a term of a sum."""
+    shape = Shape(2, 9, 3, 1)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4] = mask[1, 7:] = False
+    decay, gate, v, seed = randn(*shape[:3]), randn(*shape), randn(*shape), randn(*shape)
+    turn = Permute(torch.arange(8, -1, -1), shape)
+    ahead = Chain(Diagonal(gate, shape, "gate"), ElementwiseRecurrence(decay.sigmoid()))
+    back = Chain(turn, *ahead.parts, turn)
+
+    def gradients(operator: Operator, turned: bool) -> tuple[Tensor, ...]:
+        given = (v.flip(1), mask.flip(1), seed.flip(1)) if turned else (v, mask, seed)
+        out = given_by(operator, given[0], rule, given[1])
+        leaves = [v, decay, gate]
+        return torch.autograd.grad(out, leaves, given[2], retain_graph=True, materialize_grads=True)
+
+    wanted = gradients(ahead, turned=True)
+    for operator in (back, Sum(back)):
+        torch.testing.assert_close(gradients(operator, turned=False), wanted)
+    with_all = given_by(ahead, v, rule, None)
+    (plain,) = torch.autograd.grad(with_all, decay, seed, materialize_grads=True)
+    assert torch.equal(plain, torch.zeros_like(plain)) == (rule == "equal")
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) -> None:
+    places = torch.tensor([[3, 0, -1], [-1, 4, 1], [2, -1, -1]])
+    windows, held = Windows(places), places.repeat(2, 1) >= 0
+    v, seed, content = randn(2, 5, 3, 1), randn(2, 5, 3, 1).detach(), randn(6, 3, 3, 1).detach()
+    lowest = torch.randn(6, 3, 3, dtype=torch.float64)
+
+    def cut(x: Tensor) -> Tensor:
+        inside = x[:, places.clamp_min(0)].flatten(0, 1)
+        return torch.where(held[..., None, None], inside, 0)
+
+    def decays() -> Tensor:
+        return torch.sigmoid(cut(v)[..., 0] + lowest)
+
+    padding = torch.where(held[..., None, None], 0, content)
+    windowed = Windowed(ElementwiseRecurrence(decays()), windows, padding)
+    out = given_by(windowed, v, rule, None)
+    (found,) = torch.autograd.grad(out, v, seed)
+
+    def outer(v: Tensor, step: Tensor) -> Tensor:
+        state, out = torch.zeros(6, 3, 1, dtype=v.dtype), []
+        for i in range(3):
+            state = step[:, i, :, None] * state + v[:, i]
+            out.append(state)
+        back = torch.zeros(2, 5, 3, 1, dtype=v.dtype)
+        for window, row in enumerate(places.tolist()):
+            for place, token in enumerate(row):
+                if token >= 0:
+                    back[:, token] = out[place][window::3]
+        return back
+
+    factors = {"v": (cut(v) + padding, "content"), "step": (decays(), "step")}
+    wanted = by_hand.divided(factors, outer, v, seed, rule, held)
+    torch.testing.assert_close(out.detach(), outer(cut(v) + padding, decays()).detach())
+    torch.testing.assert_close(found * v.detach(), wanted.inputs)
+
+
+@pytest.mark.usefixtures("private_registry")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -> None:
+    model, ids = transformers_model("mamba").double(), torch.randint(15, (2, 9))
+    explain = LatimFlow(model)
+    before = explain.decompose(ids, (-1, 3), rule=rule, baselines=0)
+    assert before.content_only == ()
+    names = [name for name, m in model.named_modules() if type(m).__name__ == "MambaMixer"]
+    cut_from_their_graphs(model.get_submodule(names[0]))
+    found = explain.decompose(ids, (-1, 3), rule=rule, baselines=0, internal_batch_size=1)
+    assert found.content_only == (tuple(names) if rule in DIVIDING else ())
+    assert "references" not in found.biases
+    if rule in DIVIDING:
+        frozen = explain.decompose(ids, (-1, 3), rule="frozen")
+        torch.testing.assert_close(found.inputs, frozen.inputs)
+        assert oracles.relative_error(before.inputs, frozen.inputs) > 1e-3
+
+
+@pytest.mark.parametrize("call", ["attribute", "decompose"])
+def test_the_earlier_name_of_the_rule_is_told_of(call: str) -> None:
+    model, ids = transformers_model("mamba"), torch.randint(15, (1, 9))
+
+    def relevance(**options: Any) -> Tensor:
+        found = getattr(LatimFlow(model), call)(ids, (-1, 3), **options)
+        return found if isinstance(found, Tensor) else found.tokens
+
+    with pytest.warns(DeprecationWarning, match="gate= is called rule= now"):
+        earlier = relevance(gate="half")
+    assert torch.equal(earlier, relevance(rule="half"))
+    assert not torch.equal(earlier, relevance())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_family_holds_the_rules_that_have_a_way_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen and half as members of the family are what the product rule makes of them."""
+
+    def by_family(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None) -> Tensor:
+        return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
+
+    model = MIXERS[name][0](monkeypatch)
+    hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
+    for rule in ("frozen", "half"):
+        own = explained(model, hidden, seed, rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(mixer, "_apply", by_family)
+            found = explained(model, hidden, seed, rule)
+        assert oracles.relative_error(found.inputs, own.inputs) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", DIVIDING)
+def test_parts_of_a_batch_and_contrasts(rule: str) -> None:
+    model, ids = mamba2_models.make_model("mamba2").double(), torch.randint(15, (3, 9))
+    explain = LatimFlow(model)
+    whole = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule)
+    by_one = explain.decompose(ids, [(-1, 3), (4, 2), (-2, 1)], rule=rule, internal_batch_size=1)
+    torch.testing.assert_close(by_one.inputs, whole.inputs)
+    torch.testing.assert_close(by_one.bias, whole.bias)
+    first, second, both = (
+        explain.decompose(ids, target, contrast=contrast, rule=rule)
+        for target, contrast in (((-1, 3), None), ((-1, 5), None), ((-1, 3), (-1, 5)))
+    )
+    torch.testing.assert_close(both.inputs, first.inputs - second.inputs)
+    torch.testing.assert_close(both.bias, first.bias - second.bias)
+    embedded = model.get_input_embeddings()(ids).detach()
+    features = explain.decompose(embedded, (-1, 3), rule=rule)
+    torch.testing.assert_close(features.inputs, first.inputs)

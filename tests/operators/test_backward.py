@@ -1,0 +1,330 @@
+"""Gradients of coefficients, against autograd through plain loops over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from types import SimpleNamespace
+
+import oracles.kernels
+import pytest
+import torch
+from oracles import token_loops
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from captum_ssm.operators import (
+    Chain,
+    DeltaRule,
+    Diagonal,
+    ElementwiseRecurrence,
+    Operator,
+    ScalarDecayHeads,
+    SelectiveScan,
+    Shape,
+    Sum,
+    VectorDecayHeads,
+)
+from captum_ssm.operators.base import Operator as Base
+from captum_ssm.operators.coefficients import Gradients, live_coefficients, pullback
+from captum_ssm.operators.combine import DirectSum
+from captum_ssm.operators.heads import SoftmaxHeads
+from captum_ssm.operators.reorder import Permute, Windowed, Windows
+
+BATCH, HEADS, STATES, VALUES = 2, 4, 5, 3
+Coefficients = Mapping[str, Tensor]
+Plain = Callable[[Coefficients, Tensor], Tensor]
+
+
+class Case:
+    """An operator by its coefficients, and what it makes of values, without the package."""
+
+    def __init__(
+        self,
+        coefficients: Coefficients,
+        make: Callable[[Coefficients], Operator],
+        plain: Plain,
+        per_head: int = VALUES,
+    ) -> None:
+        self.coefficients, self.make, self.plain, self.per_head = (
+            coefficients,
+            make,
+            plain,
+            per_head,
+        )
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(BATCH, *size, dtype=torch.float64)
+
+
+def log_decays(*size: int) -> Tensor:
+    """Of decays between 0 and 1, some of them so small that nothing is left."""
+    x = torch.rand(BATCH, *size, dtype=torch.float64)
+    return x.log().where(torch.rand_like(x) > 0.1, -1e4)
+
+
+def diagonal(*broadcast: int) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        shape = Shape(BATCH, tokens, HEADS, VALUES)
+        size = [full if keep else 1 for full, keep in zip(shape, broadcast, strict=True)]
+        return Case(
+            {"weight": torch.randn(size, dtype=torch.float64)},
+            lambda z: Diagonal(z["weight"], shape, "gate"),
+            lambda z, v: z["weight"] * v,
+        )
+
+    return build
+
+
+def elementwise(tokens: int) -> Case:
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        return oracles.kernels.recurrence(z["decay"], v[None, ..., 0], False)[0, ..., None]
+
+    decay = log_decays(tokens, HEADS).exp()
+    return Case({"decay": decay}, lambda z: ElementwiseRecurrence(z["decay"]), plain, 1)
+
+
+def scan(groups: int | None) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        vectors = (tokens, STATES) if groups is None else (tokens, groups, STATES)
+        given = {
+            "dt": 0.3 * randn(tokens, HEADS).exp() * (randn(tokens, HEADS) > -1),
+            "B": randn(*vectors),
+            "C": randn(*vectors),
+        }
+        a = -randn(HEADS, STATES)[0].exp()
+
+        def plain(z: Coefficients, v: Tensor) -> Tensor:
+            matrices = oracles.kernels.selective_scan(z["dt"], a, z["B"], z["C"])
+            return torch.einsum("bhij,bjhp->bihp", matrices, v)
+
+        return Case(
+            given, lambda z: SelectiveScan(z["dt"], a.to(z["dt"]), z["B"], z["C"]), plain, 1
+        )
+
+    return build
+
+
+def by_loop(loop: token_loops.Loop, **constants: Tensor | None) -> Plain:
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        return loop(SimpleNamespace(**{**constants, **z}, shape=Shape(*v.shape)), v)
+
+    return plain
+
+
+def scalar_decay(groups: int, scaled: bool) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        given = {
+            "query": randn(tokens, groups, STATES),
+            "key": randn(tokens, groups, STATES),
+            "log_decay": log_decays(tokens, HEADS),
+            **({"scale": randn(tokens, HEADS).exp()} if scaled else {}),
+        }
+        return Case(
+            given,
+            lambda z: ScalarDecayHeads(
+                z["query"], z["key"], z["log_decay"], z.get("scale"), VALUES
+            ),
+            by_loop(token_loops.scalar_decay, scale=None),
+        )
+
+    return build
+
+
+def vector_decay(has_bonus: bool) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        bonus = randn(HEADS, STATES)[0] if has_bonus else None
+        given = {
+            "query": randn(tokens, HEADS, STATES),
+            "key": randn(tokens, HEADS, STATES),
+            "log_decay": log_decays(tokens, HEADS, STATES),
+        }
+
+        def make(z: Coefficients) -> Operator:
+            own = None if bonus is None else bonus.to(z["key"])
+            return VectorDecayHeads(z["query"], z["key"], z["log_decay"], VALUES, own)
+
+        return Case(given, make, by_loop(token_loops.vector_decay, bonus=bonus))
+
+    return build
+
+
+def delta_rule(*decay: int) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        given = {
+            "query": randn(tokens, HEADS, STATES),
+            "key": normalize(randn(tokens, HEADS, STATES), dim=-1),
+            "beta": randn(tokens, HEADS).sigmoid(),
+            **({"log_decay": log_decays(tokens, *decay)} if decay else {}),
+        }
+        return Case(
+            given,
+            lambda z: DeltaRule(z["query"], z["key"], z["beta"], z.get("log_decay"), VALUES),
+            by_loop(token_loops.delta_rule, log_decay=None),
+        )
+
+    return build
+
+
+def softmax(has_mask: bool) -> Callable[[int], Case]:
+    def build(tokens: int) -> Case:
+        hidden = torch.ones(BATCH, 1, tokens, tokens, dtype=torch.bool).triu(1)
+        if has_mask:
+            hidden[1, :, :, :1] = True  # the first token is padding, and reads nothing
+        else:
+            hidden[:] = False
+
+        def probabilities(query: Tensor, key: Tensor) -> Tensor:
+            scores = (0.7 * query @ key.mT).masked_fill(hidden, -1e9)
+            return scores.softmax(-1).masked_fill(hidden, 0)
+
+        def plain(z: Coefficients, v: Tensor) -> Tensor:
+            out = torch.zeros_like(v)
+            for b, h, i in product(range(BATCH), range(HEADS), range(tokens)):
+                read = [j for j in range(tokens) if not hidden[b, 0, i, j]]
+                if read:
+                    weights = (0.7 * z["key"][b, read, h] @ z["query"][b, i, h]).exp()
+                    out[b, i, h] = (weights / weights.sum()) @ v[b, read, h]
+            return out
+
+        given = {name: randn(tokens, HEADS, STATES) for name in ("query", "key")}
+        return Case(
+            given,
+            lambda z: SoftmaxHeads(z["query"], z["key"], probabilities, 0.7, VALUES),
+            plain,
+        )
+
+    return build
+
+
+CASES = {
+    "Diagonal": diagonal(1, 1, 1, 1),
+    "Diagonal of heads": diagonal(1, 1, 1, 0),
+    "Diagonal of channels": diagonal(0, 0, 1, 1),
+    "ElementwiseRecurrence": elementwise,
+    "SelectiveScan": scan(None),
+    "SelectiveScan in groups": scan(2),
+    "ScalarDecayHeads": scalar_decay(HEADS, scaled=False),
+    "ScalarDecayHeads in groups": scalar_decay(2, scaled=True),
+    "ScalarDecayHeads in one group": scalar_decay(1, scaled=True),
+    "VectorDecayHeads": vector_decay(has_bonus=False),
+    "VectorDecayHeads with a bonus": vector_decay(has_bonus=True),
+    "SoftmaxHeads": softmax(has_mask=False),
+    "SoftmaxHeads with a mask": softmax(has_mask=True),
+    "DeltaRule": delta_rule(),
+    "DeltaRule with a decay": delta_rule(HEADS),
+    "DeltaRule with a decay of channels": delta_rule(HEADS, STATES),
+}
+
+
+def wanted_gradients(
+    plain: Plain, coefficients: Coefficients, v: Tensor, seed: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = {name: x.clone().requires_grad_() for name, x in coefficients.items()}
+    v = v.clone().requires_grad_()
+    found = torch.autograd.grad(
+        plain(leaves, v), [v, *leaves.values()], seed, materialize_grads=True
+    )
+    return found[0], dict(zip(leaves, found[1:], strict=True))
+
+
+def assert_close(found: Tensor, wanted: Tensor, name: str, tolerance: float) -> None:
+    assert found.shape == wanted.shape, name
+    assert oracles.relative_error(found, wanted) <= tolerance or torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 70])
+@pytest.mark.parametrize("kind", CASES)
+def test_gradients_are_those_of_loops(kind: str, tokens: int) -> None:
+    case = CASES[kind](tokens)
+    operator = case.make(case.coefficients)
+    v, seed = randn(tokens, HEADS, case.per_head), randn(tokens, HEADS, case.per_head)
+    of_values, of_coefficients = operator.backward(v, seed)
+    wanted, each = wanted_gradients(case.plain, case.coefficients, v, seed)
+    assert_close(of_values, wanted, "values", 1e-11)
+    assert set(of_coefficients) == set(each) <= set(operator.roles)
+    for name, x in each.items():
+        # with few tokens a decay has nothing to act on, and 0 is found but for rounding
+        if float(x.abs().max()) < 1e-12:
+            assert float(of_coefficients[name].abs().max()) < 1e-10, name
+        else:
+            assert_close(of_coefficients[name], x, name, 1e-10)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_gradients_in_single_precision(kind: str) -> None:
+    tokens = 200
+    case = CASES[kind](tokens)
+    v, seed = randn(tokens, HEADS, case.per_head), randn(tokens, HEADS, case.per_head)
+    single = case.make({name: x.float() for name, x in case.coefficients.items()})
+    double = case.make({name: x.float().double() for name, x in case.coefficients.items()})
+    of_values, of_coefficients = single.backward(v.float(), seed.float())
+    wanted, each = double.backward(v.float().double(), seed.float().double())
+    assert of_values.dtype == torch.float32
+    assert_close(of_values, wanted, "values", 1e-5)
+    for name, x in each.items():
+        assert_close(of_coefficients[name], x, name, 1e-4)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_other_coefficients_take_the_place_of_some(kind: str) -> None:
+    case, other = CASES[kind](20), CASES[kind](20)
+    operator, v = case.make(case.coefficients), randn(20, HEADS, case.per_head)
+    for name in case.coefficients:
+        mixed = {**case.coefficients, name: other.coefficients[name]}
+        moved = operator.at({name: other.coefficients[name]})
+        assert type(moved) is type(operator)
+        assert moved.component == operator.component and moved.shape == operator.shape
+        torch.testing.assert_close(moved.apply(v), case.plain(mixed, v))
+
+
+def every_class(base: type[Base]) -> set[type[Base]]:
+    found = set(base.__subclasses__())
+    return found.union(*map(every_class, found))
+
+
+def test_every_class_whose_coefficients_have_roles_is_held_to_a_loop() -> None:
+    held = {type(build(3).make(build(3).coefficients)) for build in CASES.values()}
+    own = {c for c in every_class(Operator) if c.__module__.startswith("captum_ssm.")}
+    assert {c for c in own if c.backward is not Operator.backward} == held
+    assert {c for c in own if c.roles} <= held
+
+
+def test_a_part_between_others_is_reached_through_all_that_is_around_it() -> None:
+    """Chains, sums, operators side by side, windows and other orders of the tokens."""
+    tokens = 6
+    shape, one = Shape(BATCH, tokens, HEADS, 1), Shape(2 * BATCH, 3, HEADS, 1)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    windows = Windows(torch.tensor([[4, 0, 2], [1, 5, 3]]))
+    leaves = [randn(tokens, HEADS, 1).requires_grad_() for _ in range(3)]
+    inside = torch.randn(one, dtype=torch.float64, requires_grad=True)
+    left, right = (x.requires_grad_() for x in (randn(tokens, 1), randn(tokens, HEADS - 1)))
+    gates = [Diagonal(x, shape, "gate") for x in leaves]
+    operator = Chain(
+        gates[0],
+        Sum(Chain(Permute(order, shape), gates[1]), Diagonal(torch.ones(1, 1, 1, 1), shape)),
+        DirectSum(ElementwiseRecurrence(left), ElementwiseRecurrence(right)),
+        Windowed(Diagonal(inside, one, "gate"), windows),
+        gates[2],
+    )
+
+    def plain(v: Tensor) -> Tensor:
+        x = (leaves[2] * v)[:, [[4, 0, 2], [1, 5, 3]]].flatten(0, 1) * inside
+        back = torch.empty(BATCH, tokens, HEADS, 1, dtype=torch.float64)
+        back[:, [4, 0, 2, 1, 5, 3]] = x.view(BATCH, tokens, HEADS, 1)
+        decay = torch.cat([left, right], 2)
+        x = oracles.kernels.recurrence(decay, back[None, ..., 0], False)[0, ..., None]
+        return leaves[0] * ((leaves[1] * x)[:, order] + x)
+
+    v, seed = randn(tokens, HEADS, 1).requires_grad_(), randn(tokens, HEADS, 1)
+    torch.testing.assert_close(operator.apply(v.detach()), plain(v).detach())
+    found: Gradients = {}
+    of_values = pullback(operator, v.detach(), seed, {}, found)
+    live = live_coefficients(operator)
+    told = [leaves[0], leaves[1], left, right, inside, leaves[2]]
+    assert all(x is y for x, y in zip(live.values(), told, strict=True))
+    wanted = torch.autograd.grad(plain(v), [v, *live.values()], seed)
+    torch.testing.assert_close(of_values, wanted[0])
+    for (leaf, name), gradient in zip(live, wanted[1:], strict=True):
+        torch.testing.assert_close(found[leaf][name], gradient)
