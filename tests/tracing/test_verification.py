@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from captum_ssm.errors import ReconstructionError
-from captum_ssm.tracing.verification import TOLERANCES, relative_error, require_same, tolerance_for
+from captum_ssm.tracing.verification import (
+    TOLERANCES,
+    output_error,
+    relative_error,
+    require_same,
+    tolerance_for,
+)
 
 
 def on_a_gpu(dtype: torch.dtype) -> Any:
@@ -59,6 +65,19 @@ def test_the_error_is_the_largest_difference_per_largest_entry(dtype: torch.dtyp
     wanted = np.abs(a - b).max() / np.abs(b).max()
     assert relative_error(rebuilt, real) == pytest.approx(wanted, rel=1e-12)
     assert relative_error(real.clone(), real) == 0
+
+
+def test_sums_with_random_signs_are_held_to_less() -> None:
+    """One number that is off is found by itself, many small errors by their sums."""
+    real = torch.randn(1, 100, 7)
+    real[0, 0, 0] = 10
+    off = real.clone()
+    off[0, 50, 3] += 1
+    assert output_error(off, real) == pytest.approx(0.1)
+    off = real + 0.001 * torch.randn(1, 100, 7)
+    single, both = relative_error(off, real), output_error(off, real)
+    assert single < both < 10 * single
+    assert output_error(real.clone(), real) == 0
 
 
 def test_outputs_of_zero() -> None:
