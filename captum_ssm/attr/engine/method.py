@@ -132,10 +132,11 @@ class SSMAttribution(Attribution):
             )
         model, parts = find_model(self.forward_func, self.model), []
         for cut in batch_parts(len(inputs), internal_batch_size):
-            own = tuple(map(cut, additional))
-            request = Request(self.forward_func, model, self.layers, cut(inputs), own)
-            request = replace(request, streams=self.needs_streams)
+            # where graphs are recorded: without one, a part of inputs that have one has none
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
+                own = tuple(map(cut, additional))
+                request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+                request = replace(request, streams=self.needs_streams)
                 parts.append(explain(request, list(map(cut.target, targets)), cut))
         return list(zip(*parts, strict=True))
 
@@ -166,7 +167,6 @@ def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
     if "baselines" in inspect.signature(attribute).parameters:
         return attribute
 
-    @functools.wraps(attribute)
     def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
         if "baselines" in kwargs:
             raise OptionError(
@@ -177,6 +177,9 @@ def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
             )
         return attribute(self, *args, **kwargs)
 
+    functools.update_wrapper(checked, attribute)
+    # those who call what is beneath the logging decorator take off one layer
+    vars(checked)["__wrapped__"] = inspect.unwrap(attribute)
     return checked
 
 

@@ -180,9 +180,13 @@ class Run:
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
-        """The same run, at one question after the other."""
+        """The same run, at one question after the other.
+
+        What is kept from one to the next is of these alone: another method asks otherwise.
+        """
+        kept: dict[Layer, Tensor] = {}
         for first in range(len(questions)):
-            yield replace(self, questions=questions[first:])
+            yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
         """A target's number per example (B,), and the gradients taken of it if they are shared.
