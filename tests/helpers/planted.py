@@ -87,7 +87,8 @@ _BY_TOKEN = (
 def _with(leaf: Operator, coefficient: Tensor, factor: Tensor) -> Operator:
     """The leaf with one of its coefficients times a factor (1, L, 1, 1), or one for all tokens."""
     if isinstance(leaf, Diagonal):
-        return Diagonal(leaf.source * factor, leaf.shape, leaf.component)
+        weight = leaf.live.get("weight", leaf.weight)  # with its graph, if there is one
+        return Diagonal(weight * factor, leaf.shape, leaf.component)
     off = copy.copy(leaf)
     (name,) = (name for name, value in vars(leaf).items() if value is coefficient)
     scale = factor.view(-1, *(1,) * (coefficient.dim() - 2)) if factor.numel() > 1 else factor
