@@ -28,7 +28,7 @@ from ..tracing.offload import linearize
 from ..tracing.places import Places
 from ..tracing.record import none_ran
 from ..tracing.verification import (
-    output_error,
+    output_errors,
     require_same,
     rounding_explains,
     tolerance_for,
@@ -160,7 +160,7 @@ class Network(Watcher):
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
         with torch.no_grad(), unseen(), full_precision(real.device):
             found = out if self.mode.ledger.kept else linearize(mixer, call).output()
-            error = output_error(found, real)
+            error = output_errors(found, real).against(None if self.verify is True else limit)
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return

@@ -24,7 +24,7 @@ from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
 from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
-from .verification import combined_error, require_as_it_was, rounding_explains
+from .verification import Errors, combined_errors, require_as_it_was, rounding_explains
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
@@ -76,7 +76,7 @@ class Trace:
             return
         linear = self._made(layer, running=True)
         if self._check:
-            layer.checked = _error(layer, linear)
+            layer.checked = _errors(layer, linear)
         with torch.inference_mode(False), torch.no_grad():
             linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
@@ -100,8 +100,9 @@ class Trace:
             self._last = None
             layer.check_unchanged()
             linear = self._made(layer, running=False)
-            if self._of_the_run and (layer.checked or 0) <= layer.tolerance:
-                require_as_it_was(layer.name, _error(layer, linear), layer.tolerance)
+            known = layer.checked
+            if self._of_the_run and (known is None or known.strict <= layer.tolerance):
+                require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
 
@@ -145,18 +146,18 @@ class Trace:
         return None
 
 
-def _error(layer: Layer, linear: LinearMixer) -> float:
+def _errors(layer: Layer, linear: LinearMixer) -> Errors:
     """How far the operator is from its module, beyond what rounding explains."""
     real = layer.call.output_tensor.detach()
     with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
         if not all_finite(real):  # it is the model's output that will be refused
-            return 0.0
-        error = combined_error(linear, ordered)
-        if error <= layer.tolerance or linear.map is not None:
-            return error
+            return Errors(0.0, 0.0)
+        errors = combined_errors(linear, ordered)
+        if errors.strict <= layer.tolerance or linear.map is not None:
+            return errors
         rounding = rounding_explains(layer.mixer, layer.call, linear.output(), linearize)
-        return 0.0 if rounding else error
+        return Errors(0.0, 0.0) if rounding else errors
 
 
 def _received_more(call: Call) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,35 @@ def relative_error(rebuilt: Tensor, real: Tensor) -> float:
     return _largest(rebuilt - real.to(rebuilt), real)
 
 
-def output_error(rebuilt: Tensor, real: Tensor) -> float:
-    """The larger error of single numbers and of sums over all tokens with random signs.
+class Errors(NamedTuple):
+    """How far an operator is from its module, per largest number that this returned.
+
+    Attributes:
+        numbers: the largest of single numbers; 0 where none was compared.
+        sums: the largest of sums over all tokens with random signs, per square root of their
+            number.
+
+    Example:
+        >>> from captum_ssm.tracing.verification import Errors
+        >>> Errors(numbers=3e-6, sums=1e-6).strict
+        4e-06
+    """
+
+    numbers: float
+    sums: float
+
+    @property
+    def strict(self) -> float:
+        """The larger of both, less being accepted of sums."""
+        return max(_STRICTER * self.sums, self.numbers)  # the first of them is NaN if one is
+
+    def against(self, tolerance: float | None) -> float:
+        """What to hold against a tolerance that a user gave, or if None against the usual one."""
+        return self.strict if tolerance is None else max(self.sums, self.numbers)
+
+
+def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
+    """The errors of a whole output.
 
     Args:
         rebuilt: what an operator returns (B, L, E), in the precision in which it is compared.
@@ -83,11 +110,11 @@ def output_error(rebuilt: Tensor, real: Tensor) -> float:
     differences = rebuilt - real.to(rebuilt)
     signs = _signs(_DRAWS, *real.shape[:2]).to(rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
-    return max(_largest(differences, real), _of_sums(sums, real))
+    return Errors(_largest(differences, real), _of_sums(sums, real))
 
 
-def combined_error(linear: LinearMixer, real: Tensor) -> float:
-    """The error of sums over all tokens with random signs.
+def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
+    """The errors of sums alone, for which the operator is not applied.
 
     Args:
         linear: the mixer.
@@ -95,7 +122,7 @@ def combined_error(linear: LinearMixer, real: Tensor) -> float:
     """
     operator = linear.operator
     if any(leaf.per_channel() is not leaf for leaf in operator.leaves()):
-        return output_error(linear.output(), real)  # a token's channels are not its own
+        return output_errors(linear.output(), real)  # a token's channels are not its own
     batch, tokens, *_ = operator.shape
     signs = _signs(1, batch, tokens)[0].to(linear.values)
     project = projection_of(linear)
@@ -103,12 +130,12 @@ def combined_error(linear: LinearMixer, real: Tensor) -> float:
     rest = (signs[..., None] * project.rest).sum(1)
     found = combined.flatten(1) @ project.weight + rest
     expected = (signs[:, None] @ real.to(signs)).squeeze(1)
-    return _of_sums(found - expected, real)
+    return Errors(0.0, _of_sums(found - expected, real))
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
     """How far sums over the tokens of an output (B, L, E) are off, at the size of its numbers."""
-    return _STRICTER * _largest(differences, real) / math.sqrt(real.shape[1])
+    return _largest(differences, real) / math.sqrt(real.shape[1])
 
 
 def _largest(differences: Tensor, real: Tensor) -> float:
@@ -164,7 +191,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     if truth.dtype != torch.float64:
         return False
     real = call.output_tensor
-    sound = any(output_error(found, truth) <= _ROUNDED for found in (exact, rebuilt))
+    sound = any(output_errors(found, truth).strict <= _ROUNDED for found in (exact, rebuilt))
     return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
 
 
@@ -217,7 +244,7 @@ def require_same(name: str, architecture: str, error: float, limit: float) -> No
     Args:
         name: the mixer's qualified name.
         architecture: the family of the mixer.
-        error: see :func:`relative_error`.
+        error: see :class:`Errors`.
         limit: the largest error accepted.
 
     Raises:

@@ -12,7 +12,8 @@ import torch
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.tracing.verification import (
     TOLERANCES,
-    output_error,
+    Errors,
+    output_errors,
     relative_error,
     require_same,
     tolerance_for,
@@ -73,11 +74,16 @@ def test_sums_with_random_signs_are_held_to_less() -> None:
     real[0, 0, 0] = 10
     off = real.clone()
     off[0, 50, 3] += 1
-    assert output_error(off, real) == pytest.approx(0.1)
+    assert output_errors(off, real).strict == pytest.approx(0.1)
     off = real + 0.001 * torch.randn(1, 100, 7)
-    single, both = relative_error(off, real), output_error(off, real)
+    single, both = relative_error(off, real), output_errors(off, real).strict
     assert single < both < 10 * single
-    assert output_error(real.clone(), real) == 0
+    assert output_errors(real.clone(), real) == (0, 0)
+
+
+def test_what_is_no_number_is_no_small_error() -> None:
+    errors = Errors(numbers=0.0, sums=float("nan"))
+    assert not errors.strict <= 1 and not errors.against(0.1) <= 1
 
 
 def test_outputs_of_zero() -> None:
