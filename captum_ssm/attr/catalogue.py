@@ -127,7 +127,7 @@ class Entry(NamedTuple):
         Example:
             >>> from captum_ssm.attr.catalogue import METHODS
             >>> [option.name for option in METHODS[0].options], METHODS[0].options[1].words
-            (['contrast', 'gate', 'zero_bias'], (None, 'frozen', 'half'))
+            (['contrast', 'rule', 'zero_bias'], (None, 'frozen', 'half', 'equal', 'centred'))
         """
         accepted = inspect.signature(self.method.attribute).parameters.values()
         return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]
