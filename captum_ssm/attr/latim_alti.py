@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import OptionError
@@ -74,7 +73,6 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         checks.flags(residual=residual)
         self.residual = residual
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

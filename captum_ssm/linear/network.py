@@ -160,7 +160,8 @@ class Network(Watcher):
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
         with torch.no_grad(), unseen(), full_precision(real.device):
             found = out if self.mode.ledger.kept else linearize(mixer, call).output()
-            error = output_errors(found, real).against(None if self.verify is True else limit)
+            errors = output_errors(found, real)
+            error = errors.strict if self.verify is True else errors.numbers
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return

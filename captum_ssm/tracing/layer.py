@@ -296,8 +296,8 @@ class Layer:
             ReconstructionError: naming the layer and the error.
         """
         limit = self.tolerance if tolerance is None else tolerance
-        known = self.checked
-        error = self.reconstruction_error() if known is None else known.against(tolerance)
+        known = self.checked if tolerance is None else None  # a user's is of the whole output
+        error = self.reconstruction_error() if known is None else known.strict
         require_same(self.name, self.architecture, error, limit)
 
     def __repr__(self) -> str:
