@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, require_real_tokens
+from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
 from ..tracing.hooks import Running
 from ..tracing.observe import Arguments, Watcher, observe
@@ -257,6 +258,7 @@ def under_rules(
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
     mode = Linearising(ids, rule, running.name, constants, follow, by_role)
+    mode.tell.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
