@@ -98,9 +98,11 @@ class LinearMixer:
     Attributes:
         values: the stream after the input projection, (B, L, H, P), with its graph: relevance goes
             back along it to the input (:class:`~captum_ssm.LatimFlow`).
-        operator: the frozen map over tokens. Its coefficients are detached; but the weight of a
-            :class:`~captum_ssm.operators.Diagonal` named ``"gate"`` is given with its graph, along
-            which :class:`~captum_ssm.MambaLRP` sends relevance of the gate's own.
+        operator: the frozen map over tokens.  It detaches its coefficients itself: those that
+            follow from the input (queries, keys, steps, and the weight of a
+            :class:`~captum_ssm.operators.Diagonal` named ``"gate"``) are given to it with their
+            graph, along which :class:`~captum_ssm.MambaLRP`, and :class:`~captum_ssm.LatimFlow` by
+            the rules that ask for it, send relevance of their own; see :attr:`made_of`.
         project: the output projection, (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), as an argument of the call tells it; calls that receive
             the sequence alone are not asked. Default: None, no token is padding.
@@ -142,6 +144,19 @@ class LinearMixer:
         if kept is None:
             kept = Diagonal(self.values.new_ones(1, 1, 1, 1), self.operator.shape)
         return replace(self, operator=kept)
+
+    @property
+    def made_of(self) -> dict[str, list[Tensor]]:
+        """What the mixer is made of, by role.
+
+        That is its values as ``"content"``, and of the coefficients that came with their graph
+        those that are a ``"key"``, ``"query"``, ``"gate"`` or ``"step"``.
+        """
+        found: dict[str, list[Tensor]] = {"content": [self.values]}
+        for leaf in self.operator.leaves():
+            for name, coefficient in leaf.live.items():
+                found.setdefault(leaf.roles[name], []).append(coefficient)
+        return found
 
     def output(self) -> Tensor:
         """What the module returns, recomputed from the operator, (B, L, E)."""

@@ -22,9 +22,10 @@ from captum_ssm.linear import FAMILY, mixer
 from captum_ssm.linear.mixer import through
 from captum_ssm.linear.mode import Linearising
 from captum_ssm.linear.shares import shared
-from captum_ssm.mixers import LinearMixer
+from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
+from captum_ssm.tracing import find_mixers
 
 pytestmark = pytest.mark.transformers5
 TOKENS = 11
@@ -313,3 +314,17 @@ def test_parts_of_a_batch_and_contrasts(rule: str) -> None:
     embedded = model.get_input_embeddings()(ids).detach()
     features = explain.decompose(embedded, (-1, 3), rule=rule)
     torch.testing.assert_close(features.inputs, first.inputs)
+
+
+def test_a_mixer_says_what_it_is_made_of() -> None:
+    model = transformers_model()
+    found = find_mixers(model)[0]
+    hidden = torch.randn(2, TOKENS, 5, requires_grad=True)
+    call = Call((hidden,), {}, found.module(hidden))
+    linear = found.linearize(found.module, call)
+    made_of = linear.made_of
+    assert set(made_of) == {"content", "key", "query", "gate", "step"}
+    assert made_of["content"] == [linear.values]
+    assert all(x.requires_grad and x.shape[1] == TOKENS for xs in made_of.values() for x in xs)
+    with torch.no_grad():
+        assert set(found.linearize(found.module, call).made_of) == {"content"}

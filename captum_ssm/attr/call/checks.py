@@ -6,6 +6,7 @@ Integers of numpy and torch are integers; a bool is none, and an integer is no b
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 import warnings
@@ -179,7 +180,6 @@ def renamed(**names: str) -> Callable[[Function], Function]:
     """
 
     def known_by_both(function: Function) -> Function:
-        @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             for earlier, name in names.items():
                 if earlier in kwargs:
@@ -189,6 +189,10 @@ def renamed(**names: str) -> Callable[[Function], Function]:
                     kwargs.setdefault(name, kwargs.pop(earlier))
             return function(*args, **kwargs)
 
+        functools.update_wrapper(called, function)
+        # no further layer: Captum takes off one
+        vars(called)["__signature__"] = inspect.signature(function)
+        del vars(called)["__wrapped__"]
         return cast(Function, called)
 
     return known_by_both

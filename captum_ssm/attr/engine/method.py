@@ -133,10 +133,11 @@ class SSMAttribution(Attribution):
             )
         model, parts = find_model(self.forward_func, self.model), []
         for cut in batch_parts(len(inputs), internal_batch_size):
-            own = tuple(map(cut, additional))
-            request = Request(self.forward_func, model, self.layers, cut(inputs), own)
-            request = replace(request, streams=self.needs_streams)
+            # where graphs are recorded: without one, a part of inputs that have one has none
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
+                own = tuple(map(cut, additional))
+                request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+                request = replace(request, streams=self.needs_streams)
                 parts.append(explain(request, list(map(cut.target, targets)), cut))
         return list(zip(*parts, strict=True))
 

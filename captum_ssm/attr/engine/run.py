@@ -159,8 +159,10 @@ class Run:
 
     @property
     def given(self) -> Tensor | None:
-        """Which token of the input each of the first layer's is (B, L), -1 for one that comes from
-        elsewhere; None if they are the same."""
+        """Which token of the input each of the first layer's is (B, L).
+
+        It is -1 for one that comes from elsewhere; None if they are the same.
+        """
         return None if self.chain is None else self.chain.given
 
     @functools.cached_property
@@ -179,9 +181,13 @@ class Run:
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
-        """The same run, at one question after the other."""
+        """The same run, at one question after the other.
+
+        What is kept from one to the next is of these alone: another method asks otherwise.
+        """
+        kept: dict[Layer, Tensor] = {}
         for first in range(len(questions)):
-            yield replace(self, questions=questions[first:])
+            yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
         """A target's number per example (B,), and the gradients taken of it if they are shared.
