@@ -7,7 +7,8 @@ that was.  Else it is taken for what entered the block that holds the mixer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +106,15 @@ class Sums:
         """Note what enters a module around mixers."""
         if self._keep and x is not None:
             self._entered[module] = x.detach()
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Leave out sums that are none of the model's."""
+        before, self._open = self._open, set()
+        try:
+            yield
+        finally:
+            self._open = before
 
     def read(self, entering: Origin | None) -> None:
         """Note what a mixer reads: it has been added to what it belongs to."""

@@ -53,8 +53,8 @@ CASES = {
     },
     "virtual tokens read both ways": {"blocks": (BIDIRECTIONAL,), "virtual": 2},
     "a token in front read both ways": {"blocks": (BIDIRECTIONAL, BLOCK), "prepared": ("front",)},
-    "hooks that scale tokens": {
-        "blocks": (BLOCK, BLOCK), "hooks": ((2, "tokens", False), (5, "scale", True)),  # on the mixers
+    "hooks that scale what mixers return": {
+        "blocks": (BLOCK, BLOCK), "hooks": ((2, "tokens", False), (5, "scale", True)),
     },
     "a block run twice, and all turned": {
         "blocks": (("Twice", BLOCK), ("Turned",), BLOCK), "query": 1,
