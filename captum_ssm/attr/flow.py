@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import OptionError
@@ -60,7 +59,6 @@ class LatimFlow(LinearMethod):
     needs_gradient = True
     default_rule: Rule = "frozen"
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     @renamed(gate="rule")
     def attribute(
         self,

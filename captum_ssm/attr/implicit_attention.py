@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
-from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import OptionError
@@ -56,7 +55,6 @@ class ImplicitAttention(ImplicitMethod):
 
     name = "Implicit Attention"
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import OptionError
@@ -37,9 +36,10 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             it.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        residual: whether the residual stream that enters the block counts, x_i being added to y_i
-            and to T_i(x_i), so that the map tells what the token is made of after the mixer;
-            without it, what the mixer alone brought (the paper's maps of Mamba). Default: True.
+        residual: whether the residual stream counts that the mixer's output is added to, x_i being
+            added to y_i and to T_i(x_i), so that the map tells what the token is made of after the
+            mixer; without it, what the mixer alone brought (the paper's maps of Mamba). Default:
+            True.
         activation: how an activation behind a short convolution is divided among its taps:
             ``"linearized"``, ``"silu"``, ``"taylor1"``, ``"taylor2"``, ``"relu"`` or
             ``"identity"``; the first is exact, the second the paper's. Default: ``"linearized"``.
@@ -74,7 +74,6 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         checks.flags(residual=residual)
         self.residual = residual
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

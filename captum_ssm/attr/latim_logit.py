@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import InputError
@@ -79,7 +78,6 @@ class LatimLogit(LatimMethod, LinearMethod):
     name = "LATIM Logit"
     needs_streams = True
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError
@@ -77,7 +76,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         super().__init__(forward_func, model, layers, activation=activation)
         self.p = checks.choice("p", p, (1, 2))
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

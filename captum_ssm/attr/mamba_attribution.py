@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor
 
 from ..errors import GradientModeError, OptionError
@@ -68,7 +67,6 @@ class MambaAttribution(ImplicitMethod):
     name = "Mamba Attribution"
     needs_gradient = True
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from captum.log import log_usage
 from torch import Tensor, nn
 
 from ..mixers.base import LinearMixer
@@ -88,7 +87,6 @@ class TransformerAttribution(ImplicitMethod):
         super().__init__(forward_func, model, layers)
         self.form = checks.choice("form", form, FORMS)
 
-    @log_usage(part_of_slo=True)  # type: ignore[untyped-decorator]
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

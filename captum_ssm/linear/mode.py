@@ -35,6 +35,8 @@ class Linearising(TorchFunctionMode):
         bends: how many functions that are not linear were met so far.
         labels: says which paths a backward pass follows.
         where: returns the name of the module that is running.
+        tell: what is told of functions before they are called, of their names and arguments, by
+            these names; empty at first.
 
     Args:
         ids: the explained token ids, whose lookup is where the network begins; None if the
@@ -67,6 +69,7 @@ class Linearising(TorchFunctionMode):
         self.ledger = Ledger(where, constants)
         self.bends = 0
         self.where = where
+        self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self.given: Tensor | None = None
         self._ids = ids
         self._follow = follow
@@ -141,6 +144,9 @@ class Linearising(TorchFunctionMode):
         args = tuple(self._without_weights(a) for a in args)
         kwargs = {k: self._without_weights(v) for k, v in (kwargs or {}).items()}
         name = plain(func.__name__)
+        tell = self.tell.get(name.removesuffix("_"))
+        if tell is not None:
+            tell(name, args, kwargs)
         if name == "embedding":
             (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
             if ids.is_floating_point():  # torch.embedding has them the other way round

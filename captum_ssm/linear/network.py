@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, require_real_tokens
+from ..tracing.chance import refusals
 from ..tracing.gradients import checkpoints_off, recordable
 from ..tracing.hooks import Running
 from ..tracing.observe import Arguments, Watcher, observe
@@ -160,7 +161,8 @@ class Network(Watcher):
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
         with torch.no_grad(), unseen(), full_precision(real.device):
             found = out if self.mode.ledger.kept else linearize(mixer, call).output()
-            error = output_errors(found, real).against(None if self.verify is True else limit)
+            errors = output_errors(found, real)
+            error = errors.strict if self.verify is True else errors.numbers
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return
@@ -256,6 +258,7 @@ def under_rules(
     if ids is not None and ids.dim() == 2 and follow is None:
         own = follow = Places(running.name, ids_only=True)
     mode = Linearising(ids, rule, running.name, constants, follow, by_role)
+    mode.tell.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """One forward run of a model: which mixers were called, with what, in which order."""
 
-from .chance import deterministic, require_deterministic
+from .chance import require_deterministic
 from .find import Mixer, find_mixers, find_model, runnable, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
@@ -14,7 +14,6 @@ __all__ = [
     "Layer",
     "Mixer",
     "Trace",
-    "deterministic",
     "find_mixers",
     "find_model",
     "graphs_dropped",

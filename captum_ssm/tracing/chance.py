@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import TrainingModeError
 from ..mixers.registry import looks_like_a_mixer
+
+#: Of a function's call, by position and by name.
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
 
 #: What the classes of modules that drop at random are called.
 _DROPS = ("drop", "stochasticdepth")
@@ -34,89 +37,39 @@ _TOLD: dict[str, tuple[str, int, Any, str]] = {
 }
 
 
-@contextmanager
-def deterministic(model: nn.Module) -> Iterator[None]:
-    """Raise if what runs inside the ``with`` is random, or reads across the batch.
+def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
+    """By functions' names, what raises for those that are told to be random.
 
     Args:
-        model: the model that is run.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        TrainingModeError: naming the first module that is, as :func:`require_deterministic` does,
-            or the function that it calls.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from captum_ssm.tracing import deterministic
-        >>> class Uncertain(nn.Module):
-        ...     def forward(self, x):
-        ...         return nn.functional.dropout(x)  # in training or not
-        >>> model = Uncertain().eval()
-        >>> with deterministic(model):
-        ...     model(torch.ones(3))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        captum_ssm.errors.TrainingModeError: The model itself, a Uncertain, calls torch's ...
+        model: the model that runs, of which the module that calls the function is named.
     """
-    require_deterministic(model)
-    with _Refusing(model):
-        yield
+    return dict.fromkeys(_TOLD, functools.partial(_refuse, model))
 
 
-class _Refusing(TorchFunctionMode):
-    """Raises for functions that are told to be random in whatever mode the model is."""
+def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> None:
+    name = name.removesuffix("_")
+    argument, position, default, complaint = _TOLD[name]
+    value = args[position] if position < len(args) else kwargs.get(argument, default)
+    value = kwargs.get("train", value)  # torch's own dropout has another name for it
+    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    if not value or ("dropout" in name and not chance):
+        return
+    raise TrainingModeError(
+        f"{_running(model)} calls torch's {name} with {argument}={value} although it is in "
+        f"evaluation mode, and {complaint}. Let it be {argument}=self.training, or the like."
+    )
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        told = _TOLD.get(func.__name__)
-        if told is not None:
-            self._check(func.__name__, args, kwargs, *told)
-        return func(*args, **kwargs)
-
-    def _check(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        argument: str,
-        position: int,
-        default: Any,
-        complaint: str,
-    ) -> None:
-        value = args[position] if position < len(args) else kwargs.get(argument, default)
-        value = kwargs.get("train", value)  # torch's own dropout has another name for it
-        chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        if not value or ("dropout" in name and not chance):
-            return
-        raise TrainingModeError(
-            f"{self._place()} calls torch's {name} with {argument}={value} although it is in "
-            f"evaluation mode, and {complaint}. Let it be {argument}=self.training, or the like."
-        )
-
-    def _place(self) -> str:
-        """The module that is running, which alone its frame tells."""
-        names = {id(module): name for name, module in self._model.named_modules()}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            own = frame.f_locals.get("self")
-            if isinstance(own, nn.Module) and id(own) in names:
-                return _named(names[id(own)], own)
-            frame = frame.f_back
-        return "forward_func"
+def _running(model: nn.Module) -> str:
+    """The module that is running, which its frame tells."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and id(own) in names:
+            return _named(names[id(own)], own)
+        frame = frame.f_back
+    return "forward_func"
 
 
 def require_deterministic(model: nn.Module) -> None:

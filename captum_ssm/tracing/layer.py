@@ -42,8 +42,9 @@ class Layer:
         tolerance: the largest error accepted of its operator, unless the user says otherwise.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
-        residual: the residual stream that entered the block, (B, L, E); None where nobody asked
-            for it, or the mixer stands alone.
+        residual: the residual stream, (B, L, E): where tokens are followed what the output was
+            added to, by the mixer's own tokens, else what entered the block; None where nobody
+            asked for it, or the mixer stands alone.
         stage: number of the stage that it belongs to; None if the run was not arranged.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
@@ -296,8 +297,8 @@ class Layer:
             ReconstructionError: naming the layer and the error.
         """
         limit = self.tolerance if tolerance is None else tolerance
-        known = self.checked
-        error = self.reconstruction_error() if known is None else known.against(tolerance)
+        known = self.checked if tolerance is None else None  # a user's is of the whole output
+        error = self.reconstruction_error() if known is None else known.strict
         require_same(self.name, self.architecture, error, limit)
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -323,7 +323,8 @@ class Recorder(Watcher):
     ) -> None:
         self._residual.pop(block, None)
         entering = first_floating((*args, *kwargs.values()))
-        stream = residual_stream(block, args, kwargs) if self.streams else entering
+        with nullcontext() if self.sums is None else self.sums.ignoring():
+            stream = residual_stream(block, args, kwargs) if self.streams else entering
         if stream is None:
             return
         origin = None

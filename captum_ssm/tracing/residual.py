@@ -7,7 +7,8 @@ that was.  Else it is taken for what entered the block that holds the mixer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..operators.kernels.arithmetic import unseen
 from .layer import Layer
 from .places import Origin, Places
-from .places.calls import Term
+from .places.calls import Term, terms_of
 from .places.chain import Read
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
@@ -99,12 +100,21 @@ class Sums:
         self._open: set[int] = set()
         self._found: dict[int, list[_Sum]] = {}
         self._entered: dict[nn.Module, Tensor] = {}
-        follow.on_sum = self._see
+        follow.tell.update(dict.fromkeys(("add", "sub"), self._told))
 
     def enters(self, module: nn.Module, x: Tensor | None) -> None:
         """Note what enters a module around mixers."""
         if self._keep and x is not None:
             self._entered[module] = x.detach()
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Leave out sums that are none of the model's."""
+        before, self._open = self._open, set()
+        try:
+            yield
+        finally:
+            self._open = before
 
     def read(self, entering: Origin | None) -> None:
         """Note what a mixer reads: it has been added to what it belongs to."""
@@ -140,9 +150,14 @@ class Sums:
                 scale = None if stream is None else stream.scale
                 layer.join(holder, next(iter(scales), None) if scale is None else scale)
 
+    def _told(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a sum or a difference, before it is made."""
+        terms = terms_of(name, args, kwargs) if self._open else None
+        if terms is not None:
+            self._see(*terms)
+
     def _see(self, one: Term, other: Term) -> None:
-        """Note a sum of two terms, before it is made."""
-        if not self._open or one[0].shape != other[0].shape or one[0].dim() != 3:
+        if one[0].shape != other[0].shape or one[0].dim() != 3:
             return
         for (mine, weight), (rest, beside) in ((one, other), (other, one)):
             origin, rests = self._follow.origin(mine), self._follow.origin(rest)

@@ -95,10 +95,6 @@ class Errors(NamedTuple):
         """The larger of both, less being accepted of sums."""
         return max(_STRICTER * self.sums, self.numbers)  # the first of them is NaN if one is
 
-    def against(self, tolerance: float | None) -> float:
-        """What to hold against a tolerance that a user gave, or if None against the usual one."""
-        return self.strict if tolerance is None else max(self.sums, self.numbers)
-
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
     """The errors of a whole output.

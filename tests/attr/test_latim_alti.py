@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from zoo.mamba import padded_batch, transformers_model
 from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, trace
+from captum_ssm.attr.engine.run import Request, traced
 from captum_ssm.attr.vectors import contributions, latim
 from captum_ssm.attr.vectors.shares import AltiShares
 from captum_ssm.errors import InputError, OptionError, ReconstructionError
@@ -260,6 +262,19 @@ def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(total * factor, read) <= 1e-5
         assert factor == pytest.approx(1, abs=1e-5) or name == "minimax"
     assert len(seen) >= len(joined) - 1 > 0
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_streams_are_what_outputs_are_added_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are followed sums tell, of these models the same as the blocks' inputs."""
+    case = a_model(name, monkeypatch)
+    entered = streams_of(case.model, case.inputs)
+    request = Request(case.model, case.model, None, case.inputs, ())
+    with torch.no_grad():
+        layers = traced(replace(request, streams=True, folds=False)).layers
+    for layer, stream in zip(layers, entered, strict=True):
+        assert relative_error(layer.residual_in_order, stream) <= 1e-5
+        assert layer.scale == layer.linear.branch_scale
 
 
 def test_streams_leave_no_hooks() -> None:

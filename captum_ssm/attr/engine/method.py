@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from captum.attr import Attribution
+from captum.log import log_usage
 from torch import Tensor, nn
 
 from ...errors import GradientModeError, OptionError
@@ -68,7 +69,7 @@ class SSMAttribution(Attribution):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
-            cls.attribute = _without_baselines(cls.attribute)
+            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
 
     @classmethod
     def get_name(cls) -> str:
@@ -164,9 +165,11 @@ class SSMAttribution(Attribution):
 
 def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
     """A method's ``attribute``, which says so if it is handed baselines that it does not take."""
-    if "baselines" in inspect.signature(attribute).parameters:
+    signature = inspect.signature(attribute)
+    if "baselines" in signature.parameters:
         return attribute
 
+    @functools.wraps(attribute)
     def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
         if "baselines" in kwargs:
             raise OptionError(
@@ -177,9 +180,9 @@ def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
             )
         return attribute(self, *args, **kwargs)
 
-    functools.update_wrapper(checked, attribute)
-    # those who call what is beneath the logging decorator take off one layer
-    vars(checked)["__wrapped__"] = inspect.unwrap(attribute)
+    # Captum's tools call what its logging decorator wraps, and nothing beneath that
+    del checked.__wrapped__
+    checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
 
 

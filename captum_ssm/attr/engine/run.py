@@ -18,11 +18,12 @@ from ...tracing import (
     Graph,
     Layer,
     Trace,
-    deterministic,
+    require_deterministic,
     require_layers,
     require_real_tokens,
     trace,
 )
+from ...tracing.chance import refusals
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
 from ...tracing.places.chain import Chain, NotAChain, arrange
@@ -79,8 +80,8 @@ class Request:
         Raises:
             TrainingModeError: when that would be chance.
         """
-        with deterministic(self.model):
-            return logits_of(call_model(self.forward_func, start, self.additional))
+        require_deterministic(self.model)
+        return logits_of(call_model(self.forward_func, start, self.additional))
 
     def one_output(self, start: Tensor) -> Tensor:
         """The same of one example.
@@ -308,7 +309,9 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
         return None
     running = Running(request.model)
     running.watch(stack)
-    return Places(running.name)
+    follow = Places(running.name)
+    follow.tell.update(refusals(request.model))
+    return follow
 
 
 def _chained(record: Trace, output: Origin | None, folds: bool) -> Chain | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,10 +43,16 @@ def written_by(
                     yield from tensors((given,))
 
 
+@functools.cache
+def not_in_place(name: str) -> str:
+    """The plain name of a function, or of the one that does the same, not in place."""
+    name = plain(name)
+    return plain(name[:-1]) if name[-1] == "_" != name[-2] else name
+
+
 def terms_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Term, Term] | None:
-    """The terms of a sum or difference of two tensors; None for other functions."""
-    name = plain(plain(name).removesuffix("_"))
-    terms = list(tensors((*args, *kwargs.values()))) if name in ("add", "sub") else []
+    """The terms of a sum or difference; None if they are not two tensors."""
+    terms = list(tensors((*args, *kwargs.values())))
     if len(terms) != 2:
         return None
     alpha = kwargs.get("alpha", 1.0)

@@ -22,14 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from ...operators.kernels.arithmetic import unseen
 from .calls import (
-    Term,
     is_followed,
     is_ids,
     is_number,
     layout_of,
     name_of,
+    not_in_place,
     storage_of,
-    terms_of,
     written_by,
 )
 from .origin import OTHERS, Mixed, Origin, without_others
@@ -91,8 +90,8 @@ class Places(TorchFunctionMode):
         ids_only: whether ids alone are followed, and no numbers. Default: False.
 
     Attributes:
-        on_sum: told of the two terms of sums and of their weights, before these are made. Default:
-            None, nobody is.
+        tell: what is told of functions before they are called, of their names and arguments, by
+            these names; empty at first.
 
     Example:
         >>> import torch
@@ -108,7 +107,7 @@ class Places(TorchFunctionMode):
     def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
-        self.on_sum: Callable[[Term, Term], None] | None = None
+        self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -197,10 +196,9 @@ class Places(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
         if name == "embedding":  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
-        if self.on_sum is not None and self._sizes:
-            terms = terms_of(name, args, kwargs)
-            if terms is not None:
-                self.on_sum(*terms)
+        tell = self.tell.get(not_in_place(name))
+        if tell is not None:
+            tell(not_in_place(name), args, kwargs)
         out = func(*args, **kwargs)
         if not self._sizes:
             return out
