@@ -29,7 +29,7 @@ DIVIDED = {
         "gate": ("zero", 1.0),
         "key": ("mean", 0.5),
         "query": ("mean", 0.5),
-        "step": ("mean", 0.5),
+        "step": ("own", 0.5),
     },
 }
 
@@ -99,7 +99,9 @@ def divided(
 
 
 def _start(x: Tensor, reference: str, mask: Tensor | None) -> Tensor:
-    """Nothing, or the mean over the real tokens up to each."""
+    """Nothing, the factor itself, or the mean over the real tokens up to each."""
+    if reference == "own":
+        return x
     out = torch.zeros_like(x)
     if reference == "zero":
         return out
