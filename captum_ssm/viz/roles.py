@@ -140,4 +140,4 @@ def _explain(figure: Figure, roles: Mapping[str, Any]) -> None:
     looks = [_LOOKS.get(role, _OTHER) for role in roles]
     made = [Patch(facecolor=c, hatch=h, edgecolor="white", lw=0) for c, h in looks]
     names = [shown(role) for role in roles]
-    figure.legend(made, names, loc="outside upper right", ncols=len(names), fontsize=8)
+    figure.legend(made, names, loc="outside lower left", ncols=len(names), fontsize=8)

@@ -91,7 +91,7 @@ def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
     example = read_page(made).facts["examples"][0]
     assert opened.text("#explained") == example["explained"]
     assert opened.count("#predictions tbody tr") == len(example["predictions"])
-    assert opened.count("#methods label") == 3
+    assert opened.count("#methods label:not(.role)") == 3
     texts = opened.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
     assert texts == WORDS
     np.testing.assert_allclose(
@@ -119,6 +119,34 @@ def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Pa
     opened.leave()
     values = np.array(page.facts["examples"][0]["methods"][0]["values"])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
+
+
+def test_roles_stand_below_their_method_on_one_scale(page: Page, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    path, options = tmp_path / "roles.html", {"LATIM Flow": {"rule": "centred"}}
+    methods = [ImplicitAttentionRollout, LatimFlow]
+    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
+    cause = read_page(path).facts["examples"][0]["methods"][1]
+    page.goto(path)
+    assert page.count("#methods .role") == len(cause["roles"]) == 5
+    end = max(np.abs(values).max() for values in cause["roles"].values())
+    for index, (role, values) in enumerate(cause["roles"].items(), start=2):
+        row = f"#methods label:has([value='{index}'])"
+        assert page.text(f"{row} .name") == role
+        assert page.text(f"{row} .largest").startswith(f"w{int(np.abs(values).argmax())} ")
+        page.click(f"#methods [value='{index}']")
+        shown = np.round(np.abs(values) / end * 64) / 64 * 0.62
+        np.testing.assert_allclose(shades(page), shown, atol=0.006)
+        assert page.text("#shown") == f"Background: relevance by LATIM Flow, as {role}."
+    page.click("#methods [value='1']")
+    page.hover(token(11))
+    parts = {role: abs(values[11]) for role, values in cause["roles"].items()}
+    assert f"by LATIM Flow ({max(parts, key=parts.__getitem__)} " in page.text("#status")
+    page.click("#numbers summary")
+    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    heads = page.evaluate("[...document.querySelectorAll('#numbers th')].map((t) => t.textContent)")
+    assert heads[4:] == [f"LATIM Flow, as {role}" for role in cause["roles"]]
+    assert page.errors == []
 
 
 def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:

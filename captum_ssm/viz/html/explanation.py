@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from captum.attr import Attribution
 from torch import Tensor
 
 from ...attr import LatimFlow, LatimLogit, compare
 from ...attr.catalogue import METHODS
+from ...attr.engine.decompose import Parts
 from ...errors import InputError
 from ..figure import numbers
 from ..labels import spelled
@@ -29,6 +31,8 @@ Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, An
 
 #: Methods that multiply matrices with the identity added to them.
 _ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
+#: Options of ``attribute`` that say how relevance is returned, and no ``decompose`` has.
+_WHOLE = ("per_token", "internal_batch_size")
 
 
 class Account(NamedTuple):
@@ -38,11 +42,17 @@ class Account(NamedTuple):
         output: the explained number.
         bias: what biases and other constants add.
         delta: what is missing.
+        references: of ``bias``, what belongs to what a rule compares keys, queries and steps with.
+            Default: 0.0.
+        baselines: of ``bias``, what belongs to the input that relevance is in comparison with.
+            Default: 0.0.
     """
 
     output: float
     bias: float
     delta: float
+    references: float = 0.0
+    baselines: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +65,8 @@ class Wanted:
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
-        accounts: whether the accounts of methods that decompose the output are; they explain once
-            more for it.
+        accounts: whether the accounts of methods that decompose the output are. For them, and for
+            roles where the rule tells some, such methods explain once more.
         show_progress: show progress bars.
     """
 
@@ -92,7 +102,11 @@ class Explanation:
     def page_facts(self) -> dict[str, Any]:
         """The facts in as many digits as a page has use for."""
         methods = [
-            method | {"values": [None if v is None else _short(v) for v in method["values"]]}
+            method
+            | {
+                "values": _shortened(method["values"]),
+                "roles": {role: _shortened(v) for role, v in method["roles"].items()},
+            }
             for method in self.facts["methods"]
         ]
         return self.facts | {"methods": methods}
@@ -121,6 +135,7 @@ def explain(
         options=wanted.options,
     )
     names = _names(example, known)
+    accounts, roles = _parts(subject, example, known, wanted, list(found))
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
         "explained": spelled(known.explained),
@@ -128,7 +143,7 @@ def explain(
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
         "direction": _direction("".join(names)),
-        "methods": _methods(found, wanted.methods, known),
+        "methods": _methods(found, roles, wanted.methods, known),
         "image": _image(example, known),
         "maps": [],
     }
@@ -143,29 +158,48 @@ def explain(
             blocks[block] = data
             layers.append(facts_of_layer | {"block": block})
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
-    accounts = _accounts(subject, example, known, wanted, list(found)) if wanted.accounts else {}
     return Explanation(facts, names, known.layers, blocks, accounts)
 
 
-def _accounts(
+def _parts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> dict[str, Account]:
-    """The accounts of the methods that decompose the output."""
-    made = {}
+) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
+    """What methods that decompose the output say beside relevance: accounts, and roles by name."""
+    accounts, roles = {}, {}
     for name, method in zip(names, _listed(wanted.methods), strict=True):
         if isinstance(method, type):
+            if not issubclass(method, LatimFlow | LatimLogit):
+                continue
             method = method(subject.forward_func, subject.module, subject.layers)
-        if isinstance(method, LatimFlow | LatimLogit):
-            given = example.inputs, known.target, example.additional or None
-            found = (
-                method.decompose(*given, roles=False)
-                if isinstance(method, LatimFlow)
-                else method.decompose(*given)
-            )
-            made[spelled(name)] = Account(
-                float(found.output), float(found.bias), float(found.delta)
-            )
-    return made
+        options = {k: v for k, v in (wanted.options or {}).get(name, {}).items() if k not in _WHOLE}
+        given = example.inputs, known.target, example.additional or None
+        if isinstance(method, LatimFlow):
+            # an image's are of its channels, not of its patches
+            divides = _rule(method, options) != "frozen" and not example.is_image
+            if not (divides or wanted.accounts):
+                continue
+            found = method.decompose(*given, roles=divides, **options)
+            roles[name] = {
+                role: _values(name, relevance, known)
+                for role, relevance in (found.roles or {}).items()
+                if bool(relevance.any())
+            }
+            accounts[spelled(name)] = _account(found)
+        elif isinstance(method, LatimLogit) and wanted.accounts:
+            accounts[spelled(name)] = _account(method.decompose(*given, **options))
+    return accounts if wanted.accounts else {}, roles
+
+
+def _account(found: Parts) -> Account:
+    sums = (sum(found.biases.values(), torch.zeros_like(found.output)), found.delta)
+    apart = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
+    return Account(float(found.output), *map(float, sums), *map(float, apart))
+
+
+def _rule(method: LatimFlow, options: Mapping[str, Any]) -> str:
+    """The rule in force; ``gate`` is the earlier name of the argument."""
+    chosen = options.get("rule", options.get("gate"))
+    return method.default_rule if chosen is None else str(chosen)
 
 
 def _listed(methods: Methods) -> list[Any]:
@@ -206,13 +240,19 @@ def _direction(text: str) -> str:
     return "rtl" if leftward > kinds.count("L") else "ltr"
 
 
-def _methods(found: Mapping[str, Tensor], methods: Methods, known: Outline) -> list[dict[str, Any]]:
+def _methods(
+    found: Mapping[str, Tensor],
+    roles: Mapping[str, Mapping[str, list[float | None]]],
+    methods: Methods,
+    known: Outline,
+) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
     return [
         {
             "name": spelled(name),
             "values": _values(name, relevance, known),
             "own": known.asking if _holds_identity(kind) else None,
+            "roles": roles.get(name, {}),
         }
         for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
@@ -239,8 +279,8 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     return list(scores[known.real].tolist())
 
 
-def _short(score: float) -> float:
-    return float(f"{score:.5g}")
+def _shortened(scores: Sequence[float | None]) -> list[float | None]:
+    return [None if score is None else float(f"{score:.5g}") for score in scores]
 
 
 def _image(example: Example, known: Outline) -> dict[str, Any] | None:
