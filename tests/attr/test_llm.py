@@ -20,6 +20,7 @@ from captum_ssm import (
     MambaLRP,
     SSMLLMAttribution,
 )
+from captum_ssm.linear import FAMILY
 from captum_ssm.models import load_bundled
 
 METHODS = [
@@ -100,6 +101,50 @@ def test_the_numbers_are_exactly_those_of_the_sequence_that_is_read(method):
     read = torch.cat([prompt[0], text[:-1]])[None]
     row = method(model).attribute(read, target=(-1, int(text[-1])), per_token=True)
     assert oracles.relative_error(result.token_attr[-1:], row[:, : prompt.shape[1]]) <= 1e-6
+
+
+BASELINES = {
+    "none": lambda model, ids: None,
+    "zero": lambda model, ids: 0.0,
+    "mean": lambda model, ids: "mean",
+    "ids": lambda model, ids: torch.full_like(ids, 3),
+    "embeddings": lambda model, ids: 0.1 * torch.randn(*ids.shape, model.config.hidden_size),
+}
+
+
+@pytest.mark.parametrize("rule", [*FAMILY, None])
+@pytest.mark.parametrize("baselines", BASELINES)
+def test_rules_and_baselines_are_those_of_the_method(rule, baselines):
+    model, tokenizer = mamba_lm(), language.word_tokenizer()
+    prompt, text = ids_of(tokenizer)
+    length = prompt.shape[1]
+    read = torch.cat([prompt[0], text[:-1]])[None]
+    options = {"rule": rule, "baselines": BASELINES[baselines](model, read)}
+    result = explainer(model, LatimFlow).attribute(PROMPT, TEXT, **options)
+    rows = torch.cat(
+        [
+            LatimFlow(model).attribute(read, target=(length - 1 + i, int(token)), **options)
+            for i, token in enumerate(text)
+        ]
+    )
+    check(result, torch.nn.functional.pad(rows, (0, 1)), length)
+
+
+def test_rules_divide_what_a_model_generates():
+    """The text is found first, and then explained by the rule."""
+    model, vocabulary = load_bundled()
+    prompt = "anna owns the lamp . ? anna owns the"
+    explain = SSMLLMAttribution(LatimFlow(model), vocabulary)
+    gen_args = {"max_new_tokens": 2, "do_sample": False}
+    content = explain.attribute(prompt, gen_args=gen_args, rule="frozen")
+    cause = explain.attribute(prompt, gen_args=gen_args, rule="centred", baselines=0.0)
+    assert content.output_tokens == cause.output_tokens and cause.output_tokens[0] == "lamp"
+    ids = torch.tensor([vocabulary.encode(f"{prompt} lamp")])
+    target = (-2, vocabulary.id_of("lamp"))
+    direct = LatimFlow(model).attribute(ids, target=target, rule="centred", baselines=0.0)
+    assert oracles.relative_error(cause.token_attr[0], direct[0, :-1]) <= 1e-5
+    asking = prompt.split().index("anna", 2)
+    assert cause.token_attr[0, asking] > 5 * content.token_attr[0, asking].abs()
 
 
 @pytest.mark.parametrize("text", ["lamp", "lamp the"])

@@ -8,15 +8,13 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from captum.attr import Attribution
 from torch import Tensor
 
-from ...attr import LatimFlow, LatimLogit, compare
+from ...attr import compare
 from ...attr.catalogue import METHODS
-from ...attr.engine.decompose import Parts
 from ...errors import InputError
 from ..figure import numbers
 from ..labels import spelled
@@ -24,6 +22,7 @@ from ..overlay import picture_of
 from .example import Example, Subject
 from .outline import LayerOutline, Outline
 from .packing import MAPS, maps_of
+from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
 from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
@@ -31,28 +30,6 @@ Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, An
 
 #: Methods that multiply matrices with the identity added to them.
 _ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
-#: Options of ``attribute`` that say how relevance is returned, and no ``decompose`` has.
-_WHOLE = ("per_token", "internal_batch_size")
-
-
-class Account(NamedTuple):
-    """A sum: relevance, of all that the input holds, and ``bias`` and ``delta`` are ``output``.
-
-    Attributes:
-        output: the explained number.
-        bias: what biases and other constants add.
-        delta: what is missing.
-        references: of ``bias``, what belongs to what a rule compares keys, queries and steps with.
-            Default: 0.0.
-        baselines: of ``bias``, what belongs to the input that relevance is in comparison with.
-            Default: 0.0.
-    """
-
-    output: float
-    bias: float
-    delta: float
-    references: float = 0.0
-    baselines: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,39 +144,17 @@ def _parts(
     """What methods that decompose the output say beside relevance: accounts, and roles by name."""
     accounts, roles = {}, {}
     for name, method in zip(names, _listed(wanted.methods), strict=True):
+        options = dict((wanted.options or {}).get(name, {}))
+        told = tells_roles(method, options, example.inputs)
+        if not (told or (wanted.accounts and decomposes(method))):
+            continue
         if isinstance(method, type):
-            if not issubclass(method, LatimFlow | LatimLogit):
-                continue
             method = method(subject.forward_func, subject.module, subject.layers)
-        options = {k: v for k, v in (wanted.options or {}).get(name, {}).items() if k not in _WHOLE}
         given = example.inputs, known.target, example.additional or None
-        if isinstance(method, LatimFlow):
-            # an image's are of its channels, not of its patches
-            divides = _rule(method, options) != "frozen" and not example.is_image
-            if not (divides or wanted.accounts):
-                continue
-            found = method.decompose(*given, roles=divides, **options)
-            roles[name] = {
-                role: _values(name, relevance, known)
-                for role, relevance in (found.roles or {}).items()
-                if bool(relevance.any())
-            }
-            accounts[spelled(name)] = _account(found)
-        elif isinstance(method, LatimLogit) and wanted.accounts:
-            accounts[spelled(name)] = _account(method.decompose(*given, **options))
+        found = decomposition(method, *given, options=options, roles=told)
+        accounts[spelled(name)] = account(found)
+        roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
     return accounts if wanted.accounts else {}, roles
-
-
-def _account(found: Parts) -> Account:
-    sums = (sum(found.biases.values(), torch.zeros_like(found.output)), found.delta)
-    apart = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
-    return Account(float(found.output), *map(float, sums), *map(float, apart))
-
-
-def _rule(method: LatimFlow, options: Mapping[str, Any]) -> str:
-    """The rule in force; ``gate`` is the earlier name of the argument."""
-    chosen = options.get("rule", options.get("gate"))
-    return method.default_rule if chosen is None else str(chosen)
 
 
 def _listed(methods: Methods) -> list[Any]:
