@@ -126,8 +126,10 @@ class Entry(NamedTuple):
 
         Example:
             >>> from captum_ssm.attr.catalogue import METHODS
-            >>> [option.name for option in METHODS[0].options], METHODS[0].options[1].words
-            (['contrast', 'rule', 'baselines', 'zero_bias'], (None, 'frozen', 'half', 'equal', 'centred'))
+            >>> [option.name for option in METHODS[0].options]
+            ['contrast', 'rule', 'baselines', 'zero_bias']
+            >>> METHODS[0].options[1].words
+            (None, 'frozen', 'half', 'equal', 'centred')
         """
         accepted = inspect.signature(self.method.attribute).parameters.values()
         return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]

@@ -63,8 +63,8 @@ def add_to(commands: Any) -> None:
         "--rule",
         nargs="+",
         choices=_RULES,
-        help="how LatimFlow divides what a mixer does: frozen says whose content was moved, centred "
-        "what mattered; several are shown side by side; the method's own if left",
+        help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
+        "centred what mattered; several are shown side by side; the method's own if left",
     )
     parser.add_argument(
         "--baselines",

@@ -86,7 +86,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
 def write_pictures(
     found: Sequence[Explanation], images: Tensor | None, title: str, out: Path
 ) -> list[Path]:
-    """A picture of each example, and for a text one of each method's roles where its rule tells some.
+    """A picture of each example, and for texts one of each method's roles if its rule tells some.
 
     From the second on, files are numbered.
 

@@ -122,7 +122,11 @@ def _reader(name: str, kind: Config) -> Callable[[Any], Any]:
             value = value == _YES
         if isinstance(kind, NumberConfig) and isinstance(value, str):
             value = float(value)
-        if isinstance(kind, StrEnumConfig | BaselinesConfig) and value == _NOTHING and None in kind.limit:
+        if (
+            isinstance(kind, StrEnumConfig | BaselinesConfig)
+            and value == _NOTHING
+            and None in kind.limit
+        ):
             value = None
         return kind.parse(name, value)
 

@@ -67,8 +67,8 @@ def test_lines_of_a_long_text_have_one_scale_and_hold_every_token_once() -> None
 
 def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:
     model, vocabulary = load_bundled()
-    words = "anna owns the lamp . ? anna owns the".split()
-    ids = torch.tensor([vocabulary.encode(" ".join(words))])
+    text = "anna owns the lamp . ? anna owns the"
+    words, ids = text.split(), torch.tensor([vocabulary.encode(text)])
     found = LatimFlow(model).decompose(ids, (-1, 3), rule="centred")
     assert found.roles is not None
     _, (axis,) = plot_roles(words, {role: x[0] for role, x in found.roles.items()})

@@ -66,8 +66,8 @@ def report(
             attention mask. Default: None.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        options: further arguments of ``attribute`` for each method, by its name in the result, as in
-            :func:`captum_ssm.compare`. Default: None.
+        options: further arguments of ``attribute`` for each method, by its name in the result; as
+            in :func:`captum_ssm.compare`. Default: None.
         tokenizer: names tokens and, of a language model, predictions; anything with
             ``encode(text)`` and ``decode(ids)``. Default: None.
         tokens: names of the tokens of one sequence, or a list of them for each. Default: None,
