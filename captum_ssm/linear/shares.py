@@ -167,7 +167,7 @@ class _Outer:
         for node in _NODES:
             moved: dict[Operator, dict[str, Tensor]] = {}
             for (leaf, name), start in zip(self.chosen, references, strict=True):
-                moved.setdefault(leaf, {})[name] = torch.lerp(start, leaf.tensors()[name], node)
+                moved.setdefault(leaf, {})[name] = torch.lerp(start, leaf.live[name].detach(), node)
             here = {leaf: leaf.at(coefficients) for leaf, coefficients in moved.items()}
             at_node: Gradients = {}
             of_values += pullback(self.operator, node * x, gradient, here, at_node, node)
@@ -179,7 +179,7 @@ class _Outer:
         return of_values * (shares["content"].share / len(_NODES)), gradients
 
     def _reference(self, leaf: Operator, name: str, mask: Tensor | None) -> Tensor:
-        coefficient = leaf.tensors()[name]
+        coefficient = leaf.live[name].detach()
         if FAMILY[self.rule][leaf.roles[name]].reference == "zero":
             return torch.zeros_like(coefficient)
         return running_mean(coefficient, mask)
@@ -205,7 +205,7 @@ class _Averaged(torch.autograd.Function):
         batch = len(out)
         rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
         for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
-            rest = rest - _by_example(found * leaf.tensors()[name], batch)
+            rest = rest - _by_example(found * leaf.live[name].detach(), batch)
         outer.ledger.write_rest(rest)
         return None, of_values, *of_sources
 

@@ -8,14 +8,14 @@ moved, the values (content).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from .base import Operator, Role
 from .chain import Chain
-from .combine import DirectSum, Sum
+from .combine import Composite, DirectSum, Sum
 from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
@@ -25,7 +25,7 @@ Gradients = dict[Operator, dict[str, Tensor]]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """The coefficients that came with their graph, by the leaf and the name there.
+    """The coefficients that came with their graph, by who holds them and the name there.
 
     Args:
         operator: chains and sums of any depth.
@@ -40,7 +40,18 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
         >>> [name for _, name in live_coefficients(Chain(gate, skip))]
         ['weight']
     """
-    return {(leaf, name): x for leaf in operator.leaves() for name, x in leaf.live.items()}
+    return {(holder, name): x for holder in _holders(operator) for name, x in holder.live.items()}
+
+
+def _holders(operator: Operator) -> Iterator[Operator]:
+    """The parts that hold coefficients of their own: leaves, and sums that are more than that."""
+    if isinstance(operator, Composite) and not operator.roles:
+        for part in operator.parts:
+            yield from _holders(part)
+    elif isinstance(operator, Windowed):
+        yield from _holders(operator.inner)
+    else:
+        yield operator
 
 
 def follow_mask(
@@ -51,8 +62,9 @@ def follow_mask(
     Args:
         operator: chains and sums of any depth.
         mask: True for real tokens (B, L) in the order in which it is given them; None if all are.
-        found: takes up the masks of leaves.
+        found: takes up the masks of parts.
     """
+    found[operator] = mask
     if isinstance(operator, Chain):
         for part in operator.parts[::-1]:
             mask = follow_mask(part, mask, found)
@@ -65,7 +77,6 @@ def follow_mask(
     if isinstance(operator, Windowed):
         follow_mask(operator.inner, operator.windows.mask(mask, operator.shape.batch), found)
         return mask
-    found[operator] = mask
     if isinstance(operator, Permute) and mask is not None:
         return mask.index_select(1, operator.order)
     return mask
@@ -85,13 +96,19 @@ def pullback(
         operator: chains and sums of any depth.
         values: what it acts on, (B, L, H, P).
         gradient: that of its outputs, (B, L, H, P).
-        at: operators that stand in the place of leaves, such as ones with other coefficients.
-        found: takes up the gradients of the coefficients of leaves that have live ones.
+        at: operators that stand in the place of parts, such as ones with other coefficients.
+        found: takes up the gradients of the coefficients of parts that have live ones.
         offset: factor on the constants that operators add inside. Default: 1.0.
 
     Returns:
         The gradient of the values.
     """
+    if operator.live:
+        of_values, of_coefficients = at.get(operator, operator).backward(values, gradient)
+        mine = found.setdefault(operator, {})
+        for name, x in of_coefficients.items():
+            mine[name] = mine[name] + x if name in mine else x
+        return of_values
     if isinstance(operator, Chain):
         inputs = [values]
         for part in operator.parts[:0:-1]:
@@ -110,25 +127,19 @@ def pullback(
     if isinstance(operator, Windowed):
         cut = operator.entering(values, offset), operator.windows.cut(gradient)
         return operator.windows.merge(pullback(operator.inner, *cut, at, found, offset))
-    here = at.get(operator, operator)
-    if not operator.live:
-        return here.transpose(gradient)
-    of_values, of_coefficients = here.backward(values, gradient)
-    mine = found.setdefault(operator, {})
-    for name, x in of_coefficients.items():
-        mine[name] = mine[name] + x if name in mine else x
-    return of_values
+    return at.get(operator, operator).transpose(gradient)
 
 
 def _applied(
     operator: Operator, values: Tensor, at: Mapping[Operator, Operator], offset: float
 ) -> Tensor:
     """What becomes of the values."""
+    here = at.get(operator, operator)
     if isinstance(operator, Chain):
         for part in operator.parts[::-1]:
             values = _applied(part, values, at, offset)
         return values
-    if isinstance(operator, Sum):
+    if here is operator and isinstance(operator, Sum):
         return torch.stack([_applied(p, values, at, offset) for p in operator.parts]).sum(0)
     if isinstance(operator, DirectSum):
         heads = [part.shape.heads for part in operator.parts]
@@ -137,6 +148,5 @@ def _applied(
     if isinstance(operator, Windowed):
         inside = _applied(operator.inner, operator.entering(values, offset), at, offset)
         return operator.windows.merge(inside)
-    here = at.get(operator, operator)
     out, constant = here.apply(values), here.offset()
     return out if constant is None else out + offset * constant

@@ -48,8 +48,10 @@ class Alone(nn.Module):
     @property
     def width(self) -> int:
         module: Any = self.mixer
-        entering = getattr(module, "linear_x", getattr(module, "q_proj", None))
-        return int(entering.in_features if entering is not None else module.hidden_size)
+        for name in ("linear_x", "q_proj", "key"):
+            if hasattr(module, name):
+                return int(getattr(module, name).in_features)
+        return int(module.hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         options = self.options if mask is None else {**self.options, "attention_mask": mask}
@@ -72,6 +74,10 @@ def rg_lru(patch: pytest.MonkeyPatch) -> Alone:
     return of(model, "RecurrentGemmaRecurrentBlock", **options)
 
 
+def rwkv(patch: pytest.MonkeyPatch) -> Alone:
+    return of(architectures.rwkv(patch).model, "RwkvSelfAttention")
+
+
 def gla(patch: pytest.MonkeyPatch) -> Alone:
     options = {"hidden_size": 16, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0}
     return Alone(fla_cpu.install(patch).layer("GatedLinearAttention", mode="chunk", **options))
@@ -85,6 +91,7 @@ MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer
         by_hand.gated_delta_net,
     ),
     "rg_lru": (rg_lru, by_hand.rg_lru),
+    "rwkv": (rwkv, by_hand.rwkv4),
     "gla": (gla, by_hand.gla),
     "attention": (
         lambda patch: of(architectures.vit(patch).model, "ViTAttention"),

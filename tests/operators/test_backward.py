@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from captum_ssm.operators import (
+    WKV,
     Chain,
     DeltaRule,
     Diagonal,
@@ -83,6 +84,23 @@ def elementwise(tokens: int) -> Case:
 
     decay = log_decays(tokens, HEADS).exp()
     return Case({"decay": decay}, lambda z: ElementwiseRecurrence(z["decay"]), plain, 1)
+
+
+def wkv(tokens: int) -> Case:
+    log_decay, bonus = -torch.rand(HEADS).double(), torch.randn(HEADS).double()
+
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        i, j = torch.arange(tokens)[:, None, None], torch.arange(tokens)[:, None]
+        scores = (i - 1 - j) * log_decay + z["key"][:, None]  # (B, i, j, H)
+        scores = scores.where(i != j, bonus + z["key"][:, None]).where(j <= i, -torch.inf)
+        return torch.einsum("bijh,bjhp->bihp", scores.softmax(2), v)
+
+    return Case(
+        {"key": 3 * randn(tokens, HEADS)},
+        lambda z: WKV(z["key"], log_decay.to(z["key"]), bonus.to(z["key"])),
+        plain,
+        1,
+    )
 
 
 def scan(groups: int | None) -> Callable[[int], Case]:
@@ -203,6 +221,7 @@ CASES = {
     "Diagonal of heads": diagonal(1, 1, 1, 0),
     "Diagonal of channels": diagonal(0, 0, 1, 1),
     "ElementwiseRecurrence": elementwise,
+    "WKV": wkv,
     "SelectiveScan": scan(None),
     "SelectiveScan in groups": scan(2),
     "ScalarDecayHeads": scalar_decay(HEADS, scaled=False),
