@@ -66,8 +66,8 @@ def plot_roles(
         >>> from captum_ssm.viz import plot_roles
         >>> roles = {"content": torch.tensor([0.0, 2.0]), "key": torch.tensor([1.0, 0.5])}
         >>> figure, axes = plot_roles(["anna", "lamp"], roles)
-        >>> [(bar.get_y(), bar.get_height()) for bar in axes[0].patches]
-        [(0.0, 0.0), (0.0, 2.0), (0.0, 1.0), (2.0, 0.5)]
+        >>> [float(bar.get_height()) for bar in axes[0].patches]
+        [0.0, 2.0, 1.0, 0.5]
     """
     if not isinstance(roles, Mapping) or not roles:
         raise InputError(

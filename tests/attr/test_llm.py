@@ -32,6 +32,8 @@ METHODS = [
     LatimFlow,
     MambaLRP,
 ]
+#: By which relevance stays as it is when a text goes on: it is in comparison with no mean.
+FIXED = {LatimFlow: {"rule": "frozen"}}
 MODELS = {
     "mamba": mamba_lm,
     "mamba2": lambda: mamba2.make_model("mamba2"),
@@ -84,11 +86,12 @@ def check(result, rows, columns, tolerance=1e-5):
 def test_rows_are_those_of_the_method_from_one_forward_run(method, model):
     model, tokenizer, runs = MODELS[model](), language.word_tokenizer(), []
     handle = model.register_forward_hook(lambda *_: runs.append(1))
-    result = SSMLLMAttribution(method(model), tokenizer).attribute(PROMPT, TEXT)
+    options = FIXED.get(method, {})
+    result = SSMLLMAttribution(method(model), tokenizer).attribute(PROMPT, TEXT, **options)
     handle.remove()
     assert len(runs) == 1
     prompt, text = ids_of(tokenizer)
-    check(result, rows_of(method(model), prompt, text), prompt.shape[1])
+    check(result, rows_of(method(model), prompt, text, **options), prompt.shape[1])
     assert result.input_tokens == ["<s>", *PROMPT.split()]
     assert result.output_tokens == TEXT.split()
 
@@ -151,8 +154,8 @@ def test_rules_divide_what_a_model_generates():
 def test_short_sequences(text):
     model, tokenizer = mamba_lm(), language.word_tokenizer()
     prompt, ids = ids_of(tokenizer, "", text)
-    result = explainer(model, LatimFlow).attribute("", text)  # <s> alone
-    check(result, rows_of(LatimFlow(model), prompt, ids), 1)
+    result = explainer(model, LatimFlow).attribute("", text, rule="frozen")  # <s> alone
+    check(result, rows_of(LatimFlow(model), prompt, ids, rule="frozen"), 1)
 
 
 def test_relevance_and_biases_make_the_logits():
@@ -325,7 +328,8 @@ def test_models_of_mamba_ssm(mamba_ssm):
     model, tokenizer = randomise(mamba_ssm.make_lm(6)), language.word_tokenizer()
     prompt, text = ids_of(tokenizer)
     explain = SSMLLMAttribution(LatimFlow(model), tokenizer)
-    check(explain.attribute(PROMPT, TEXT), rows_of(LatimFlow(model), prompt, text), len(prompt[0]))
+    found = explain.attribute(PROMPT, TEXT, rule="frozen")
+    check(found, rows_of(LatimFlow(model), prompt, text, rule="frozen"), len(prompt[0]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -339,13 +343,14 @@ def test_virtual_tokens_move_no_position(method):
     tokenizer = language.word_tokenizer()
     model = mamba_lm(vocab_size=len(tokenizer))
     tuned = peft.get_peft_model(model, config).eval()
-    found = SSMLLMAttribution(method(tuned), tokenizer).attribute(PROMPT, target=TEXT)
+    options = FIXED.get(method, {})
+    found = SSMLLMAttribution(method(tuned), tokenizer).attribute(PROMPT, target=TEXT, **options)
     prompt, text = ids_of(tokenizer)
     embedded = model.get_input_embeddings()(torch.cat([prompt[0], text[:-1]])[None])
     whole = torch.cat([tuned.get_prompt(batch_size=1), embedded], 1).detach()
     length = prompt.shape[1]
     for i, token in enumerate(text.tolist()):
         target = 3 + length - 1 + i, token
-        row = method(model).attribute(whole, target=target, per_token=True)[0, 3:]
+        row = method(model).attribute(whole, target=target, per_token=True, **options)[0, 3:]
         torch.testing.assert_close(found.token_attr[i], row[:length], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.generated_attr[i, :-1], row[length:], rtol=1e-4, atol=1e-5)

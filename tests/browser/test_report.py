@@ -19,6 +19,8 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, re
 pytestmark = pytest.mark.browser
 
 METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
+WITHOUT_ROLES = {LatimFlow.get_name(): {"rule": "frozen"}}
+WITH_ROLES = {LatimFlow.get_name(): {"rule": "centred"}}
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -74,7 +76,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     names = [WORDS, [f"v{i}" for i in range(17)]]
     kinds = ["attention", "contributions"]
-    return report(mamba_lm(), token_ids(2, 17), METHODS, tokens=names, matrices=kinds, path=path)
+    options = {"options": WITHOUT_ROLES, "tokens": names, "matrices": kinds}
+    return report(mamba_lm(), token_ids(2, 17), METHODS, **options, path=path)
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
     example = read_page(made).facts["examples"][0]
     assert opened.text("#explained") == example["explained"]
     assert opened.count("#predictions tbody tr") == len(example["predictions"])
-    assert opened.count("#methods label:not(.role)") == 3
+    assert opened.count("#methods label") == 3
     texts = opened.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
     assert texts == WORDS
     np.testing.assert_allclose(
@@ -123,9 +126,8 @@ def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Pa
 
 def test_roles_stand_below_their_method_on_one_scale(page: Page, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    path, options = tmp_path / "roles.html", {"LATIM Flow": {"rule": "centred"}}
-    methods = [ImplicitAttentionRollout, LatimFlow]
-    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
+    path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
+    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=WITH_ROLES, path=path)
     cause = read_page(path).facts["examples"][0]["methods"][1]
     page.goto(path)
     assert page.count("#methods .role") == len(cause["roles"]) == 5
@@ -306,6 +308,19 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
         assert tops(opened) == pytest.approx(before, abs=0.5)
     opened.leave()
     assert tops(opened) == pytest.approx(before, abs=0.5)
+
+
+@pytest.mark.parametrize("width", [390, 650, 700, 960, 1280])
+def test_telling_roles_moves_nothing(page: Page, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "roles.html"
+    report(mamba_lm(), token_ids(1, 17), [LatimFlow], tokens=WORDS, options=WITH_ROLES, path=path)
+    page.resize(width)
+    page.goto(path)
+    before = tops(page)
+    for index in (3, 16):
+        page.hover(token(index))
+        page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
+        assert tops(page) == pytest.approx(before, abs=0.5)
 
 
 def test_no_place_is_left_empty(opened: Page) -> None:
