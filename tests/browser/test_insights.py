@@ -229,30 +229,6 @@ def test_methods_and_their_arguments(opened):
     assert texts(page, "td.number") == second
 
 
-def test_words_are_coloured_by_role_on_one_scale(opened):
-    visualizer = prompts([f"w{i}" for i in range(VOCABULARY)], [1, 2, 3, 4])
-    page = opened(visualizer)
-    choose(page, "#argument-rule", "frozen")
-    show(page)
-    assert page.count(".role") == 0
-    choose(page, "#argument-rule", "centred")
-    choose(page, "#argument-baselines", "0")
-    show(page)
-    ((output,),) = visualizer.visualize()
-    assert texts(page, ".role h5") == list(output.roles)
-    words = texts(page, ".role .token")
-    assert words == [f"w{i}" for i in (1, 2, 3, 4)] * len(output.roles)
-    shown = page.evaluate("[...document.querySelectorAll('.role .token')].map((e) => e.title)")
-    percents = [percent for values in output.roles.values() for percent in values]
-    assert [float(title) for title in shown] == pytest.approx(percents, abs=1e-3)
-    colours = page.evaluate(
-        "[...document.querySelectorAll('.role .token')].map("
-        "(e) => Number(getComputedStyle(e).backgroundColor.match(/[0-9.]+/g)[3] ?? 1))"
-    )
-    wanted = [round(abs(percent) / 100 * 64) / 64 * 0.62 for percent in percents]
-    assert colours == pytest.approx(wanted, abs=0.011)
-
-
 def test_arguments_keep_their_types(opened):
     visualizer = prompts([f"w{i}" for i in range(VOCABULARY)], [1, 2, 3, 4])
     page = opened(visualizer)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.browser
 
 METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
 WITHOUT_ROLES = {LatimFlow.get_name(): {"rule": "frozen"}}
-WITH_ROLES = {LatimFlow.get_name(): {"rule": "centred"}}
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -122,33 +121,6 @@ def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Pa
     opened.leave()
     values = np.array(page.facts["examples"][0]["methods"][0]["values"])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
-
-
-def test_roles_stand_below_their_method_on_one_scale(page: Page, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
-    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=WITH_ROLES, path=path)
-    cause = read_page(path).facts["examples"][0]["methods"][1]
-    page.goto(path)
-    assert page.count("#methods .role") == len(cause["roles"]) == 5
-    end = max(np.abs(values).max() for values in cause["roles"].values())
-    for index, (role, values) in enumerate(cause["roles"].items(), start=2):
-        row = f"#methods label:has([value='{index}'])"
-        assert page.text(f"{row} .name") == role
-        assert page.text(f"{row} .largest").startswith(f"w{int(np.abs(values).argmax())} ")
-        page.click(f"#methods [value='{index}']")
-        shown = np.round(np.abs(values) / end * 64) / 64 * 0.62
-        np.testing.assert_allclose(shades(page), shown, atol=0.006)
-        assert page.text("#shown") == f"Background: relevance by LATIM Flow, as {role}."
-    page.click("#methods [value='1']")
-    page.hover(token(11))
-    parts = {role: abs(values[11]) for role, values in cause["roles"].items()}
-    assert f"by LATIM Flow ({max(parts, key=parts.__getitem__)} " in page.text("#status")
-    page.click("#numbers summary")
-    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
-    heads = page.evaluate("[...document.querySelectorAll('#numbers th')].map((t) => t.textContent)")
-    assert heads[4:] == [f"LATIM Flow, as {role}" for role in cause["roles"]]
-    assert page.errors == []
 
 
 def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
@@ -308,19 +280,6 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
         assert tops(opened) == pytest.approx(before, abs=0.5)
     opened.leave()
     assert tops(opened) == pytest.approx(before, abs=0.5)
-
-
-@pytest.mark.parametrize("width", [390, 650, 700, 960, 1280])
-def test_telling_roles_moves_nothing(page: Page, tmp_path: Path, width: int) -> None:
-    path = tmp_path / "roles.html"
-    report(mamba_lm(), token_ids(1, 17), [LatimFlow], tokens=WORDS, options=WITH_ROLES, path=path)
-    page.resize(width)
-    page.goto(path)
-    before = tops(page)
-    for index in (3, 16):
-        page.hover(token(index))
-        page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
-        assert tops(page) == pytest.approx(before, abs=0.5)
 
 
 def test_no_place_is_left_empty(opened: Page) -> None:
