@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.coefficients import Gradients, Moved, follow_mask, live_coefficients, vjp
+from ..operators.coefficients import (
+    Back,
+    Gradients,
+    Moved,
+    follow_mask,
+    live_coefficients,
+    vjp,
+)
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
@@ -67,12 +74,16 @@ class Labels:
 
     A path from the output to the input is labelled by the first factor other than content that it
     takes; one that takes none is content.  What passes no mixer is content, too.
+
+    Args:
+        several: whether there will be several passes, each of one label.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool) -> None:
+        self.several = several
         self.label: Role | None = None
-        #: The gradients that have come down to mixers by content alone.
-        self.unlabelled: dict[object, Tensor] = {}
+        #: By label, the gradients of factors at which paths take it, having come by content alone.
+        self.begun: dict[Role, dict[tuple[Operator, str], Tensor]] = {}
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
@@ -141,32 +152,40 @@ class _Outer:
     ledger: Ledger
     labels: Labels
     mask: Tensor | None
+    _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors along the paths of the present label."""
-        label, labels = self.labels.label, self.labels
-        if label == "content":
-            labels.unlabelled[self] = gradient
-            of_values, _ = self.averaged(x, gradient)
-            return of_values, [torch.zeros_like(leaf.live[name]) for leaf, name in self.chosen]
+        label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
+        if label == "content":
+            for (leaf, name), of_factor in zip(self.chosen, found, strict=True):
+                begun.setdefault(leaf.roles[name], {})[leaf, name] = of_factor
+            return of_values, [torch.zeros_like(of_factor) for of_factor in found]
         if label is not None:
-            _, begun = self.averaged(x, labels.unlabelled[self])
-            for i, (leaf, name) in enumerate(self.chosen):
-                if leaf.roles[name] == label:
-                    found[i] = found[i] + begun[i]
+            for i, key in enumerate(self.chosen):
+                if key in begun[label]:
+                    found[i] = found[i] + begun[label].pop(key)
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors."""
-        shares = FAMILY[self.rule]
-        nodes = x.new_tensor(_NODES).view(-1, *(1,) * x.dim())
-        out, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
-        found: Gradients = {}
-        of_values = back(gradient.expand_as(out), found).sum(0)
+        shares, found = FAMILY[self.rule], Gradients()
+        stack = gradient.expand(len(_NODES), *gradient.shape)
+        of_values = self._back(x)(stack, found).sum(0)
         weights = [shares[leaf.roles[name]].share / len(_NODES) for leaf, name in self.chosen]
         gradients = [w * found[leaf][n] for w, (leaf, n) in zip(weights, self.chosen, strict=True)]
         return of_values * (shares["content"].share / len(_NODES)), gradients
+
+    def _back(self, x: Tensor) -> Back:
+        """How gradients go back at the nodes, found once for several passes."""
+        if self._known:
+            return self._known[0]
+        nodes = x.new_tensor(_NODES).view(-1, *(1,) * x.dim())
+        _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
+        if self.labels.several:
+            self._known.append(back)
+        return back
 
     def _moved(self, nodes: Tensor) -> Moved:
         """The factors at the nodes; those that are their own reference stay where they are."""

@@ -25,6 +25,9 @@ ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 #: Coefficients of parts, or their gradients, by name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
+#: From the gradient of outputs to that of values; gradients of coefficients are added to the second
+#: argument.
+Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
@@ -85,9 +88,7 @@ def follow_mask(
     return mask
 
 
-def vjp(
-    operator: Operator, values: Tensor, moved: Moved, offset: Tensor
-) -> tuple[Tensor, Callable[[Tensor, Gradients], Tensor]]:
+def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tuple[Tensor, Back]:
     """What becomes of a stack of values, and how the gradient of that goes back.
 
     Args:

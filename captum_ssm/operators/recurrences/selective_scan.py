@@ -135,7 +135,7 @@ class SelectiveScan(FadingRecurrence):
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             up = gradient.reshape(whole.shape)
-            found = torch.autograd.grad(whole, list(leaves.values()), up)
+            found = torch.autograd.grad(whole, list(leaves.values()), up, retain_graph=True)
             of = dict(zip(leaves, found, strict=True))
             for name, own in (("B", self.b), ("C", self.c)):
                 of[name] = of[name].view(stack, *own.shape).sum(0)
