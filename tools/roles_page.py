@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
+from captum_ssm.bench.experiments.causal.interventions import DRAWS
+from captum_ssm.bench.experiments.roles import CHANCE, LOST
 from captum_ssm.bench.harness.groups import group_lines
 from captum_ssm.bench.harness.tables import as_csv, legend, sample_size
 
@@ -41,17 +43,32 @@ Made on {date} with {machine}.
 The answer is read off one token. In recall and pairs one other tells where it stands, and one asks
 for it. *the passkey of anna is 4 1 7* is stated and, to ask for the last digit, said again after a
 *?* as far as *4 1*: any of these words can tell whose digit it is and which of them, so that all of
-those in the statement are right as key, and all of those in the question as query. *{chance}* says
-how often one that is named blindly would be.
+those in the statement are right as key, and all of those in the question as query. All of it
+follows from the form of the texts, and no model was looked at. Every answered word counts, those
+that a model gets wrong, too.
 
-All of it follows from the form of the texts, and no model was looked at. Every answered word
-counts, those that a model gets wrong, too.
+Two lines of each table say what the others are to be held to. *{chance}* is how often one that is
+named blindly would be right. *{lost}* is how often the answer becomes another if all right
+tokens of a role are exchanged for others of their kinds ({draws} draws): a model that keeps it goes
+by something else, and nothing can find what it does not do.
 
 ## By task
 
 Models of one task count alike.
 
 {groups}
+
+## Where another token is first
+
+- Where one passkey is stated, there is no other to tell it from: most answers stay what they are
+  without the words before a digit. The models match the digits themselves, and these are what is
+  first as key. Where two are stated, the owner has to be matched, and is.
+- What passes no mixer counts as content. If the token that asks is the word that is answered, such
+  as at the second digit of *3 3*, it adds to the answer by itself, and can be first. Nearly all
+  texts of passkeys whose content is not found are so, or are those of the gated delta rule that
+  learned one passkey, where the asking digit speaks for others, too.
+- How strongly a gated delta rule writes counts as key, and the written word says so itself: in a
+  part of the texts it is first.
 
 ## Model by model
 
@@ -79,11 +96,12 @@ def main(folder: Path, docs: Path = DOCS) -> None:
 
 def page(groups: Sequence[Line], models: Sequence[Line], machine: Mapping[str, str]) -> str:
     """The page, from the lines of groups and models."""
-    (chance,) = ROLES.baselines
     return _TEXT.format(
         date=machine["date"],
         machine=", ".join(f"{name} {value}" for name, value in machine.items() if name != "date"),
-        chance=chance,
+        chance=CHANCE.method,
+        lost=LOST.method,
+        draws=DRAWS,
         groups=table(groups),
         models=table([line for group in ROLES.groups.values() for line in of(models, group)]),
         legend=legend(ROLES),

@@ -1,12 +1,13 @@
 """Are the tokens that asked, were matched and were answered told apart by role?
 
-Shapes: T answered tokens of one text, L tokens.
+Shapes: T answered tokens of one text, L tokens, D draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 from ...attr import LatimFlow
 from ...linear import FAMILY
 from ...operators.base import Role
+from ...tracing import repaired_scans
 from ..harness.experiment import Cell, Column, Subject
 from ..harness.records import Rows
 from ..tasks.linked import LinkedBatch
 from ..tasks.pairs import PairsTask
 from ..tasks.recall_task import RecallTask
 from ..tasks.retrieval import OWNED, PasskeyTask
+from .causal.interventions import DRAWS
+from .causal.questions import LinkedQuestions, Question
 from .finding_sources import of_text
 from .linked_texts import LinkedTexts, device_of
 
@@ -32,6 +36,9 @@ Right = Mapping[Role, Tensor]
 TOLD: tuple[Role, ...] = ("query", "key", "content")
 #: Who names a token that the answered one can see, whichever it is.
 CHANCE = Cell("any token")
+#: How often the answer is another one if the right tokens of a role are exchanged for others of
+#: their kinds: where it is not, the model does not go by them.
+LOST = Cell("answer lost without them")
 #: The rules that are compared, the first as a check: it leaves all to content.
 RULES = ("frozen", "equal", "centred")
 
@@ -44,23 +51,26 @@ class RolesExample:
         ids: (1, L).
         targets: the position and token of each answered token.
         right: the tokens of each role.
+        questions: of each answered token.
     """
 
     ids: Tensor
     targets: list[tuple[int, int]]
     right: Right
+    questions: Sequence[Question]
 
 
 class CountedRoles(LinkedTexts):
     """How often the first token by a role is one that a task gives this role."""
 
     columns = tuple(Column(role, (role,)) for role in TOLD)
-    baselines = (CHANCE.method,)
+    baselines = (CHANCE.method, LOST.method)
     note = (
         "Right as content is the word that is answered, where it was read; as key the words that "
         "tell where it stands; as query the same words where they ask for it. Of passkeys these "
         "are the words of the statement and of the question, and the digits before the answered "
-        "one. A rule that gives nothing to a role has no number for it."
+        "one. A rule that gives nothing to a role has no number for it. Answers are lost without "
+        "right tokens where these are exchanged for others of their kinds."
     )
     groups = MappingProxyType(
         {
@@ -75,16 +85,21 @@ class CountedRoles(LinkedTexts):
     )
 
     def cells(self) -> Sequence[Cell]:
-        return [CHANCE, *(Cell(LatimFlow.__name__, rule) for rule in RULES)]
+        return [CHANCE, LOST, *(Cell(LatimFlow.__name__, rule) for rule in RULES)]
 
     def example(self, subject: Subject, index: int, seed: int) -> RolesExample:
         batch = self.text(subject, index, seed)
-        return RolesExample(batch.input_ids, of_text(batch).targets, right_tokens(batch))
+        ids, targets = batch.input_ids, of_text(batch).targets
+        kinds = self._kinds(subject.name)
+        questions = [kinds.asked(f"{seed}/{index}/{query}", ids, query, t) for query, t in targets]
+        return RolesExample(ids, targets, right_tokens(batch), questions)
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if cell == CHANCE:
             seen = torch.tensor([[position + 1] for position, _ in example.targets])
             return {"": {r: float((example.right[r] / seen).sum(-1).mean()) for r in TOLD}}
+        if cell == LOST:
+            return {"": {role: lost(model, example, role) for role in TOLD}}
         rule: Any = cell.formulation
         parts = LatimFlow(model).decompose_each(
             example.ids.to(device_of(model)), example.targets, rule=rule
@@ -99,6 +114,28 @@ class CountedRoles(LinkedTexts):
                 for role in TOLD
             }
         }
+
+    def _kinds(self, name: str) -> LinkedQuestions:
+        if name not in self._made:
+            self._made[name] = LinkedQuestions(self._tasks[name])
+        return self._made[name]
+
+    @cached_property
+    def _made(self) -> dict[str, LinkedQuestions]:
+        return {}
+
+
+def lost(model: Any, example: RolesExample, role: Role) -> float:
+    """How often answers become others if the right tokens of a role are exchanged."""
+    found = []
+    for question, right in zip(example.questions, example.right[role], strict=True):
+        kept = ~right[: question.inputs.shape[1]]
+        others = question.exchanged(question.references(role, DRAWS), kept.expand(DRAWS, -1))
+        with torch.no_grad(), repaired_scans():
+            logits = model(input_ids=others.to(device_of(model))).logits[:, -1]  # (D, words)
+        _, token = question.target
+        found.append((logits.argmax(-1) != token).double().mean())
+    return float(torch.stack(found).mean())
 
 
 def first_is_right(relevance: Tensor, right: Tensor) -> float:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm import LatimFlow
 from captum_ssm.bench import EXPERIMENTS, Cell
-from captum_ssm.bench.experiments.roles import CHANCE, TOLD, first_is_right, right_tokens
+from captum_ssm.bench.experiments.roles import (
+    CHANCE,
+    LOST,
+    TOLD,
+    first_is_right,
+    lost,
+    right_tokens,
+)
 from captum_ssm.bench.tasks import PairsTask, PasskeyTask, RecallTask, parse_prompt
 from captum_ssm.bench.tasks.linked import LinkedBatch
 from captum_ssm.bench.training.recipes import RECIPES
@@ -79,6 +89,35 @@ def test_the_most_relevant_token_counts_whatever_is_least() -> None:
     assert first_is_right(relevance, right) == 0.5
 
 
+def test_an_answer_is_lost_without_what_the_model_goes_by(seed: int) -> None:
+    """Of one that answers with the third word, whatever the others are."""
+    (subject,) = (each for each in ROLES.subjects() if each.name == "pairs-mamba2")
+    example, tried = ROLES.example(subject, 4, seed), []
+
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.anchor = nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            tried.append(input_ids)
+            logits = nn.functional.one_hot(input_ids[:, 2:3], 64)
+            return SimpleNamespace(logits=logits.expand(-1, input_ids.shape[1], -1))
+
+    third = torch.zeros_like(example.right["key"])
+    third[:, 2] = True
+    right = {"key": third, "query": ~third, "content": torch.zeros_like(third)}
+    (question,), ids = example.questions, example.ids
+    own = replace(question, target=(-1, int(ids[0, 2])))
+    example = replace(example, right=right, questions=[own])
+    assert lost(Third(), example, "content") == lost(Third(), example, "query") == 0
+    tried.clear()
+    share = lost(Third(), example, "key")
+    (others,) = tried
+    assert share == float((others[:, 2] != ids[0, 2]).double().mean()) > 0.5
+    assert torch.equal(others[:, 3:], ids[:, 3 : others.shape[1]].expand(len(others), -1))
+
+
 def test_numbers_are_those_of_the_method(seed: int) -> None:
     (subject,) = (each for each in ROLES.subjects() if each.name == "two-passkeys-mamba2")
     model, example = subject.load(torch.device("cpu")), ROLES.example(subject, 2, seed)
@@ -95,6 +134,7 @@ def test_numbers_are_those_of_the_method(seed: int) -> None:
     frozen = found[Cell("LatimFlow", "frozen")]
     assert frozen["content"] in (0, 0.5, 1)
     assert math.isnan(frozen["key"]) and math.isnan(frozen["query"])
+    assert found[LOST]["content"] > 0.5, "a digit is copied, whatever it is"
     length = example.ids.shape[1]
     assert found[CHANCE]["content"] == pytest.approx((1 / (length - 2) + 1 / (length - 1)) / 2)
 
@@ -116,10 +156,10 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert main(arguments) == 0
     lines = json.loads((tmp_path / "roles.json").read_text())["lines"]
     assert {line["model"] for line in lines} == {"recall (1 model)", "pairs-mamba2"}
-    by_rule = {line["formulation"]: line for line in lines if line["model"] == "pairs-mamba2"}
-    assert set(by_rule) == {"", "frozen", "equal", "centred"}
-    for rule, line in by_rule.items():
+    own = [line for line in lines if line["model"] == "pairs-mamba2"]
+    assert {(line["method"], line["formulation"]) for line in own} == set(ROLES.cells())
+    for line in own:
         assert line["examples"] == 4
         for role in TOLD:
-            nothing = rule == "frozen" and role != "content"
-            assert (line[role]["value"] is None) == nothing, (rule, role)
+            nothing = line["formulation"] == "frozen" and role != "content"
+            assert (line[role]["value"] is None) == nothing, (line, role)
