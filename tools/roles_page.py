@@ -48,9 +48,9 @@ follows from the form of the texts, and no model was looked at. Every answered w
 that a model gets wrong, too.
 
 Two lines of each table say what the others are to be held to. *{chance}* is how often one that is
-named blindly would be right. *{lost}* is how often the answer becomes another if all right
-tokens of a role are exchanged for others of their kinds ({draws} draws): a model that keeps it goes
-by something else, and nothing can find what it does not do.
+named blindly would be right. *{lost}* is how often it becomes another if all
+right tokens of a role are exchanged for others of their kinds ({draws} draws): a model that keeps
+it goes by something else, and nothing can find what it does not do.
 
 ## By task
 
@@ -64,9 +64,9 @@ Models of one task count alike.
   without the words before a digit. The models match the digits themselves, and these are what is
   first as key. Where two are stated, the owner has to be matched, and is.
 - What passes no mixer counts as content. If the token that asks is the word that is answered, such
-  as at the second digit of *3 3*, it adds to the answer by itself, and can be first. Nearly all
-  texts of passkeys whose content is not found are so, or are those of the gated delta rule that
-  learned one passkey, where the asking digit speaks for others, too.
+  as at the second digit of *3 3*, it adds to the answer by itself, and can be first. The
+  passkeys whose content is not found are all so, but for those of the gated delta rule that learned
+  one passkey: there the asking digit adds to others, too.
 - How strongly a gated delta rule writes counts as key, and the written word says so itself: in a
   part of the texts it is first.
 
