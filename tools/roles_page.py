@@ -60,14 +60,14 @@ Models of one task count alike.
 
 ## Where another token is first
 
-- Where one passkey is stated, there is no other to tell it from: most answers stay what they are
-  without the words before a digit. The models match the digits themselves, and these are what is
-  first as key. Where two are stated, the owner has to be matched, and is.
+- Where one passkey is stated, there is no other to tell it from, and most answers stay what they
+  are if the words before a digit are exchanged. There a digit of the passkey is often first as key,
+  the answered one or a later one. Where two are stated, the owner has to be matched.
 - What passes no mixer counts as content. If the token that asks is the word that is answered, such
   as at the second digit of *3 3*, it adds to the answer by itself, and can be first. The
   passkeys whose content is not found are all so, but for those of the gated delta rule that learned
   one passkey: there the asking digit adds to others, too.
-- How strongly a gated delta rule writes counts as key, and the written word says so itself: in a
+- How strongly a gated delta rule writes counts as key, and the written word has a say in it: in a
   part of the texts it is first.
 
 ## Model by model
