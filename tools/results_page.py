@@ -26,6 +26,7 @@ from captum_ssm.bench.published.on_tokens import TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results.md", "results"
+OWN_PAGES = ("causal", "roles")
 
 Results = Mapping[str, Sequence[Result]]
 
@@ -132,8 +133,8 @@ def main(folder: Path, docs: Path = DOCS) -> None:
 
 
 def recorded(folder: Path) -> Results:
-    """What was measured of each experiment, in their order, but for one that has its own page."""
-    names = [name for name in EXPERIMENTS if name != "causal" and (folder / name).is_dir()]
+    """What was measured of each experiment, in their order, but for those with their own pages."""
+    names = [name for name in EXPERIMENTS if name not in OWN_PAGES and (folder / name).is_dir()]
     known = {name: list(Records(folder / name)) for name in names}
     return {name: found for name, found in known.items() if found}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..harness.experiment import Experiment
 from ..tasks.linked import LinkedTask
 from ..training.language_recipes import LANGUAGE_RECIPES
+from ..training.recipes import RECIPES
 from .causal.experiment import Causal
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
@@ -13,6 +14,7 @@ from .masks import PseudoMasks, Segmenting
 from .passkeys import Retrieval
 from .pixel_removal import ImagePerturbation
 from .repeated_words import RepeatedWords
+from .roles import CountedRoles
 from .vision_layers import ClsInfluence, Oversmoothing
 
 _TITLES = {
@@ -50,6 +52,11 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "retrieval",
         "Answers to texts with one or more passkeys (after LATIM, tables 5 and 6)",
         _tasks("passkey", "two-passkeys"),
+    ),
+    CountedRoles(
+        "roles",
+        "Tokens that ask, are matched and are answered, by role",
+        {name: RECIPES[name].task for group in CountedRoles.groups.values() for name in group},
     ),
 )
 

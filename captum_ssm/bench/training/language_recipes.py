@@ -103,6 +103,7 @@ _MAMBA, _MAMBA2 = ModelSize(), ModelSize("mamba2", state=32)
 _SMALL, _SMALL2 = ModelSize(layers=1, hidden=32), ModelSize("mamba2", layers=1, hidden=32)
 
 _DELTA = ModelSize("gated-deltanet", head_dim=32)
+_SMALL_DELTA = ModelSize("gated-deltanet", layers=1, hidden=32)
 
 #: By the name of the bundled model, those that learned the papers' tasks.
 LANGUAGE_RECIPES = {
@@ -138,5 +139,13 @@ FURTHER_RECIPES = {
     ),
     "translation-gated-deltanet": LanguageRecipe(
         NUMBER_WORDS, _DELTA, steps=(500,), lasting_from=0
+    ),
+}
+
+#: Those of further architectures that roles are counted on, and nothing else.
+ROLE_RECIPES = {
+    "passkey-gated-deltanet": LanguageRecipe(ONE_PASSKEY, _SMALL_DELTA, steps=(1000,)),
+    "two-passkeys-gated-deltanet": LanguageRecipe(
+        TWO_PASSKEYS, _SMALL_DELTA, steps=(2500,), learning_rate=4e-3
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import OptionError
 from .image_recipes import IMAGE_RECIPES
-from .language_recipes import FURTHER_RECIPES, LANGUAGE_RECIPES
+from .language_recipes import FURTHER_RECIPES, LANGUAGE_RECIPES, ROLE_RECIPES
 from .recipe import Recipe
 from .text_recipes import TEXT_RECIPES
 
@@ -12,6 +12,7 @@ from .text_recipes import TEXT_RECIPES
 RECIPES: dict[str, Recipe] = {
     **LANGUAGE_RECIPES,
     **FURTHER_RECIPES,
+    **ROLE_RECIPES,
     **IMAGE_RECIPES,
     **TEXT_RECIPES,
 }

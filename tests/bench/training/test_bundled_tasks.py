@@ -20,13 +20,14 @@ from captum_ssm.bench.tasks import LinkedTask, answer_accuracy, swap_check
 from captum_ssm.bench.training.language_recipes import (
     FURTHER_RECIPES,
     LANGUAGE_RECIPES,
+    ROLE_RECIPES,
     accuracy_by_length,
 )
 from captum_ssm.models.bundled import weights_of
 from captum_ssm.models.small import MODELS
 from captum_ssm.tracing import repaired_scans
 
-RECIPES = LANGUAGE_RECIPES | FURTHER_RECIPES
+RECIPES = LANGUAGE_RECIPES | FURTHER_RECIPES | ROLE_RECIPES
 #: Their recurrences know no mask, and read padding as if it were words.
 READ_PADDING = ("rwkv", "griffin")
 STATES = ("mamba", "mamba2", "bamba")
@@ -72,6 +73,8 @@ CARDS = {
     "pairs-bamba": Card(),
     "copying-bamba": Card(sequences=0.96, strayed=0.15, hardest=0.93, exchanged=24),
     "translation-gated-deltanet": Card(),
+    "passkey-gated-deltanet": Card(strayed=0.3),
+    "two-passkeys-gated-deltanet": Card(strayed=0.25),
 }
 
 

@@ -132,10 +132,21 @@ class LinkedQuestions:
             known = batch.gold()[0].any(-1)
             queries, tokens = batch.targets.queries, batch.targets.tokens
             chosen = rng.choice([i for i, query in enumerate(queries.tolist()) if known[query]])
-            end = int(queries[chosen]) + 1  # what follows the asking token is not read yet
-            found = _of_text(name, batch.input_ids[:, :end], (-1, int(tokens[chosen])), self._pools)
+            query = int(queries[chosen])
+            found = self.asked(name, batch.input_ids, query, int(tokens[chosen]))
             if int(found.movable.sum()) >= LEAST_MOVABLE:
-                return replace(found, gold=batch.gold()[0, end - 1, :end])
+                return replace(found, gold=batch.gold()[0, query, : query + 1])
+
+    def asked(self, name: str, ids: Tensor, query: int, token: int) -> Question:
+        """One answered word of a text; what follows the asking token is not read yet.
+
+        Args:
+            name: of the example.
+            ids: (1, L).
+            query: the position whose logits predict the word.
+            token: the word.
+        """
+        return _of_text(name, ids[:, : query + 1], (-1, token), self._pools)
 
 
 class RatedQuestions:
