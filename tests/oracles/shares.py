@@ -270,8 +270,8 @@ def rg_lru(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
     return _with_roles(factors), returned
 
 
-def rwkv4(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
-    """transformers' RwkvSelfAttention."""
+def rwkv4(module: Any, entering: Tensor, *, tangents: bool) -> tuple[Factors, Outer]:
+    """transformers' RwkvSelfAttention; its sigmoid follows its derivative, or is a coefficient."""
     before = F.pad(entering, (0, 0, 1, -1))
 
     def mixed(share: Tensor) -> Tensor:
@@ -292,7 +292,8 @@ def rwkv4(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
             out.append((weights * v[:, : i + 1]).sum(1) / weights.sum(1))
         return module.output(z * torch.stack(out, 1))
 
-    return _with_roles(factors), returned
+    given = _with_roles(factors)
+    return given if tangents else {**given, "z": (factors["z"].detach(), "none")}, returned
 
 
 def gla(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
@@ -342,5 +343,5 @@ def softmax_attention(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
 
 
 def _with_roles(factors: dict[str, Tensor]) -> Factors:
-    roles = {"v": "content", "z": "gate", "write": "key"}
+    roles = {"v": "content", "z": "gate", "write": "step"}
     return {name: (x, roles.get(name, name)) for name, x in factors.items()}

@@ -47,7 +47,12 @@ class DeltaRule(ChunkedHeads):
         True
     """
 
-    roles: Mapping[str, Role] = {"query": "query", "key": "key", "beta": "key", "log_decay": "step"}
+    roles: Mapping[str, Role] = {
+        "query": "query",
+        "key": "key",
+        "beta": "step",
+        "log_decay": "step",
+    }
 
     def __init__(
         self,
