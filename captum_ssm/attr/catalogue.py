@@ -29,7 +29,6 @@ _OF_EVERY_CALL = {
     "inputs",
     "target",
     "additional_forward_args",
-    "baselines",
     "per_token",
     "internal_batch_size",
     "memory_budget",
@@ -40,6 +39,7 @@ _OF_EVERY_CALL = {
 #: The words that an option takes, of whichever method; some take more than words.
 _WORDS: dict[str, Collection[str]] = {
     "aggregate": AGGREGATES,
+    "baselines": ("mean",),
     "clamp": CLAMPS,
     "components": PRESETS,
     "contrast": CONTRASTS,
@@ -126,8 +126,10 @@ class Entry(NamedTuple):
 
         Example:
             >>> from captum_ssm.attr.catalogue import METHODS
-            >>> [option.name for option in METHODS[0].options], METHODS[0].options[1].words
-            (['contrast', 'rule', 'zero_bias'], (None, 'frozen', 'half', 'equal', 'centred'))
+            >>> [option.name for option in METHODS[0].options]
+            ['contrast', 'rule', 'baselines', 'zero_bias']
+            >>> METHODS[0].options[1].words
+            (None, 'frozen', 'half', 'equal', 'centred')
         """
         accepted = inspect.signature(self.method.attribute).parameters.values()
         return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]

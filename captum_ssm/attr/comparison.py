@@ -58,7 +58,8 @@ def compare(
         methods: classes of this package or their names, made as
             ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
             forward_func, made on one that returns the logits; or instances, for methods with
-            arguments of their own.  A mapping gives them names of your choice.
+            arguments of their own.  A mapping gives them names of your choice, under which one
+            method may stand several times, with ``options`` of its own under each.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
             one such tensor.
         target: what is explained, in Captum's forms; see :meth:`MambaAttribution.attribute`.

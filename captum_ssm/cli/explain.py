@@ -24,8 +24,11 @@ with --hub a name on the Hugging Face hub.
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
+  captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
+#: The rules of LatimFlow, said again so that the command's help loads no torch.
+_RULES = ("frozen", "half", "equal", "centred")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
@@ -56,6 +59,19 @@ def add_to(commands: Any) -> None:
     inputs.add_argument("--file", nargs="+", type=Path, help="files that hold a text each")
     inputs.add_argument("--image", nargs="+", type=Path, help="image files")
     parser.add_argument("--method", nargs="+", metavar="M", help="see captum-ssm methods")
+    parser.add_argument(
+        "--rule",
+        nargs="+",
+        choices=_RULES,
+        help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
+        "centred what mattered; several are shown side by side; the method's own if left",
+    )
+    parser.add_argument(
+        "--baselines",
+        metavar="B",
+        help="what relevance by LatimFlow and MambaLRP is in comparison with: mean, or a number "
+        "for all features; what suits the rule if left",
+    )
     parser.add_argument(
         "--target",
         help="what is explained: a class's name or number, or the next token's text, or its id as "
@@ -109,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
         (['anna', 'owns', 'the'], ['LATIM Flow'])
     """
     from ..explain.loading import Source, load
-    from ..explain.methods import method_classes
+    from ..explain.methods import method_classes, under_rules
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
@@ -119,7 +135,9 @@ def run(options: argparse.Namespace) -> None:
     is_page = options.out.suffix.lower() == ".html"
     _check_maps(options, is_page)
     make_folder(options.out.parent)
-    methods = method_classes(options.method)
+    methods, their_options = under_rules(
+        method_classes(options.method), options.rule, options.baselines
+    )
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
     loaded = load(source).on(options.device, options.dtype)
     labels = loaded.labels
@@ -135,6 +153,7 @@ def run(options: argparse.Namespace) -> None:
         subject,
         read_examples(subject, inputs, target, None, None),
         methods,
+        their_options,
         matrices=maps if is_page else False,
         shown_layers=options.layers,
         accounts=options.out.suffix.lower() == ".json",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from ..attr import LatimFlow
 from ..attr.catalogue import DEFAULT, METHODS
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
+from ..linear import Rule
 
 
 def method_classes(names: list[str] | None) -> list[type[SSMAttribution]]:
@@ -35,6 +40,62 @@ def method_classes(names: list[str] | None) -> list[type[SSMAttribution]]:
                 "are."
             )
     return list(dict.fromkeys(known[name.lower()] for name in names))
+
+
+def under_rules(
+    methods: Sequence[type[SSMAttribution]],
+    rules: Sequence[Rule] | None,
+    baselines: str | None,
+) -> tuple[dict[str, type[SSMAttribution]], dict[str, dict[str, Any]]]:
+    """The methods by name, LatimFlow under each of several rules, and their options.
+
+    Args:
+        methods: the classes.
+        rules: the rules of LatimFlow; None for its own.
+        baselines: what methods that take baselines are given: ``"mean"`` or a number as text; None
+            for nothing.
+
+    Returns:
+        The classes and their options, as :func:`captum_ssm.compare` takes them.
+
+    Raises:
+        OptionError: when none of the methods takes what was given.
+
+    Example:
+        >>> from captum_ssm import LatimFlow
+        >>> from captum_ssm.explain.methods import under_rules
+        >>> named, options = under_rules([LatimFlow], ["frozen", "centred"], None)
+        >>> options
+        {'LATIM Flow, frozen': {'rule': 'frozen'}, 'LATIM Flow, centred': {'rule': 'centred'}}
+    """
+    named: dict[str, type[SSMAttribution]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        for rule in (rules or ()) if method is LatimFlow else ():
+            named[f"{method.get_name()}, {rule}"] = method
+            options[f"{method.get_name()}, {rule}"] = {"rule": rule}
+        if method is not LatimFlow or not rules:
+            named[method.get_name()] = method
+    if rules and LatimFlow not in methods:
+        raise OptionError("--rule is LatimFlow's. Name LatimFlow by --method, or leave it out.")
+    if baselines is not None:
+        taking = [name for name, method in named.items() if issubclass(method, LatimFlow)]
+        if not taking:
+            raise OptionError(
+                "--baselines is for LatimFlow and MambaLRP. Name one by --method, or leave it out."
+            )
+        for name in taking:
+            options.setdefault(name, {})["baselines"] = _baselines(baselines)
+    return named, options
+
+
+def _baselines(text: str) -> float | str:
+    if text == "mean":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"--baselines {text}: use mean, or a number such as 0.") from None
 
 
 def methods_table(markdown: bool = False) -> str:

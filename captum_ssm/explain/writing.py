@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._files import replacing, write_whole
 from ..errors import OptionError
-from ..viz import plot_image, plot_text
+from ..viz import plot_image, plot_roles, plot_text
 from ..viz.html.explanation import Explanation
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 #: What files end in, and what they hold.
-FORMATS = {".html": "a report", ".png": "a picture per example", ".json": "numbers"}
+FORMATS = {".html": "a report", ".png": "pictures of each example", ".json": "numbers"}
 
 
 def check_format(out: Path) -> None:
@@ -43,7 +46,9 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
     """Tokens, predictions and relevances of each example, in full precision.
 
     Where a method decomposes the output, ``accounts`` says what it is: the sum of all relevance,
-    ``bias``, what constants add, and ``delta``, what is missing.
+    ``bias``, what constants add, and ``delta``, what is missing; of ``bias``, ``references`` and
+    ``baselines`` are what a rule compares with. ``roles`` holds relevance by what tokens did, of
+    methods whose rule tells it.
 
     Args:
         found: the explanations.
@@ -68,6 +73,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
             "predictions": explanation.facts["predictions"],
             "tokens": explanation.tokens,
             "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
+            "roles": {m["name"]: m["roles"] for m in explanation.facts["methods"] if m["roles"]},
             "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},
         }
         for explanation in found
@@ -80,7 +86,9 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
 def write_pictures(
     found: Sequence[Explanation], images: Tensor | None, title: str, out: Path
 ) -> list[Path]:
-    """A picture of each example; from the second on, files are numbered.
+    """A picture of each example, and for texts one of each method's roles if its rule tells some.
+
+    From the second on, files are numbered.
 
     Args:
         found: the explanations.
@@ -89,22 +97,29 @@ def write_pictures(
         out: the first file.
 
     Returns:
-        The files, one for each explanation.
+        The files, in the order of the examples.
 
     Example:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from captum_ssm.explain.writing import write_pictures
         >>> from captum_ssm.viz.html.explanation import Explanation
-        >>> methods = [{"name": "LatimFlow", "values": [1.0, -0.5], "own": None}]
+        >>> roles = {"content": [0.0, -0.5], "key": [1.0, 0.0]}
+        >>> methods = [{"name": "flow", "values": [1.0, -0.5], "own": None, "roles": roles}]
         >>> facts = {"explained": "lamp", "methods": methods, "image": None}
         >>> found = [Explanation(facts, ["anna", "owns"], [], {})] * 2
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     paths = write_pictures(found, None, "recall-mamba", Path(folder, "owns.png"))
         >>> [path.name for path in paths]
-        ['owns.png', 'owns-2.png']
+        ['owns.png', 'owns-roles.png', 'owns-2.png', 'owns-2-roles.png']
     """
     paths = []
+
+    def write(figure: Figure, path: Path) -> None:
+        with replacing(path) as file:
+            figure.savefig(file, dpi=150)
+        paths.append(path)
+
     for number, explanation in enumerate(found):
         facts = explanation.facts
         heading = f"{title}: {facts['explained']} (purple is positive, brown negative)"
@@ -116,37 +131,53 @@ def write_pictures(
             cells = torch.tensor(facts["image"]["cells"])
             maps = {name: values[cells].view(*grid) for name, values in scores.items()}
             figure, _ = plot_image(images[number], maps, title=heading)
-        paths.append(out if number == 0 else out.with_stem(f"{out.stem}-{number + 1}"))
-        with replacing(paths[-1]) as file:
-            figure.savefig(file, dpi=150)
+        path = _numbered(out, number)
+        write(figure, path)
+        telling = [m for m in facts["methods"] if m["roles"]]
+        for place, method in enumerate(telling):
+            roles = {role: _filled(values) for role, values in method["roles"].items()}
+            heading = f"{method['name']}: {facts['explained']}"
+            figure, _ = plot_roles(explanation.tokens, roles, title=heading)
+            write(figure, _numbered(path.with_stem(f"{path.stem}-roles"), place))
     return paths
 
 
+def _numbered(path: Path, number: int) -> Path:
+    return path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
+
+
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """A method's most relevant tokens, in one line.
+    """A method's most relevant tokens in one line, and in a line for each role the first of it.
 
     Args:
         facts: of an example, with its ``tokens``.
-        method: of those facts, with its ``name``, its ``values``, one per token or None, and
-            ``own``, the token whose own entry is the identity, or None.
+        method: of those facts, with its ``name``, its ``values``, one per token or None, ``own``,
+            the token whose own entry is the identity, or None, and such values for its ``roles``.
         count: how many tokens at most. Default: 5.
 
     Returns:
-        The line; the tokens are sorted by absolute relevance.
+        The lines; the tokens are sorted by absolute relevance.
 
     Example:
         >>> from captum_ssm.explain.writing import largest
-        >>> method = {"name": "LatimFlow", "values": [0.5, -2.0], "own": None}
+        >>> method = {"name": "LatimFlow", "values": [0.5, -2.0], "own": None, "roles": {}}
         >>> largest({"tokens": ["anna", "owns"]}, method)
         '  LatimFlow: owns (-2, token 1), anna (+0.5, token 0)'
         >>> largest({"tokens": ["anna", "owns"]}, method | {"own": 1})
         '  LatimFlow (without the own entry of token 1, -2): anna (+0.5, token 0)'
+        >>> print(largest({"tokens": ["anna", "owns"]}, method | {"roles": {"key": [0.5, 0.0]}}))
+          LatimFlow: owns (-2, token 1), anna (+0.5, token 0)
+            key: anna (+0.5, token 0)
     """
-    scores = _scores(method)
-    best = scores.abs().topk(min(count, len(scores))).indices.tolist()
-    best = [i for i in best if i != method["own"]]
-    named = ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)
-    return f"  {_caption(method)}: {named}"
+
+    def first(scores: Tensor, count: int) -> str:
+        best = scores.abs().topk(min(count, len(scores))).indices.tolist()
+        best = [i for i in best if i != method["own"]]
+        return ", ".join(f"{facts['tokens'][i]} ({scores[i]:+.3g}, token {i})" for i in best)
+
+    lines = [f"  {_caption(method)}: {first(_scores(method), count)}"]
+    lines += [f"    {role}: {first(_filled(v), 1)}" for role, v in method["roles"].items()]
+    return "\n".join(lines)
 
 
 def _caption(method: Mapping[str, Any]) -> str:
@@ -159,7 +190,11 @@ def _caption(method: Mapping[str, Any]) -> str:
 
 def _scores(method: Mapping[str, Any]) -> Tensor:
     """Relevances (L,); tokens without one have zero, and so has the identity."""
-    values = [0.0 if value is None else value for value in method["values"]]
+    scores = _filled(method["values"])
     if method["own"] is not None:
-        values[method["own"]] = 0.0
-    return torch.tensor(values, dtype=torch.float64)
+        scores[method["own"]] = 0.0
+    return scores
+
+
+def _filled(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import logits_of
 from ..attr.engine.method import SSMAttribution
 from ..errors import InputError, OptionError
+from ..viz.html.parts import decomposition, roles_of, tells_roles
 from .applicability import obstacle
 from .dataset import Example
 from .features import BaseFeature, FeatureOutput
@@ -54,6 +56,8 @@ class VisualizationOutput(NamedTuple):
         predicted: the likeliest classes, likeliest first.
         active_index: the class that the relevance is of; None where it is of none.
         model_index: which of the models.
+        roles: of a text, the relevance of each word by what it did, from -100 to 100, where the
+            method's rule tells it; 100 is the largest of all roles. Default: empty.
     """
 
     feature_outputs: list[FeatureOutput]
@@ -61,6 +65,7 @@ class VisualizationOutput(NamedTuple):
     predicted: list[OutputScore]
     active_index: int | None
     model_index: int
+    roles: Mapping[str, list[float]] = MappingProxyType({})
 
 
 class AttributionCalculation:
@@ -176,6 +181,32 @@ class AttributionCalculation:
         )
         return tuple(tensor.detach() for tensor in as_tuple(found))
 
+    def roles(
+        self,
+        model: Any,
+        inputs: tuple[Tensor, ...],
+        additional: tuple[Any, ...],
+        target: Any,
+        name: str,
+        arguments: Mapping[str, Any],
+    ) -> dict[str, list[float]]:
+        """Relevance of the words of a text by role, in hundredths of the largest.
+
+        Args:
+            model, inputs, additional, target, name, arguments: as in :meth:`relevance`.
+        """
+        kind, chosen = ATTRIBUTION_NAMES_TO_METHODS[name], self._options(name, inputs, arguments)
+        if [feature.visualization_type() for feature in self.features] != ["text"]:
+            return {}
+        if not tells_roles(kind, chosen, inputs[0]):
+            return {}
+        asked = target if self.use_label_for_attr else None
+        given = inputs[0], asked, additional or None
+        method: Any = kind(model)
+        found = roles_of(decomposition(method, *given, options=chosen, roles=True))
+        end = max((float(x.abs().max()) for x in found.values()), default=1.0)
+        return {role: (x[0].double() / end * 100).tolist() for role, x in found.items()}
+
     def _options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -236,7 +267,7 @@ def explanation(
         return None
     if target is None and prediction.scores:
         target = prediction.scores[0].index
-    relevance = calculation.relevance(
+    asked = (
         model,
         inputs,
         example.additional,
@@ -244,6 +275,7 @@ def explanation(
         config.attribution_method,
         config.attribution_arguments,
     )
+    relevance = calculation.relevance(*asked)
     shares = shares_of(relevance)
     outputs = [
         feature.visualize(found, data, share)
@@ -251,7 +283,8 @@ def explanation(
             calculation.features, relevance, example.inputs, shares, strict=True
         )
     ]
-    return VisualizationOutput(outputs, actual, prediction.scores, target, model_index)
+    roles = calculation.roles(*asked)
+    return VisualizationOutput(outputs, actual, prediction.scores, target, model_index, roles)
 
 
 def shares_of(relevance: Sequence[Tensor]) -> list[float]:

@@ -12,7 +12,15 @@ import captum
 
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
-from .config import BoolConfig, Config, NumberConfig, StrConfig, StrEnumConfig, TupleConfig
+from .config import (
+    BaselinesConfig,
+    BoolConfig,
+    Config,
+    NumberConfig,
+    StrConfig,
+    StrEnumConfig,
+    TupleConfig,
+)
 from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
 
 #: How its page, which knows words and whole numbers alone, says yes, no and nothing.
@@ -114,7 +122,11 @@ def _reader(name: str, kind: Config) -> Callable[[Any], Any]:
             value = value == _YES
         if isinstance(kind, NumberConfig) and isinstance(value, str):
             value = float(value)
-        if isinstance(kind, StrEnumConfig) and value == _NOTHING and None in kind.limit:
+        if (
+            isinstance(kind, StrEnumConfig | BaselinesConfig)
+            and value == _NOTHING
+            and None in kind.limit
+        ):
             value = None
         return kind.parse(name, value)
 

@@ -1,7 +1,8 @@
 """What arguments of a method may be: each kind has a default, says what it is, and reads a value.
 
 The names are those of ``captum.insights.attr_vis.config``, so that a script that adds a method of
-its own to the tables still can; :class:`BoolConfig` and :class:`TupleConfig` are new.
+its own to the tables still can; :class:`BaselinesConfig`, :class:`BoolConfig` and
+:class:`TupleConfig` are new.
 """
 
 from __future__ import annotations
@@ -59,6 +60,23 @@ class StrEnumConfig(NamedTuple):
             raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
         chosen: str | None = value
         return chosen
+
+
+class BaselinesConfig(NamedTuple):
+    """What relevance by a method of this package is in comparison with.
+
+    Attributes:
+        value: the default. Default: None, what suits the method's rule.
+        limit: the words that the page offers. Default: None, the mean, and zero.
+    """
+
+    value: str | None = None
+    limit: Sequence[str | None] = (None, "mean", "0")
+    type: str = "enum"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """The word, or zero for its word. What a script passes is the method's to judge."""
+        return 0.0 if isinstance(value, str) and value == "0" else value
 
 
 class StrConfig(NamedTuple):
@@ -119,7 +137,7 @@ class TupleConfig(NamedTuple):
         return tuple(value)
 
 
-Config = NumberConfig | StrEnumConfig | StrConfig | BoolConfig | TupleConfig
+Config = NumberConfig | StrEnumConfig | BaselinesConfig | StrConfig | BoolConfig | TupleConfig
 
 
 class ConfigParameters(NamedTuple):

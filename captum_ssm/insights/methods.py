@@ -23,7 +23,15 @@ from captum.attr import (
 from torch import Tensor
 
 from ..attr.catalogue import METHODS, Option
-from .config import BoolConfig, Config, ConfigParameters, NumberConfig, StrEnumConfig, TupleConfig
+from .config import (
+    BaselinesConfig,
+    BoolConfig,
+    Config,
+    ConfigParameters,
+    NumberConfig,
+    StrEnumConfig,
+    TupleConfig,
+)
 
 #: In the order in which they are offered; the first that fits a model is the first it is shown by.
 SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = [
@@ -69,6 +77,8 @@ _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
 
 def _kind(option: Option) -> Config:
     """The kind of argument that an option of a method of this package is."""
+    if option.name == "baselines":
+        return BaselinesConfig(option.default)
     if option.words:
         return StrEnumConfig(option.default, option.words)
     if option.limits is not None:

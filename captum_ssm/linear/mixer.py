@@ -35,7 +35,7 @@ def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None
             v = _apply(operator.parts[place], v, mode, mask)
             mask = follow_mask(operator.parts[place], mask, {})
         return v
-    if isinstance(operator, Sum):
+    if isinstance(operator, Sum) and not operator.live:
         total = _apply(operator.parts[0], v, mode, mask)
         for part in operator.parts[1:]:
             total = total + _apply(part, v, mode, mask)

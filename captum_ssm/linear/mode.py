@@ -63,7 +63,7 @@ class Linearising(TorchFunctionMode):
         super().__init__()
         self.rule: Rule = rule
         self.by_role = by_role
-        self.labels = Labels()
+        self.labels = Labels(by_role)
         self.root: Tensor | None = None
         self.start: Tensor | None = None
         self.ledger = Ledger(where, constants)

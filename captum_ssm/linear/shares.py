@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,12 +19,19 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.coefficients import Gradients, follow_mask, live_coefficients, pullback
+from ..operators.coefficients import (
+    Back,
+    Gradients,
+    Moved,
+    follow_mask,
+    live_coefficients,
+    vjp,
+)
 from .constants import Ledger
 
 #: ``"frozen"``: content alone. ``"half"``: content and gates alike. ``"equal"``: content, gates,
-#: keys and queries alike. ``"centred"``: these, and steps, where keys, queries and steps count by
-#: what they are more than the average so far.
+#: keys and queries alike. ``"centred"``: these, and steps, where keys and queries count by what
+#: they are more than the average so far.
 Rule = Literal["frozen", "half", "equal", "centred"]
 
 
@@ -33,16 +40,16 @@ class Share:
     """What a role gets.
 
     Attributes:
-        reference: what its factors are compared with: nothing at all, or their mean over the tokens
-            up to each.
+        reference: what its factors are compared with: nothing at all, their mean over the tokens
+            up to each, or themselves, so that their derivative is that where they are.
         share: factor on the average derivative.
     """
 
-    reference: Literal["zero", "mean"]
+    reference: Literal["zero", "mean", "own"]
     share: float
 
 
-_ALL, _ABOVE_MEAN = Share("zero", 1.0), Share("mean", 0.5)
+_ALL, _ABOVE_MEAN, _AS_IT_IS = Share("zero", 1.0), Share("mean", 0.5), Share("own", 0.5)
 
 #: The family: what each role gets, by rule; those that are not named get nothing.
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
@@ -54,7 +61,7 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
         "gate": _ALL,
         "key": _ABOVE_MEAN,
         "query": _ABOVE_MEAN,
-        "step": _ABOVE_MEAN,
+        "step": _AS_IT_IS,
     },
 }
 
@@ -67,12 +74,16 @@ class Labels:
 
     A path from the output to the input is labelled by the first factor other than content that it
     takes; one that takes none is content.  What passes no mixer is content, too.
+
+    Args:
+        several: whether there will be several passes, each of one label.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool) -> None:
+        self.several = several
         self.label: Role | None = None
-        #: The gradients that have come down to mixers by content alone.
-        self.unlabelled: dict[object, Tensor] = {}
+        #: By label, the gradients of factors at which paths take it, having come by content alone.
+        self.begun: dict[Role, dict[tuple[Operator, str], Tensor]] = {}
 
     @contextmanager
     def only(self, label: Role) -> Iterator[None]:
@@ -141,48 +152,57 @@ class _Outer:
     ledger: Ledger
     labels: Labels
     mask: Tensor | None
+    _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors along the paths of the present label."""
-        label, labels = self.labels.label, self.labels
-        if label == "content":
-            labels.unlabelled[self] = gradient
-            of_values, _ = self.averaged(x, gradient)
-            return of_values, [torch.zeros_like(leaf.live[name]) for leaf, name in self.chosen]
+        label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
+        if label == "content":
+            for (leaf, name), of_factor in zip(self.chosen, found, strict=True):
+                begun.setdefault(leaf.roles[name], {})[leaf, name] = of_factor
+            return of_values, [torch.zeros_like(of_factor) for of_factor in found]
         if label is not None:
-            _, begun = self.averaged(x, labels.unlabelled[self])
-            for i, (leaf, name) in enumerate(self.chosen):
-                if leaf.roles[name] == label:
-                    found[i] = found[i] + begun[i]
+            for i, key in enumerate(self.chosen):
+                if key in begun[label]:
+                    found[i] = found[i] + begun[label].pop(key)
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors."""
-        shares = FAMILY[self.rule]
-        masks: dict[Operator, Tensor | None] = {}
-        follow_mask(self.operator, self.mask, masks)
-        references = [self._reference(leaf, name, masks[leaf]) for leaf, name in self.chosen]
-        of_values, found = torch.zeros_like(x), list[Tensor | None]([None] * len(self.chosen))
-        for node in _NODES:
-            moved: dict[Operator, dict[str, Tensor]] = {}
-            for (leaf, name), start in zip(self.chosen, references, strict=True):
-                moved.setdefault(leaf, {})[name] = torch.lerp(start, leaf.tensors()[name], node)
-            here = {leaf: leaf.at(coefficients) for leaf, coefficients in moved.items()}
-            at_node: Gradients = {}
-            of_values += pullback(self.operator, node * x, gradient, here, at_node, node)
-            for i, (leaf, name) in enumerate(self.chosen):
-                part, before = at_node[leaf][name], found[i]
-                found[i] = part if before is None else before + part
+        shares, found = FAMILY[self.rule], Gradients()
+        stack = gradient.expand(len(_NODES), *gradient.shape)
+        of_values = self._back(x)(stack, found).sum(0)
         weights = [shares[leaf.roles[name]].share / len(_NODES) for leaf, name in self.chosen]
-        gradients = [w * x for w, x in zip(weights, found, strict=True) if x is not None]
+        gradients = [w * found[leaf][n] for w, (leaf, n) in zip(weights, self.chosen, strict=True)]
         return of_values * (shares["content"].share / len(_NODES)), gradients
 
-    def _reference(self, leaf: Operator, name: str, mask: Tensor | None) -> Tensor:
-        coefficient = leaf.tensors()[name]
-        if FAMILY[self.rule][leaf.roles[name]].reference == "zero":
-            return torch.zeros_like(coefficient)
-        return running_mean(coefficient, mask)
+    def _back(self, x: Tensor) -> Back:
+        """How gradients go back at the nodes, found once for several passes."""
+        if self._known:
+            return self._known[0]
+        nodes = x.new_tensor(_NODES).view(-1, *(1,) * x.dim())
+        _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
+        if self.labels.several:
+            self._known.append(back)
+        return back
+
+    def _moved(self, nodes: Tensor) -> Moved:
+        """The factors at the nodes; those that are their own reference stay where they are."""
+        masks: dict[Operator, Tensor | None] = {}
+        follow_mask(self.operator, self.mask, masks)
+        moved: dict[Operator, dict[str, Tensor]] = {}
+        for leaf, name in self.chosen:
+            reference = FAMILY[self.rule][leaf.roles[name]].reference
+            if reference == "own":
+                continue
+            factor = leaf.live[name].detach()
+            at = nodes.view(-1, *(1,) * factor.dim())
+            start = torch.zeros_like(factor)
+            if reference == "mean":
+                start = running_mean(factor, masks[leaf])
+            moved.setdefault(leaf, {})[name] = torch.lerp(start, factor, at)
+        return moved
 
 
 class _Averaged(torch.autograd.Function):
@@ -205,7 +225,7 @@ class _Averaged(torch.autograd.Function):
         batch = len(out)
         rest = _by_example(gradient * out, batch) - _by_example(of_values * x, batch)
         for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
-            rest = rest - _by_example(found * leaf.tensors()[name], batch)
+            rest = rest - _by_example(found * leaf.live[name].detach(), batch)
         outer.ledger.write_rest(rest)
         return None, of_values, *of_sources
 

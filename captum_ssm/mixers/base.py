@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
+from ..operators.coefficients import live_coefficients
 from ..operators.kernels.arithmetic import all_finite
 from .parts.token_map import TokenMap
 
@@ -153,9 +154,8 @@ class LinearMixer:
         those that are a ``"key"``, ``"query"``, ``"gate"`` or ``"step"``.
         """
         found: dict[str, list[Tensor]] = {"content": [self.values]}
-        for leaf in self.operator.leaves():
-            for name, coefficient in leaf.live.items():
-                found.setdefault(leaf.roles[name], []).append(coefficient)
+        for (holder, name), coefficient in live_coefficients(self.operator).items():
+            found.setdefault(holder.roles[name], []).append(coefficient)
         return found
 
     def output(self) -> Tensor:

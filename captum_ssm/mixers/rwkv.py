@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import Chain, Diagonal, Shape, wkv
+from ..operators import WKV, Chain, Diagonal, Shape
 from .base import Call, LinearMixer
 from .parts.common import as_heads, run, working_dtype
 
@@ -44,6 +44,6 @@ def rwkv4(module: Any, call: Call) -> LinearMixer:
     gate = torch.sigmoid(run(module.receptance, shifted(module.time_mix_receptance)))
     operator = Chain(
         Diagonal(as_heads(gate), Shape(*values.shape), "gate"),
-        wkv(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key)),
+        WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key)),
     )
     return LinearMixer(values, operator, lambda y: run(module.output, y.flatten(2)))

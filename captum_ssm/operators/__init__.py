@@ -15,7 +15,7 @@ from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
 from .recurrences.delta_rule import DeltaRule
-from .recurrences.elementwise import ElementwiseRecurrence, wkv
+from .recurrences.elementwise import WKV, ElementwiseRecurrence
 from .recurrences.scalar_decay import ScalarDecayHeads
 from .recurrences.selective_scan import SelectiveScan
 from .recurrences.vector_decay import VectorDecayHeads
@@ -23,6 +23,7 @@ from .reduction import Reduce, discard_smallest
 from .reorder import Permute
 
 __all__ = [
+    "WKV",
     "Chain",
     "DeltaRule",
     "DenseHeads",
@@ -41,5 +42,4 @@ __all__ = [
     "Sum",
     "VectorDecayHeads",
     "discard_smallest",
-    "wkv",
 ]

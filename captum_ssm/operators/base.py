@@ -32,7 +32,7 @@ Everything in :class:`Operator` follows from :meth:`Operator.apply` and its adjo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -54,6 +54,8 @@ COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
 #: What a factor of a mixer does: what is moved, what it is matched by, what asks, how much is let
 #: through, and how far a state moves on.
 Role = Literal["content", "key", "query", "gate", "step"]
+#: From the gradient of outputs to those of values and coefficients, by name.
+Pull = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Shape(NamedTuple):
@@ -212,6 +214,19 @@ class Operator:
         if self.roles:
             raise NotImplementedError
         return self.transpose(gradient), {}
+
+    def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
+        """What becomes of a stack of values, and how the gradient of that goes back.
+
+        Args:
+            values: (S, B, L, H, P).
+            coefficients: by name (S, B, ...), in place of some that have roles; no steps.
+
+        Returns:
+            alpha v, and a function from its gradient to that of the values, and those of the
+            coefficients that have roles: the sums over the stack, by name.
+        """
+        return generic.vjp(self, values, coefficients)
 
     # --- how tokens are mixed --------------------------------------------------------------
 

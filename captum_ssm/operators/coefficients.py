@@ -8,24 +8,30 @@ moved, the values (content).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from .base import Operator, Role
+from .base import Operator, Pull, Role
 from .chain import Chain
-from .combine import DirectSum, Sum
+from .combine import Composite, DirectSum, Sum
+from .kernels.arithmetic import sum_tensors
 from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
-#: Gradients of the coefficients of leaves, by name.
+#: Coefficients of parts, or their gradients, by name.
+Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
+#: From the gradient of outputs to that of values; gradients of coefficients are added to the second
+#: argument.
+Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """The coefficients that came with their graph, by the leaf and the name there.
+    """The coefficients that came with their graph, by who holds them and the name there.
 
     Args:
         operator: chains and sums of any depth.
@@ -40,7 +46,18 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
         >>> [name for _, name in live_coefficients(Chain(gate, skip))]
         ['weight']
     """
-    return {(leaf, name): x for leaf in operator.leaves() for name, x in leaf.live.items()}
+    return {(holder, name): x for holder in _holders(operator) for name, x in holder.live.items()}
+
+
+def _holders(operator: Operator) -> Iterator[Operator]:
+    """The parts that hold coefficients of their own: leaves, and sums that are more than that."""
+    if isinstance(operator, Composite) and not operator.roles:
+        for part in operator.parts:
+            yield from _holders(part)
+    elif isinstance(operator, Windowed):
+        yield from _holders(operator.inner)
+    else:
+        yield operator
 
 
 def follow_mask(
@@ -51,8 +68,9 @@ def follow_mask(
     Args:
         operator: chains and sums of any depth.
         mask: True for real tokens (B, L) in the order in which it is given them; None if all are.
-        found: takes up the masks of leaves.
+        found: takes up the masks of parts.
     """
+    found[operator] = mask
     if isinstance(operator, Chain):
         for part in operator.parts[::-1]:
             mask = follow_mask(part, mask, found)
@@ -65,78 +83,68 @@ def follow_mask(
     if isinstance(operator, Windowed):
         follow_mask(operator.inner, operator.windows.mask(mask, operator.shape.batch), found)
         return mask
-    found[operator] = mask
     if isinstance(operator, Permute) and mask is not None:
         return mask.index_select(1, operator.order)
     return mask
 
 
-def pullback(
-    operator: Operator,
-    values: Tensor,
-    gradient: Tensor,
-    at: Mapping[Operator, Operator],
-    found: Gradients,
-    offset: float = 1.0,
-) -> Tensor:
-    """The gradient of values and of live coefficients, given that of what becomes of the values.
+def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tuple[Tensor, Back]:
+    """What becomes of a stack of values, and how the gradient of that goes back.
 
     Args:
         operator: chains and sums of any depth.
-        values: what it acts on, (B, L, H, P).
-        gradient: that of its outputs, (B, L, H, P).
-        at: operators that stand in the place of leaves, such as ones with other coefficients.
-        found: takes up the gradients of the coefficients of leaves that have live ones.
-        offset: factor on the constants that operators add inside. Default: 1.0.
+        values: what it acts on, (S, B, L, H, P).
+        moved: coefficients (S, B, ...) of parts in place of their own ones, for each of the stack.
+        offset: factors (S, 1, 1, 1, 1) on the constants that operators add inside.
 
     Returns:
-        The gradient of the values.
+        What becomes of the values, and a function: given its gradient, it returns that of the
+        values, and adds to its second argument those of live coefficients, summed over the stack.
     """
+    if operator.live:
+        out, back = operator.vjp(values, moved.get(operator, {}))
+        return _with_constant(operator, out, offset), partial(_noted, operator, back)
     if isinstance(operator, Chain):
-        inputs = [values]
-        for part in operator.parts[:0:-1]:
-            inputs.append(_applied(part, inputs[-1], at, offset))
-        for part in operator.parts:
-            gradient = pullback(part, inputs.pop(), gradient, at, found, offset)
-        return gradient
+        backs = []
+        for part in operator.parts[::-1]:
+            values, one = vjp(part, values, moved, offset)
+            backs.append(one)
+        return values, lambda gradient, found: reduce(
+            lambda g, f: f(g, found), backs[::-1], gradient
+        )
     if isinstance(operator, Sum):
-        terms = [pullback(p, values, gradient, at, found, offset) for p in operator.parts]
-        return torch.stack(terms).sum(0)
+        outs, each = zip(*(vjp(p, values, moved, offset) for p in operator.parts), strict=True)
+        return sum_tensors(outs), lambda gradient, found: sum_tensors(
+            f(gradient, found) for f in each
+        )
     if isinstance(operator, DirectSum):
         heads = [part.shape.heads for part in operator.parts]
-        shares = (torch.split(x, heads, -2) for x in (values, gradient))
-        parts = zip(operator.parts, *shares, strict=True)
-        return torch.cat([pullback(p, v, g, at, found, offset) for p, v, g in parts], -2)
+        shares = zip(operator.parts, torch.split(values, heads, -2), strict=True)
+        outs, each = zip(*(vjp(p, v, moved, offset) for p, v in shares), strict=True)
+
+        def side_by_side(gradient: Tensor, found: Gradients) -> Tensor:
+            cut = torch.split(gradient, heads, -2)
+            return torch.cat([f(g, found) for f, g in zip(each, cut, strict=True)], -2)
+
+        return torch.cat(outs, -2), side_by_side
     if isinstance(operator, Windowed):
-        cut = operator.entering(values, offset), operator.windows.cut(gradient)
-        return operator.windows.merge(pullback(operator.inner, *cut, at, found, offset))
-    here = at.get(operator, operator)
-    if not operator.live:
-        return here.transpose(gradient)
-    of_values, of_coefficients = here.backward(values, gradient)
+        windows, cut = operator.windows, operator.entering(values, offset)
+        out, inside = vjp(operator.inner, cut, moved, offset)
+        return windows.merge(out), lambda gradient, found: windows.merge(
+            inside(windows.cut(gradient), found)
+        )
+    out = _with_constant(operator, operator.apply(values), offset)
+    return out, lambda gradient, _: operator.transpose(gradient)
+
+
+def _noted(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
+    of_values, of_coefficients = back(gradient)
     mine = found.setdefault(operator, {})
     for name, x in of_coefficients.items():
         mine[name] = mine[name] + x if name in mine else x
     return of_values
 
 
-def _applied(
-    operator: Operator, values: Tensor, at: Mapping[Operator, Operator], offset: float
-) -> Tensor:
-    """What becomes of the values."""
-    if isinstance(operator, Chain):
-        for part in operator.parts[::-1]:
-            values = _applied(part, values, at, offset)
-        return values
-    if isinstance(operator, Sum):
-        return torch.stack([_applied(p, values, at, offset) for p in operator.parts]).sum(0)
-    if isinstance(operator, DirectSum):
-        heads = [part.shape.heads for part in operator.parts]
-        parts = zip(operator.parts, torch.split(values, heads, -2), strict=True)
-        return torch.cat([_applied(p, v, at, offset) for p, v in parts], -2)
-    if isinstance(operator, Windowed):
-        inside = _applied(operator.inner, operator.entering(values, offset), at, offset)
-        return operator.windows.merge(inside)
-    here = at.get(operator, operator)
-    out, constant = here.apply(values), here.offset()
-    return out if constant is None else out + offset * constant
+def _with_constant(operator: Operator, out: Tensor, factor: Tensor) -> Tensor:
+    constant = operator.offset()
+    return out if constant is None else out + factor * constant

@@ -7,13 +7,14 @@ to them, in float64.  Shapes are those of :mod:`.base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted
 from .kernels.portions import Stream, evenly, parts
 from .kernels.rows import (
@@ -28,7 +29,7 @@ from .kernels.rows import (
 from .reduction import Reduce, by_channel, by_head, goes_by_channel, reduce_channels
 
 if TYPE_CHECKING:
-    from .base import Operator
+    from .base import Operator, Pull
 
 # --- the adjoint -------------------------------------------------------------------------------
 
@@ -42,6 +43,23 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
             return torch.zeros_like(u)
         (result,) = torch.autograd.grad(out, v, u.clone())
     return result
+
+
+def vjp(
+    operator: Operator, values: Tensor, coefficients: Mapping[str, Tensor]
+) -> tuple[Tensor, Pull]:
+    """The map of a stack of values and coefficients, and its gradients, one after the other."""
+    each = [operator] * len(values)
+    if coefficients:
+        stack = range(len(values))
+        each = [operator.at({name: x[i] for name, x in coefficients.items()}) for i in stack]
+
+    def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        calls = zip(each, values, gradient, strict=True)
+        of_values, found = zip(*(one.backward(v, g) for one, v, g in calls), strict=True)
+        return torch.stack(of_values), {n: sum_tensors(f[n] for f in found) for n in found[0]}
+
+    return torch.stack([one.apply(v) for one, v in zip(each, values, strict=True)]), pull
 
 
 # --- rows: the adjoint of unit vectors ---------------------------------------------------------

@@ -260,12 +260,12 @@ class Windowed(Operator):
     def apply(self, v: Tensor) -> Tensor:
         return self.windows.merge(self.inner.apply(self.windows.cut(v)))
 
-    def entering(self, v: Tensor, factor: float) -> Tensor:
+    def entering(self, v: Tensor, factor: Tensor) -> Tensor:
         """What ``inner`` is given.
 
         Args:
-            v: values (B, L, H, P).
-            factor: on what is in places that hold no token.
+            v: values (S, B, L, H, P).
+            factor: on what is in places that hold no token, (S, 1, 1, 1, 1).
         """
         cut = self.windows.cut(v)
         return cut if self._padding is None else cut + factor * self._padding

@@ -7,6 +7,7 @@ from .intervals import plot_intervals
 from .layers import plot_decomposition_errors, plot_layers
 from .matrices import plot_channels, plot_depths, plot_matrices
 from .overlay import plot_image
+from .roles import plot_roles
 from .sources import plot_contributions
 from .text import plot_text
 
@@ -24,6 +25,7 @@ __all__ = [
     "plot_layers",
     "plot_matrices",
     "plot_perturbed",
+    "plot_roles",
     "plot_text",
     "report",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Characters per line, and the size of a character cell in inches.
-_LINE = 84
-_CELL = (0.098, 0.32)
+LINE = 84
+CELL = (0.098, 0.32)
 
 
 def plot_text(
@@ -24,15 +25,17 @@ def plot_text(
     relevance: Tensor | Mapping[str, Tensor],
     *,
     marked: Sequence[int] = (),
+    one_scale: bool = False,
     title: str | None = None,
 ) -> tuple[Figure, Any]:
     """Draw the tokens of a text on a background coloured by their relevance.
 
     Args:
         tokens: the tokens, in reading order.
-        relevance: one number per token (L,), or several such by name, drawn one below another;
-            each has a colour scale of its own.
+        relevance: one number per token (L,), or several such by name, drawn one below another.
         marked: positions to frame, for example the known evidence. Default: none.
+        one_scale: one colour scale for all, for relevances of one unit, such as those of the roles
+            of a decomposition. Default: False, each has its own.
         title: a heading. Default: None.
 
     Returns:
@@ -50,18 +53,15 @@ def plot_text(
         'rollout   (strongest: 0.9)'
     """
     rows = by_name(relevance, "relevance")
-    names = [cut(token, _LINE // 2) for token in tokens]
-    places, lines = _wrap([width(name) for name in names])
-    high = (lines * _CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
-    figure, axes = new_figure(_LINE * _CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
-    for axis, (name, values) in zip(axes[:, 0], rows.items(), strict=True):
-        scores = numbers(values, "relevance").flatten()
-        if len(scores) != len(names):
-            raise InputError(
-                f"relevance {name!r} has {len(scores)} numbers for {len(names)} tokens."
-            )
-        _draw(axis, names, places, scores, set(marked))
-        axis.set(xlim=(0, _LINE), ylim=(lines, 0))
+    names = [cut(token, LINE // 2) for token in tokens]
+    places, lines = wrap([width(name) for name in names])
+    high = (lines * CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
+    figure, axes = new_figure(LINE * CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
+    found = {name: of_tokens(values, "relevance", name, names) for name, values in rows.items()}
+    together = scale(torch.cat(list(found.values()))) if one_scale else None
+    for axis, (name, scores) in zip(axes[:, 0], found.items(), strict=True):
+        _draw(axis, names, places, scores, together or scale(scores), set(marked))
+        axis.set(xlim=(0, LINE), ylim=(lines, 0))
         heading = f"{shown(name)}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)
         axis.axis("off")
@@ -70,17 +70,33 @@ def plot_text(
     return figure, axes[:, 0]
 
 
+def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
+    """One number per token (L,), or an error that names the relevance.
+
+    Args:
+        values: the numbers.
+        what: what they are, to begin the messages of errors with.
+        name: which of several.
+        tokens: the tokens.
+    """
+    scores = numbers(values, what).flatten()
+    if len(scores) != len(tokens):
+        raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")
+    return scores
+
+
 def _draw(
     axis: Any,
     names: Sequence[str],
     places: Sequence[tuple[int, float]],
     scores: Tensor,
+    limits: tuple[str, float, float],
     marked: Collection[int],
 ) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    colour_map, low, high = scale(scores)
+    colour_map, low, high = limits
     for i, (name, (line, column), score) in enumerate(
         zip(names, places, scores.tolist(), strict=True)
     ):
@@ -106,13 +122,13 @@ def _is_dark(colour: Sequence[float]) -> bool:
     return sum(c * w for c, w in zip(colour, (0.3, 0.59, 0.11), strict=False)) < 0.45
 
 
-def _wrap(widths: Sequence[int]) -> tuple[list[tuple[int, float]], int]:
+def wrap(widths: Sequence[int]) -> tuple[list[tuple[int, float]], int]:
     """Line and column of every label, and the number of lines."""
     places: list[tuple[int, float]] = []
     line, column = 0, 0.0
     for cells in widths:
         wanted = cells + 1.2
-        if column > 0 and column + wanted > _LINE:
+        if column > 0 and column + wanted > LINE:
             line, column = line + 1, 0.0
         places.append((line, column))
         column += wanted

@@ -11,8 +11,8 @@ import captum_ssm
 from captum_ssm.attr.catalogue import DEFAULT, METHODS, Cost, Entry
 
 OPTIONS = {
-    "LatimFlow": {"contrast": None, "rule": None, "zero_bias": False},
-    "MambaLRP": {"contrast": None, "rule": None, "zero_bias": False},
+    "LatimFlow": {"contrast": None, "rule": None, "baselines": None, "zero_bias": False},
+    "MambaLRP": {"contrast": None, "rule": None, "baselines": None, "zero_bias": False},
     "ImplicitAttentionRollout": {
         "query": None,
         "components": "unified",
@@ -56,6 +56,7 @@ OPTIONS = {
 #: Those whose default is to say nothing may be left out in words, too.
 WORDS = {
     "aggregate": ("rollout", "mean"),
+    "baselines": (None, "mean"),
     "clamp": ("relu", "abs", "none"),
     "components": ("s6", "unified", "exact"),
     "contrast": (None, "mean", "others", "all"),

@@ -50,6 +50,16 @@ def test_as_the_single_calls(name, monkeypatch):
         close(found[method.get_name()], alone)
 
 
+def test_one_method_under_two_rules():
+    model, ids = mamba_lm(), token_ids(2, 9)
+    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
+    for methods in ({"content": LatimFlow, "cause": LatimFlow}, dict.fromkeys(rules, "LatimFlow")):
+        found = compare(model, methods, ids, (-1, 4), options=rules)
+        for name, options in rules.items():
+            close(found[name], LatimFlow(model).attribute(ids, (-1, 4), **options))
+    assert not torch.allclose(found["content"], found["cause"], rtol=0.1)
+
+
 @pytest.mark.parametrize("per_token", [True, False])
 def test_images(per_token):
     model, pictures = vision("middle"), images(2)

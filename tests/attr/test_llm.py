@@ -20,6 +20,7 @@ from captum_ssm import (
     MambaLRP,
     SSMLLMAttribution,
 )
+from captum_ssm.linear import FAMILY
 from captum_ssm.models import load_bundled
 
 METHODS = [
@@ -31,6 +32,8 @@ METHODS = [
     LatimFlow,
     MambaLRP,
 ]
+#: By which relevance stays as it is when a text goes on: it is in comparison with no mean.
+FIXED = {LatimFlow: {"rule": "frozen"}}
 MODELS = {
     "mamba": mamba_lm,
     "mamba2": lambda: mamba2.make_model("mamba2"),
@@ -83,11 +86,12 @@ def check(result, rows, columns, tolerance=1e-5):
 def test_rows_are_those_of_the_method_from_one_forward_run(method, model):
     model, tokenizer, runs = MODELS[model](), language.word_tokenizer(), []
     handle = model.register_forward_hook(lambda *_: runs.append(1))
-    result = SSMLLMAttribution(method(model), tokenizer).attribute(PROMPT, TEXT)
+    options = FIXED.get(method, {})
+    result = SSMLLMAttribution(method(model), tokenizer).attribute(PROMPT, TEXT, **options)
     handle.remove()
     assert len(runs) == 1
     prompt, text = ids_of(tokenizer)
-    check(result, rows_of(method(model), prompt, text), prompt.shape[1])
+    check(result, rows_of(method(model), prompt, text, **options), prompt.shape[1])
     assert result.input_tokens == ["<s>", *PROMPT.split()]
     assert result.output_tokens == TEXT.split()
 
@@ -102,12 +106,56 @@ def test_the_numbers_are_exactly_those_of_the_sequence_that_is_read(method):
     assert oracles.relative_error(result.token_attr[-1:], row[:, : prompt.shape[1]]) <= 1e-6
 
 
+BASELINES = {
+    "none": lambda model, ids: None,
+    "zero": lambda model, ids: 0.0,
+    "mean": lambda model, ids: "mean",
+    "ids": lambda model, ids: torch.full_like(ids, 3),
+    "embeddings": lambda model, ids: 0.1 * torch.randn(*ids.shape, model.config.hidden_size),
+}
+
+
+@pytest.mark.parametrize("rule", [*FAMILY, None])
+@pytest.mark.parametrize("baselines", BASELINES)
+def test_rules_and_baselines_are_those_of_the_method(rule, baselines):
+    model, tokenizer = mamba_lm(), language.word_tokenizer()
+    prompt, text = ids_of(tokenizer)
+    length = prompt.shape[1]
+    read = torch.cat([prompt[0], text[:-1]])[None]
+    options = {"rule": rule, "baselines": BASELINES[baselines](model, read)}
+    result = explainer(model, LatimFlow).attribute(PROMPT, TEXT, **options)
+    rows = torch.cat(
+        [
+            LatimFlow(model).attribute(read, target=(length - 1 + i, int(token)), **options)
+            for i, token in enumerate(text)
+        ]
+    )
+    check(result, torch.nn.functional.pad(rows, (0, 1)), length)
+
+
+def test_rules_divide_what_a_model_generates():
+    """The text is found first, and then explained by the rule."""
+    model, vocabulary = load_bundled()
+    prompt = "anna owns the lamp . ? anna owns the"
+    explain = SSMLLMAttribution(LatimFlow(model), vocabulary)
+    gen_args = {"max_new_tokens": 2, "do_sample": False}
+    content = explain.attribute(prompt, gen_args=gen_args, rule="frozen")
+    cause = explain.attribute(prompt, gen_args=gen_args, rule="centred", baselines=0.0)
+    assert content.output_tokens == cause.output_tokens and cause.output_tokens[0] == "lamp"
+    ids = torch.tensor([vocabulary.encode(f"{prompt} lamp")])
+    target = (-2, vocabulary.id_of("lamp"))
+    direct = LatimFlow(model).attribute(ids, target=target, rule="centred", baselines=0.0)
+    assert oracles.relative_error(cause.token_attr[0], direct[0, :-1]) <= 1e-5
+    asking = prompt.split().index("anna", 2)
+    assert cause.token_attr[0, asking] > 5 * content.token_attr[0, asking].abs()
+
+
 @pytest.mark.parametrize("text", ["lamp", "lamp the"])
 def test_short_sequences(text):
     model, tokenizer = mamba_lm(), language.word_tokenizer()
     prompt, ids = ids_of(tokenizer, "", text)
-    result = explainer(model, LatimFlow).attribute("", text)  # <s> alone
-    check(result, rows_of(LatimFlow(model), prompt, ids), 1)
+    result = explainer(model, LatimFlow).attribute("", text, rule="frozen")  # <s> alone
+    check(result, rows_of(LatimFlow(model), prompt, ids, rule="frozen"), 1)
 
 
 def test_relevance_and_biases_make_the_logits():
@@ -280,7 +328,8 @@ def test_models_of_mamba_ssm(mamba_ssm):
     model, tokenizer = randomise(mamba_ssm.make_lm(6)), language.word_tokenizer()
     prompt, text = ids_of(tokenizer)
     explain = SSMLLMAttribution(LatimFlow(model), tokenizer)
-    check(explain.attribute(PROMPT, TEXT), rows_of(LatimFlow(model), prompt, text), len(prompt[0]))
+    found = explain.attribute(PROMPT, TEXT, rule="frozen")
+    check(found, rows_of(LatimFlow(model), prompt, text, rule="frozen"), len(prompt[0]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -294,13 +343,14 @@ def test_virtual_tokens_move_no_position(method):
     tokenizer = language.word_tokenizer()
     model = mamba_lm(vocab_size=len(tokenizer))
     tuned = peft.get_peft_model(model, config).eval()
-    found = SSMLLMAttribution(method(tuned), tokenizer).attribute(PROMPT, target=TEXT)
+    options = FIXED.get(method, {})
+    found = SSMLLMAttribution(method(tuned), tokenizer).attribute(PROMPT, target=TEXT, **options)
     prompt, text = ids_of(tokenizer)
     embedded = model.get_input_embeddings()(torch.cat([prompt[0], text[:-1]])[None])
     whole = torch.cat([tuned.get_prompt(batch_size=1), embedded], 1).detach()
     length = prompt.shape[1]
     for i, token in enumerate(text.tolist()):
         target = 3 + length - 1 + i, token
-        row = method(model).attribute(whole, target=target, per_token=True)[0, 3:]
+        row = method(model).attribute(whole, target=target, per_token=True, **options)[0, 3:]
         torch.testing.assert_close(found.token_attr[i], row[:length], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.generated_attr[i, :-1], row[length:], rtol=1e-4, atol=1e-5)

@@ -22,7 +22,7 @@ from helpers.insights_examples import (
 )
 from zoo.small import VOCABULARY, mamba_lm
 
-from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
+from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.insights.calculation import AttributionCalculation
 
 pytestmark = pytest.mark.browser
@@ -131,9 +131,10 @@ def pressed(page: Page) -> list[str]:
 def prompts(words: list[str], *ids: list[int]) -> AttributionVisualizer:
     model = mamba_lm(vocab_size=len(words))
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    return AttributionVisualizer(
-        model, words, feature, [Batch(torch.tensor([row]), None) for row in ids], softmax
-    )
+    batches = [Batch(torch.tensor([row]), None) for row in ids]
+    visualizer = AttributionVisualizer(model, words, feature, batches, softmax)
+    visualizer.config = FilterConfig("LATIM Flow", {"rule": "frozen"})  # which tells no roles
+    return visualizer
 
 
 # --- loading -------------------------------------------------------------------------------------

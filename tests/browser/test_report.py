@@ -19,6 +19,7 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, re
 pytestmark = pytest.mark.browser
 
 METHODS = [LatimFlow, MambaAttribution, ImplicitAttentionRollout]
+WITHOUT_ROLES = {LatimFlow.get_name(): {"rule": "frozen"}}
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -74,7 +75,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     names = [WORDS, [f"v{i}" for i in range(17)]]
     kinds = ["attention", "contributions"]
-    return report(mamba_lm(), token_ids(2, 17), METHODS, tokens=names, matrices=kinds, path=path)
+    options = {"options": WITHOUT_ROLES, "tokens": names, "matrices": kinds}
+    return report(mamba_lm(), token_ids(2, 17), METHODS, **options, path=path)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from captum_ssm.attr.catalogue import DEFAULT, METHODS
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.cli import explain, main
 from captum_ssm.errors import OptionError
+from captum_ssm.linear import FAMILY
 from captum_ssm.models import VisionMamba, load_bundled
 from captum_ssm.viz.html.pictures import png
 
@@ -101,6 +102,75 @@ def test_numbers_are_whole_and_add_up(tmp_path: Path) -> None:
             total = sum(example["relevance"][method.name]) + sums["bias"] + sums["delta"]
             assert total == pytest.approx(sums["output"], rel=1e-12)
             assert abs(sums["delta"]) <= 1e-5 * abs(sums["output"])
+
+
+def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "numbers.json"
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--method"]
+    arguments += ["LatimFlow", "MambaLRP", "--out", str(out), "--dtype", "float64"]
+    rules = ["--rule", "frozen", "centred"]
+    assert main([*arguments, *rules]) == 0
+    (example,) = read(out)["examples"]
+    model, vocabulary = load_bundled()
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    target = (-1, vocabulary.encode("lamp")[0])
+    flow, centred = LatimFlow(model.double()), "LATIM Flow, centred"
+    assert list(example["relevance"]) == ["LATIM Flow, frozen", centred, "Mamba LRP"]
+    for rule in ("frozen", "centred"):
+        wanted = flow.attribute(ids, target=target, rule=rule)[0].numpy()
+        np.testing.assert_allclose(example["relevance"][f"LATIM Flow, {rule}"], wanted, rtol=1e-9)
+    assert list(example["roles"]) == [centred, "Mamba LRP"]
+    found = flow.decompose(ids, target, rule="centred")
+    assert found.roles is not None
+    for role, relevance in found.roles.items():
+        np.testing.assert_allclose(example["roles"][centred][role], relevance[0].numpy(), rtol=1e-9)
+    sums = example["accounts"][centred]
+    for name in ("references", "baselines"):
+        assert sums[name] == pytest.approx(found.biases[name].item(), rel=1e-9) and sums[name]
+        assert example["accounts"]["LATIM Flow, frozen"][name] == 0
+    total = sum(example["relevance"][centred]) + sums["bias"] + sums["delta"]
+    assert total == pytest.approx(sums["output"], rel=1e-12)
+    asking, matched = PROMPT.split().index("anna", 2), PROMPT.split().index("anna")
+    printed = capsys.readouterr().out
+    assert f"    query: anna (+{found.roles['query'][0, asking]:.3g}, token {asking})" in printed
+    assert f"    key: anna (+{found.roles['key'][0, matched]:.3g}, token {matched})" in printed
+    assert main([*arguments, *rules, "--baselines", "0"]) == 0
+    (example,) = read(out)["examples"]
+    wanted = flow.attribute(ids, target=target, rule="centred", baselines=0.0)[0].numpy()
+    np.testing.assert_allclose(example["relevance"][centred], wanted, rtol=1e-9)
+    assert example["accounts"][centred]["baselines"] == 0
+
+
+def test_roles_have_pictures_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "bob owns", "--out", str(out)]
+    assert main([*arguments, "--rule", "frozen", "half", "centred"]) == 0
+    stems = ("picture", "picture-roles", "picture-roles-2")
+    wanted = {*stems, "picture-2", "picture-2-roles", "picture-2-roles-2"}
+    assert {path.stem for path in tmp_path.iterdir()} == wanted
+    halves, centred = (imread(tmp_path / f"{stem}.png") for stem in stems[1:])
+    assert halves.shape != centred.shape or not np.array_equal(halves, centred)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rule", "half", "--method", "MambaLRP"], "--rule is LatimFlow's"),
+        (["--baselines", "0", "--method", "LatimNorm"], "--baselines is for LatimFlow"),
+        (["--baselines", "zero"], "--baselines zero: use mean, or a number"),
+        (["--baselines", "nan"], "baselines=nan cannot stand in for embeddings"),
+    ],
+)
+def test_rules_and_baselines_that_nothing_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(tmp_path / "a.json")]
+    assert main([*arguments, *options]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_names_all_rules() -> None:
+    assert tuple(FAMILY) == explain._RULES
 
 
 def test_reports(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from captum_ssm.operators import (
+    WKV,
     DeltaRule,
     ElementwiseRecurrence,
     ScalarDecayHeads,
     SelectiveScan,
     Shape,
     VectorDecayHeads,
-    wkv,
 )
 
 
@@ -153,7 +153,7 @@ class Softmax(Leafy):
         matrices = scores.masked_fill(ahead, -torch.inf).softmax(-1)
         # an exponential is as exact as its exponent is large
         size = 1 + float(own.abs().max()) + float(scores[matrices > 1e-8].abs().max())
-        return Leaf(wkv(key, log_decay, bonus), matrices, size * matrices)
+        return Leaf(WKV(key, log_decay, bonus), matrices, size * matrices)
 
 
 def _divisor(heads: int, which: int) -> int:

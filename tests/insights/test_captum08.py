@@ -155,6 +155,8 @@ READ = [
     ("Mamba Attribution", "query", "default", None),
     ("Implicit Attention Rollout", "discard_ratio", "0.25", 0.25),
     ("LATIM Flow", "rule", "half", "half"),
+    ("LATIM Flow", "baselines", "0", 0.0),
+    ("LATIM Flow", "baselines", "default", None),
 ]
 
 

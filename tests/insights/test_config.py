@@ -6,6 +6,7 @@ import pytest
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights.config import (
+    BaselinesConfig,
     BoolConfig,
     ConfigParameters,
     NumberConfig,
@@ -23,6 +24,10 @@ GOOD = [
     (NumberConfig(1, (0, 0.9)), 0.3, 0.3),
     (StrEnumConfig("a", ["a", "b"]), "b", "b"),
     (StrEnumConfig(None, [None, "b"]), None, None),
+    (BaselinesConfig(), None, None),
+    (BaselinesConfig(), "mean", "mean"),
+    (BaselinesConfig(), "0", 0.0),
+    (BaselinesConfig(), 0.5, 0.5),
     (StrConfig(""), "x y", "x y"),
     (BoolConfig(), True, True),
     (TupleConfig(), "3, 5 5", (3, 5, 5)),

@@ -103,6 +103,44 @@ def test_a_language_model_begins_with_a_method_of_ours():
         assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
 
 
+@pytest.mark.parametrize(("word", "baselines"), [(None, None), ("mean", "mean"), ("0", 0.0)])
+def test_the_words_of_a_text_by_role(word, baselines):
+    model, ids = mamba_lm(), token_ids(2, 6)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+    chosen = {"rule": "centred", "baselines": word}
+    visualizer.config = FilterConfig("LATIM Flow", chosen)
+    for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
+        target = (-1, output.active_index)
+        found = LatimFlow(model).decompose(example, target, rule="centred", baselines=baselines)
+        end = max(float(x.abs().max()) for x in found.roles.values())
+        assert set(output.roles) == set(found.roles)
+        for role, percents in output.roles.items():
+            wanted = 100 * found.roles[role][0] / end
+            assert percents == pytest.approx(wanted.tolist(), abs=1e-3)
+        percent = (100 * found.tokens[0] / found.tokens.abs().max()).tolist()
+        assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FilterConfig("LATIM Flow", {"rule": "frozen"}),
+        FilterConfig("Implicit Attention Rollout", {}),
+    ],
+    ids=["frozen", "a row"],
+)
+def test_no_roles_where_none_are_told(config):
+    model, ids = mamba_lm(), token_ids(1, 6)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+    visualizer.config = config
+    ((output,),) = visualizer.visualize()
+    assert dict(output.roles) == {}
+
+
 def test_a_model_whose_output_is_no_class():
     model = torch.nn.Linear(3, 1)
     visualizer = table(model, [Batch(torch.full((1, 3), 1e6), None)], use_label_for_attr=False)

@@ -48,8 +48,10 @@ class Alone(nn.Module):
     @property
     def width(self) -> int:
         module: Any = self.mixer
-        entering = getattr(module, "linear_x", getattr(module, "q_proj", None))
-        return int(entering.in_features if entering is not None else module.hidden_size)
+        for name in ("linear_x", "q_proj", "key"):
+            if hasattr(module, name):
+                return int(getattr(module, name).in_features)
+        return int(module.hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         options = self.options if mask is None else {**self.options, "attention_mask": mask}
@@ -72,6 +74,10 @@ def rg_lru(patch: pytest.MonkeyPatch) -> Alone:
     return of(model, "RecurrentGemmaRecurrentBlock", **options)
 
 
+def rwkv(patch: pytest.MonkeyPatch) -> Alone:
+    return of(architectures.rwkv(patch).model, "RwkvSelfAttention")
+
+
 def gla(patch: pytest.MonkeyPatch) -> Alone:
     options = {"hidden_size": 16, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0}
     return Alone(fla_cpu.install(patch).layer("GatedLinearAttention", mode="chunk", **options))
@@ -85,6 +91,7 @@ MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer
         by_hand.gated_delta_net,
     ),
     "rg_lru": (rg_lru, by_hand.rg_lru),
+    "rwkv": (rwkv, by_hand.rwkv4),
     "gla": (gla, by_hand.gla),
     "attention": (
         lambda patch: of(architectures.vit(patch).model, "ViTAttention"),
@@ -190,23 +197,30 @@ def test_means_run_over_real_tokens_in_the_order_in_which_they_are_read(rule: st
     shape = Shape(2, 9, 3, 1)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4] = mask[1, 7:] = False
-    decay, gate, v, seed = randn(*shape[:3]), randn(*shape), randn(*shape), randn(*shape)
+    decay = randn(*shape[:3])
+    gate, key, v, seed = randn(*shape), randn(*shape), randn(*shape), randn(*shape)
     turn = Permute(torch.arange(8, -1, -1), shape)
-    ahead = Chain(Diagonal(gate, shape, "gate"), ElementwiseRecurrence(decay.sigmoid()))
+    recurrence = ElementwiseRecurrence(decay.sigmoid())
+    ahead = Chain(Diagonal(gate, shape, "gate"), recurrence, Diagonal(key, shape, "scan"))
     back = Chain(turn, *ahead.parts, turn)
 
     def gradients(operator: Operator, turned: bool) -> tuple[Tensor, ...]:
         given = (v.flip(1), mask.flip(1), seed.flip(1)) if turned else (v, mask, seed)
         out = given_by(operator, given[0], rule, given[1])
-        leaves = [v, decay, gate]
+        leaves = [v, decay, gate, key]
         return torch.autograd.grad(out, leaves, given[2], retain_graph=True, materialize_grads=True)
 
     wanted = gradients(ahead, turned=True)
     for operator in (back, Sum(back)):
         torch.testing.assert_close(gradients(operator, turned=False), wanted)
     with_all = given_by(ahead, v, rule, None)
-    (plain,) = torch.autograd.grad(with_all, decay, seed, materialize_grads=True)
+    leaves = [decay, gate]
+    plain, of_gate = torch.autograd.grad(
+        with_all, leaves, seed, retain_graph=True, materialize_grads=True
+    )
     assert torch.equal(plain, torch.zeros_like(plain)) == (rule == "equal")
+    masked = gradients(ahead, turned=False)[2]
+    assert (oracles.relative_error(masked, of_gate) > 1e-3) == (rule == "centred")
 
 
 @pytest.mark.parametrize("rule", DIVIDING)
@@ -214,24 +228,28 @@ def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) ->
     places = torch.tensor([[3, 0, -1], [-1, 4, 1], [2, -1, -1]])
     windows, held = Windows(places), places.repeat(2, 1) >= 0
     v, seed, content = randn(2, 5, 3, 1), randn(2, 5, 3, 1).detach(), randn(6, 3, 3, 1).detach()
-    lowest = torch.randn(6, 3, 3, dtype=torch.float64)
+    lowest, factor = torch.randn(2, 6, 3, 3, 1, dtype=torch.float64)
 
     def cut(x: Tensor) -> Tensor:
         inside = x[:, places.clamp_min(0)].flatten(0, 1)
         return torch.where(held[..., None, None], inside, 0)
 
     def decays() -> Tensor:
-        return torch.sigmoid(cut(v)[..., 0] + lowest)
+        return torch.sigmoid(cut(v) + lowest)[..., 0]
+
+    def keys() -> Tensor:
+        return factor + cut(v)
 
     padding = torch.where(held[..., None, None], 0, content)
-    windowed = Windowed(ElementwiseRecurrence(decays()), windows, padding)
+    inner = Chain(ElementwiseRecurrence(decays()), Diagonal(keys(), Shape(6, 3, 3, 1), "scan"))
+    windowed = Windowed(inner, windows, padding)
     out = given_by(windowed, v, rule, None)
     (found,) = torch.autograd.grad(out, v, seed)
 
-    def outer(v: Tensor, step: Tensor) -> Tensor:
+    def outer(v: Tensor, step: Tensor, key: Tensor) -> Tensor:
         state, out = torch.zeros(6, 3, 1, dtype=v.dtype), []
         for i in range(3):
-            state = step[:, i, :, None] * state + v[:, i]
+            state = step[:, i, :, None] * state + key[:, i] * v[:, i]
             out.append(state)
         back = torch.zeros(2, 5, 3, 1, dtype=v.dtype)
         for window, row in enumerate(places.tolist()):
@@ -240,9 +258,13 @@ def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) ->
                     back[:, token] = out[place][window::3]
         return back
 
-    factors = {"v": (cut(v) + padding, "content"), "step": (decays(), "step")}
+    factors = {
+        "v": (cut(v) + padding, "content"),
+        "step": (decays(), "step"),
+        "key": (keys(), "key"),
+    }
     wanted = by_hand.divided(factors, outer, v, seed, rule, held)
-    torch.testing.assert_close(out.detach(), outer(cut(v) + padding, decays()).detach())
+    torch.testing.assert_close(out.detach(), outer(cut(v) + padding, decays(), keys()).detach())
     torch.testing.assert_close(found * v.detach(), wanted.inputs)
 
 

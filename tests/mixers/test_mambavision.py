@@ -22,11 +22,11 @@ from captum_ssm import (
     ImplicitAttentionRollout,
     LatimFlow,
     MambaAttribution,
-    MambaLRP,
     report,
     trace,
 )
 from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
+from captum_ssm.linear import FAMILY
 from captum_ssm.tracing import Layer, repaired_scans
 
 pytestmark = pytest.mark.mambavision
@@ -359,8 +359,8 @@ def test_the_tiny_model(mambavision: Any) -> None:
 def test_the_exact_flow_through_all_stages(mambavision: Any, size: tuple[int, int]) -> None:
     """Pixels and biases add up to the output, down-sampling and convolutions included."""
     model, pictures = small_model(mambavision), images(size)
-    for method in (LatimFlow(model), MambaLRP(model)):
-        found = method.decompose(pictures, target=1)
+    for rule in FAMILY:
+        found = LatimFlow(model).decompose(pictures, target=1, rule=rule)
         with torch.no_grad():
             logits = model(pictures)
         assert (found.output - logits[:, 1]).abs().max() <= FLOAT32 * logits.abs().max()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from captum_ssm.operators import (
+    WKV,
     Chain,
     DeltaRule,
     Diagonal,
@@ -26,7 +27,7 @@ from captum_ssm.operators import (
     VectorDecayHeads,
 )
 from captum_ssm.operators.base import Operator as Base
-from captum_ssm.operators.coefficients import Gradients, live_coefficients, pullback
+from captum_ssm.operators.coefficients import Gradients, live_coefficients, vjp
 from captum_ssm.operators.combine import DirectSum
 from captum_ssm.operators.heads import SoftmaxHeads
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
@@ -83,6 +84,23 @@ def elementwise(tokens: int) -> Case:
 
     decay = log_decays(tokens, HEADS).exp()
     return Case({"decay": decay}, lambda z: ElementwiseRecurrence(z["decay"]), plain, 1)
+
+
+def wkv(tokens: int) -> Case:
+    log_decay, bonus = -torch.rand(HEADS).double(), torch.randn(HEADS).double()
+
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        i, j = torch.arange(tokens)[:, None, None], torch.arange(tokens)[:, None]
+        scores = (i - 1 - j) * log_decay + z["key"][:, None]  # (B, i, j, H)
+        scores = scores.where(i != j, bonus + z["key"][:, None]).where(j <= i, -torch.inf)
+        return torch.einsum("bijh,bjhp->bihp", scores.softmax(2), v)
+
+    return Case(
+        {"key": 3 * randn(tokens, HEADS)},
+        lambda z: WKV(z["key"], log_decay.to(z["key"]), bonus.to(z["key"])),
+        plain,
+        1,
+    )
 
 
 def scan(groups: int | None) -> Callable[[int], Case]:
@@ -203,6 +221,7 @@ CASES = {
     "Diagonal of heads": diagonal(1, 1, 1, 0),
     "Diagonal of channels": diagonal(0, 0, 1, 1),
     "ElementwiseRecurrence": elementwise,
+    "WKV": wkv,
     "SelectiveScan": scan(None),
     "SelectiveScan in groups": scan(2),
     "ScalarDecayHeads": scalar_decay(HEADS, scaled=False),
@@ -279,6 +298,27 @@ def test_other_coefficients_take_the_place_of_some(kind: str) -> None:
         torch.testing.assert_close(moved.apply(v), case.plain(mixed, v))
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_stack_is_one_after_the_other(kind: str, tokens: int) -> None:
+    """Of several values and coefficients, steps being those of the operator."""
+    case, others = CASES[kind](tokens), [CASES[kind](tokens) for _ in range(3)]
+    operator, roles = case.make(case.coefficients), case.make(case.coefficients).roles
+    v, seed = torch.randn(2, 3, *operator.shape, dtype=torch.float64)
+    for names in ([], [name for name in case.coefficients if roles[name] != "step"]):
+        moved = {n: torch.stack([other.coefficients[n] for other in others]) for n in names}
+        out, back = operator.vjp(v, moved)
+        of_values, found = back(seed)
+        wanted: dict[str, Tensor] = {}
+        for i in range(3):
+            here = {**case.coefficients, **{n: x[i] for n, x in moved.items()}}
+            torch.testing.assert_close(out[i], case.plain(here, v[i]))
+            own, each = wanted_gradients(case.plain, here, v[i], seed[i])
+            torch.testing.assert_close(of_values[i], own)
+            wanted = {n: x + wanted.get(n, 0) for n, x in each.items()}
+        torch.testing.assert_close({n: found[n] for n in wanted}, wanted)
+
+
 def every_class(base: type[Base]) -> set[type[Base]]:
     found = set(base.__subclasses__())
     return found.union(*map(every_class, found))
@@ -320,7 +360,9 @@ def test_a_part_between_others_is_reached_through_all_that_is_around_it() -> Non
     v, seed = randn(tokens, HEADS, 1).requires_grad_(), randn(tokens, HEADS, 1)
     torch.testing.assert_close(operator.apply(v.detach()), plain(v).detach())
     found: Gradients = {}
-    of_values = pullback(operator, v.detach(), seed, {}, found)
+    out, back = vjp(operator, v.detach()[None], {}, torch.ones(1, 1, 1, 1, 1))
+    of_values = back(seed[None], found)[0]
+    torch.testing.assert_close(out[0], plain(v).detach())
     live = live_coefficients(operator)
     told = [leaves[0], leaves[1], left, right, inside, leaves[2]]
     assert all(x is y for x, y in zip(live.values(), told, strict=True))

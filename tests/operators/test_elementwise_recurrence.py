@@ -7,7 +7,7 @@ import torch
 from oracles import relative_error, times
 from torch import Tensor
 
-from captum_ssm.operators import ElementwiseRecurrence, wkv
+from captum_ssm.operators import WKV, ElementwiseRecurrence
 from captum_ssm.operators.recurrences import elementwise
 
 
@@ -70,13 +70,13 @@ def test_wkv_is_a_softmax(tokens: int, scale: float) -> None:
     wanted = scores.softmax(2).permute(0, 3, 1, 2)
     # exponents are differences of numbers of the size of the keys, summed in some twenty steps
     rounding = max(1e-12, 40 * torch.finfo(torch.float64).eps * float(key.abs().max()))
-    operator = wkv(key, log_decay, bonus)
+    operator = WKV(key, log_decay, bonus)
     assert relative_error(operator.dense(None), wanted) <= rounding
     assert relative_error(operator.dense(), wanted.mean(1)) <= rounding
 
 
 def test_wkv_of_live_keys_is_frozen() -> None:
     key = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
-    operator = wkv(key, -torch.rand(3).double(), torch.randn(3).double())
+    operator = WKV(key, -torch.rand(3).double(), torch.randn(3).double())
     assert not any(x.requires_grad for leaf in operator.leaves() for x in leaf.tensors().values())
     assert not operator.dense().requires_grad

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from captum_ssm import operators
 from captum_ssm.operators import (
+    WKV,
     Chain,
     DeltaRule,
     DenseHeads,
@@ -31,7 +32,6 @@ from captum_ssm.operators import (
     ShortConv,
     Sum,
     VectorDecayHeads,
-    wkv,
 )
 from captum_ssm.operators.combine import DirectSum
 from captum_ssm.operators.heads import SoftmaxHeads
@@ -139,7 +139,7 @@ def recurrence() -> OfData:
 
 def rwkv() -> OfData:
     key, decay, bonus = features(HEADS), -randn(HEADS).exp(), randn(HEADS)
-    return lambda x: wkv(key(x), decay, bonus)
+    return lambda x: WKV(key(x), decay, bonus)
 
 
 def retention(state: int = STATE) -> OfData:

@@ -10,6 +10,7 @@ from helpers.sessions import full
 from torch import Tensor
 
 from captum_ssm.operators import (
+    WKV,
     Chain,
     DeltaRule,
     DenseHeads,
@@ -24,7 +25,6 @@ from captum_ssm.operators import (
     Sum,
     VectorDecayHeads,
     generic,
-    wkv,
 )
 
 BATCH, HEADS, STATE, VALUES = 2, 4, 3, 5
@@ -124,7 +124,7 @@ def rwkv(tokens: int) -> tuple[Operator, Tensor]:
         tokens, lambda i, j: bonus + key[:, i] if i == j else (i - 1 - j) * decay + key[:, j]
     )
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    return wkv(key, decay, bonus), scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return WKV(key, decay, bonus), scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
 def given(tokens: int) -> tuple[Operator, Tensor]:
@@ -229,6 +229,6 @@ def test_centering_mixes_channels_and_has_a_share_per_channel() -> None:
 
 def test_keys_far_apart_stay_finite() -> None:
     key = torch.tensor([-300.0, 300.0, 0.0, 290.0])[None, :, None]
-    operator = wkv(key, torch.tensor([-5.0]), torch.tensor([100.0]))
+    operator = WKV(key, torch.tensor([-5.0]), torch.tensor([100.0]))
     rows = operator.dense("mean").sum(-1)
     torch.testing.assert_close(rows, torch.ones(1, 4))

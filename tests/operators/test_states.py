@@ -10,6 +10,7 @@ from oracles import conv_matrices, diagonal_matrices, relative_error
 from torch import Tensor
 
 from captum_ssm.operators import (
+    WKV,
     Chain,
     DeltaRule,
     DenseHeads,
@@ -23,7 +24,6 @@ from captum_ssm.operators import (
     ShortConv,
     Sum,
     VectorDecayHeads,
-    wkv,
 )
 from captum_ssm.operators.readings.selection import selection_factors
 from captum_ssm.operators.readings.states import state_matrices, terms_of
@@ -160,7 +160,7 @@ def no_sums_over_states() -> dict[str, Operator]:
         "delta rule": DeltaRule(randn(*size), randn(*size), beta.double(), None, VALUES),
         "given matrices": DenseHeads(randn(BATCH, HEADS, TOKENS, TOKENS), VALUES),
         "one state": ElementwiseRecurrence(torch.rand(BATCH, TOKENS, HEADS)),
-        "wkv": wkv(randn(BATCH, TOKENS, HEADS), -torch.rand(HEADS).double(), randn(HEADS)),
+        "wkv": WKV(randn(BATCH, TOKENS, HEADS), -torch.rand(HEADS).double(), randn(HEADS)),
         "a skip": Sum(scan, Diagonal(randn(1, 1, HEADS, 1), shape)),
         "two in a row": Chain(scan, selective(None)[0]),
         "none": Diagonal(randn(1, 1, HEADS, 1), shape),

@@ -29,7 +29,7 @@ DIVIDED = {
         "gate": ("zero", 1.0),
         "key": ("mean", 0.5),
         "query": ("mean", 0.5),
-        "step": ("mean", 0.5),
+        "step": ("own", 0.5),
     },
 }
 
@@ -99,7 +99,9 @@ def divided(
 
 
 def _start(x: Tensor, reference: str, mask: Tensor | None) -> Tensor:
-    """Nothing, or the mean over the real tokens up to each."""
+    """Nothing, the factor itself, or the mean over the real tokens up to each."""
+    if reference == "own":
+        return x
     out = torch.zeros_like(x)
     if reference == "zero":
         return out
@@ -264,6 +266,31 @@ def rg_lru(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
             state = step[:, i] * state + (key * v)[:, i]
             out.append(state)
         return module.linear_out(z * torch.stack(out, 1))
+
+    return _with_roles(factors), returned
+
+
+def rwkv4(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
+    """transformers' RwkvSelfAttention."""
+    before = F.pad(entering, (0, 0, 1, -1))
+
+    def mixed(share: Tensor) -> Tensor:
+        return entering * share + before * (1 - share)
+
+    factors = {
+        "v": module.value(mixed(module.time_mix_value)),
+        "z": torch.sigmoid(module.receptance(mixed(module.time_mix_receptance))),
+        "key": module.key(mixed(module.time_mix_key)),
+    }
+    rate, own = torch.exp(module.time_decay), module.time_first
+
+    def returned(v: Tensor, z: Tensor, key: Tensor) -> Tensor:
+        out = []
+        for i in range(v.shape[1]):
+            past = (torch.arange(i) - (i - 1))[:, None] * rate + key[:, :i]
+            weights = torch.cat([past, own + key[:, i : i + 1]], 1).exp()
+            out.append((weights * v[:, : i + 1]).sum(1) / weights.sum(1))
+        return module.output(z * torch.stack(out, 1))
 
     return _with_roles(factors), returned
 

@@ -186,10 +186,7 @@ def decompose(
     )
     if not by_role:
         return found
-    if network.mode.rule == "frozen":
-        nothing = torch.zeros_like(found.tokens)
-        return replace(found, roles={r: found.tokens if r == "content" else nothing for r in ROLES})
-    return replace(found, roles=_by_role(network, output, baseline))
+    return replace(found, roles=_by_role(network, output, baseline, found.tokens))
 
 
 def _on_given(relevance: Tensor, network: Network) -> Tensor:
@@ -198,11 +195,15 @@ def _on_given(relevance: Tensor, network: Network) -> Tensor:
     return relevance if mode.given is None else of_given(relevance, mode.given, mode.tokens)
 
 
-def _by_role(network: Network, output: Tensor, baseline: Tensor | None) -> dict[Role, Tensor]:
-    """Relevance of tokens (B, L) along the paths of each role."""
-    root, labels, found = network.root, network.mode.labels, {}
+def _by_role(
+    network: Network, output: Tensor, baseline: Tensor | None, tokens: Tensor
+) -> dict[Role, Tensor]:
+    """Relevance of tokens (B, L) along the paths of each role; together it is all of ``tokens``."""
+    root, labels = network.root, network.mode.labels
     value = root.detach() if baseline is None else root.detach() - baseline
-    for role in ROLES:
+    found = {role: torch.zeros_like(tokens) for role in ROLES}
+
+    def along(role: Role) -> Tensor:
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
             (gradient,) = torch.autograd.grad(
@@ -210,8 +211,15 @@ def _by_role(network: Network, output: Tensor, baseline: Tensor | None) -> dict[
             )
         relevance = torch.zeros_like(value) if gradient is None else gradient * value
         given = _on_given(relevance, network)
-        found[role] = given if given.dim() == 2 else given.flatten(2).sum(-1)
-    labels.unlabelled.clear()
+        return given if given.dim() == 2 else given.flatten(2).sum(-1)
+
+    found["content"] = tokens if network.mode.rule == "frozen" else along("content")
+    *others, last = [role for role in ROLES if role in labels.begun] or ["content"]
+    for role in others:
+        found[role] = along(role)
+    if last != "content":  # what is left, without another pass
+        found[last] = tokens - torch.stack(list(found.values())).sum(0)
+    labels.begun.clear()
     return found
 
 

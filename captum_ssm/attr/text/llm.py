@@ -95,9 +95,10 @@ class SSMLLMAttribution(Attribution):
                 as the tokenizer's own. Default: None.
             gen_args: arguments of the model's ``generate``, for a target of None. Default: None,
                 the likeliest 25 tokens, one by one.
-            **options: further arguments of the method's ``attribute``, such as ``components`` or
-                ``contrast``, with its defaults. Positions in them count in the sequence that the
-                model reads, the prompt and all of the text but its last token.
+            **options: further arguments of the method's ``attribute``, such as ``rule``,
+                ``components`` or ``contrast``, with its defaults. Positions in them, and tokens in
+                ``baselines``, are those of the sequence that the model reads, the prompt and all of
+                the text but its last token.
 
         Returns:
             The result, on the CPU and in float32; for several targets a list of them.

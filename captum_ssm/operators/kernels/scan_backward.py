@@ -4,10 +4,11 @@ It computes what the reference scans of transformers and mamba_ssm compute, chun
 states, which those hold for all tokens at once, only the ones between chunks are kept for the
 backward; the others are computed again.
 
-Copies of tensors whose tokens lie side by side in memory, in which their channels do.
+Copies of tensors whose tokens lie side by side in memory, in which their channels do.  A stack of
+values, of B and of C may share steps: their decays, which cost most, are made once.
 
 :takes: values and steps (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the bias
-    of the steps (D,), and the gate (B, D, L), or None.
+    of the steps (D,), and the gate (B, D, L), or None.  All but the steps may be stacks, of S B.
 :gives: y (B, D, L), and the last state (B, D, N); their gradients by autograd.
 :cost: N D exponentials and 3 N D multiplications with additions for a token; backward the same
     again, and 6 N D.
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from .arithmetic import BINARY, underflow_flushed
 
-#: Tokens whose states are held at a time.
+#: Tokens whose states are held at a time, for the whole of a stack.
 _CHUNK = 32
 
 
@@ -48,7 +49,8 @@ def selective_scan(
 
     Args:
         hidden_states: values (B, D, L).
-        dt: step sizes before bias and softplus (B, D, L).
+        dt: step sizes before bias and softplus (B, D, L); of fewer examples than the others, if
+            each is that of every so many, B of S B.
         A: decay rates (D, N).
         B: input vectors (B, N, L).
         C: output vectors (B, N, L).
@@ -77,13 +79,13 @@ class _Given(NamedTuple):
 
     Attributes:
         A: decay rates (N, D).
-        x: values (L, B, D).
+        x: values (L, S B, D).
         dt: step sizes (L, B, D), before bias and softplus.
-        B: input vectors (L, B, N).
-        C: output vectors (L, B, N).
+        B: input vectors (L, S B, N).
+        C: output vectors (L, S B, N).
         D: skip weights (D,).
         bias: of the step sizes (D,).
-        z: gate before SiLU (L, B, D).
+        z: gate before SiLU (L, S B, D).
         softplus: whether step sizes pass one.
     """
 
@@ -147,8 +149,11 @@ class _Scan(torch.autograd.Function):
             for i, t in ((0, A), (5, D), (6, bias))
         )
         grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
-        grads = torch.empty_like(chunks.decays)
-        carried = grad_last
+        grads = torch.empty_like(chunks.states[1:])
+        alone = grads.shape == chunks.decays.shape  # then what is passed on may take their place
+        passes = chunks.decays if alone else torch.empty_like(grads)
+        passes = chunks.stacked(passes)
+        carried = chunks.stacked(grad_last[None])[0]
         for part, start in zip(reversed(chunks.parts), reversed(starts), strict=True):
             decays, states = chunks.run(part, start)
             inputs, raw, steps, keys, written = chunks.current
@@ -159,24 +164,27 @@ class _Scan(torch.autograd.Function):
                     grad_z[part] = of_z
             _times_columns(states[1:], seed, into=grad_C[part])
             torch.mul(C[part, :, :, None], seed[:, :, None], out=grad)
-            for here, decay in zip(grad.unbind()[::-1], decays.unbind()[::-1], strict=True):
+            passed = passes[: len(decays)]
+            each = (x.unbind()[::-1] for x in (chunks.stacked(grad), decays[:, None], passed))
+            for here, decay, before in zip(*each, strict=True):
                 here.add_(carried)
-                carried = decay.mul_(here)  # the gradient of the state before
+                carried = torch.mul(here, decay, out=before)  # the gradient of the state before
             carried = carried.clone()
             _times_columns(grad, written, into=grad_B[part])
             of_written = _times_rows(keys, grad, into=torch.empty_like(written))
-            of_x = of_written * steps
+            of_x = chunks.stacked(of_written).mul(steps[:, None]).flatten(1, 2)
             if D is not None:
                 of_x.addcmul_(seed, D)
             if grad_D is not None:
                 grad_D += (seed * inputs).sum((0, 1))
             grad_x[part] = of_x
             # the gradient of dt A: that of the decay times the decay itself
-            exponent = decays.mul_(states[:-1])
+            exponent = passed.mul_(chunks.stacked(states[:-1]))
+            exponent = exponent[:, 0] if alone else exponent.sum(1)
             if grad_A is not None:
-                torch.mul(exponent, steps[:, :, None], out=grad)
-                grad_A += grad.sum((0, 1))
-            of_dt = exponent.mul_(A).sum(2).addcmul_(of_written, inputs)
+                by_rate = grad[:, : exponent.shape[1]]
+                grad_A += torch.mul(exponent, steps[:, :, None], out=by_rate).sum((0, 1))
+            of_dt = exponent.mul_(A).sum(2) + chunks.stacked(of_written * inputs).sum(1)
             if given.softplus:
                 of_dt.mul_(given.steps(raw).sigmoid())
             if grad_bias is not None:
@@ -193,7 +201,7 @@ class _Chunks:
     Attributes:
         parts: the chunks.
         decays: of the chunk that ran last, (tokens, B, N, D).
-        states: what the next chunk starts from, then the states of the one that ran last.
+        states: what the next chunk starts from, then the states of the one that ran last, of S B.
         current: x, dt as given, dt, B and dt x of the chunk that ran last, contiguous.
     """
 
@@ -202,9 +210,9 @@ class _Chunks:
         self._given = given
         self._rates = (BINARY * A).contiguous()
         tokens, batch, channels = x.shape
-        size = min(_CHUNK, tokens)
+        size = min(max(_CHUNK * given.dt.shape[1] // max(batch, 1), 1), tokens)
         self.parts = [slice(t, min(t + size, tokens)) for t in range(0, tokens, size)]
-        self.decays = x.new_empty(size, batch, len(A), channels)
+        self.decays = x.new_empty(size, given.dt.shape[1], len(A), channels)
         self.states = x.new_zeros(size + 1, batch, len(A), channels)
         self.current: tuple[Tensor, ...] = ()
 
@@ -213,22 +221,26 @@ class _Chunks:
 
         Args:
             part: the chunk.
-            start: the state before it (B, N, D).
+            start: the state before it (S B, N, D).
         """
         given = self._given
         x, raw, keys = (time_first(t[part]) for t in (given.x, given.dt, given.B))
         dt = given.steps(raw)
         dt = F.softplus(dt) if given.softplus else dt
-        written = dt * x
+        written = self.stacked(x).mul(dt[:, None]).flatten(1, 2)
         self.current = x, raw, dt, keys, written
         decays, states = self.decays[: len(x)], self.states[: len(x) + 1]
         torch.mul(dt[:, :, None], self._rates, out=decays).exp2_()
         torch.mul(keys[..., None], written[:, :, None], out=states[1:])
         states[0] = start
-        before, *each = states.unbind()
+        before, *each = self.stacked(states).unbind()
         for state, decay in zip(each, decays.unbind(), strict=True):
             before = state.addcmul_(decay, before)
         return decays, states
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """A tensor (T, S B, ...) as (T, S, B, ...)."""
+        return torch.unflatten(x, 1, (-1, self.decays.shape[1]))
 
     def outputs(self, starts: list[Tensor] | None = None) -> Tensor:
         """C[t] . h[t] + D x[t] of all tokens, (L, B, D); ``states[0]`` ends as the last state.

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -145,34 +146,50 @@ class ElementwiseRecurrence(FadingRecurrence):
             yield copied("decay", decay[:, :, part]), copied("row", row[:, :, part]), v
 
 
-def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
+class WKV(Sum):
     """RWKV-4's time mixing (unified paper, eqs. 19-20), whose rows are a softmax.
 
     alpha[i, j] is the softmax over j <= i of (i - 1 - j) log_decay + key[j] for j < i and
     bonus + key[i] for j = i.  Carried relative to the running log-sum-exp of the past, every
-    exponent is at most zero.  Nothing of it keeps a graph.
+    exponent is at most zero.  It is the sum of a diagonal, the token itself, and of a recurrence
+    over the tokens before.
 
     Args:
         key: k (B, L, H).
         log_decay: w, negative (H,).
         bonus: u (H,).
 
-    Returns:
-        An operator on (B, L, H, 1): the sum of a diagonal, the token itself, and of a recurrence
-        over the tokens before.
-
     Example:
         >>> import torch
-        >>> from captum_ssm.operators import wkv
+        >>> from captum_ssm.operators import WKV
         >>> key, bonus = torch.arange(10.0).view(1, 5, 2), torch.zeros(2)
         >>> log_decay = torch.tensor([-1.0, -0.1])
-        >>> rows = wkv(key, log_decay, bonus).dense().sum(-1)
+        >>> rows = WKV(key, log_decay, bonus).dense().sum(-1)
         >>> torch.allclose(rows, torch.ones(1, 5))
         True
     """
+
+    roles: Mapping[str, Role] = MappingProxyType({"key": "key"})
+
+    def __init__(self, key: Tensor, log_decay: Tensor, bonus: Tensor) -> None:
+        self._fixed = log_decay.detach(), bonus.detach()
+        self.live = with_graphs({"key": key})
+        super().__init__(*_of_the_past_and_now(key.detach(), *self._fixed))
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> WKV:
+        return WKV(coefficients["key"], *self._fixed)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        of_values = self.transpose(gradient)
+        # rows sum to one: what a key gains for its token, the others of the row lose
+        of_key = of_values * values - self.transpose(gradient * self.apply(values))
+        return of_values, {"key": of_key.squeeze(-1)}
+
+
+def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
     dtype = key.dtype
     # differences of sums over all tokens so far would lose as many digits as these have before
-    key, log_decay, bonus = (x.detach().double() for x in (key, log_decay, bonus))
+    key, log_decay, bonus = key.double(), log_decay.double(), bonus.double()
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
         after = fading_log_sums(key, log_decay)
@@ -189,4 +206,4 @@ def wkv(key: Tensor, log_decay: Tensor, bonus: Tensor) -> Operator:
         ShortConv(read.new_ones(shape.heads, 1, 1), shape, lags=(1,), component="scan"),
         Diagonal(written[..., None], shape, "scan"),
     )
-    return Sum(Diagonal(now[..., None], shape, "scan"), earlier)
+    return Diagonal(now[..., None], shape, "scan"), earlier

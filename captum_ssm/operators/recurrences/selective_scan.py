@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..base import Role, Shape, with_graphs
+from ..base import Pull, Role, Shape, with_graphs
 from ..kernels import chunks
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
 from ..kernels.bands import Band
@@ -112,21 +112,36 @@ class SelectiveScan(FadingRecurrence):
         return SelectiveScan(named["dt"], self.a, named["B"], named["C"], self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        heads = self.shape.heads
+        of_values, found = self.vjp(values[None], {})[1](gradient[None])
+        return of_values[0], found
+
+    def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
+        stack, batch = values.shape[:2]
         groups = self.b.shape[2] if self.b.dim() == 4 else 1
-        b, c = (x.view(*x.shape[:2], groups, -1) for x in (self.b, self.c))
-        found = []
-        for group, some in enumerate(torch.arange(heads, device=self.device).chunk(groups)):
-            x, dt, up = (t[:, :, some].flatten(2).mT for t in (values, self.dt, gradient))
-            given = [x, dt, b[:, :, group].mT, c[:, :, group].mT]
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in given]
-                out = selective_scan(leaves[0], leaves[1], self.a[some], leaves[2], leaves[3])
-                found.append(torch.autograd.grad(out, leaves, up))
-        of_x, of_dt, of_b, of_c = zip(*found, strict=True)
-        of_values = torch.cat(of_x, 1).mT.unsqueeze(-1)
-        keys = [torch.stack(t, 1).permute(0, 3, 1, 2).reshape(self.b.shape) for t in (of_b, of_c)]
-        return of_values, {"dt": torch.cat(of_dt, 1).mT, "B": keys[0], "C": keys[1]}
+        given = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
+        for name, own in (("B", self.b), ("C", self.c)):
+            vectors = coefficients.get(name, own).expand(stack, *own.shape)
+            given[name] = vectors.reshape(stack * batch, own.shape[1], -1)
+        with torch.enable_grad():
+            leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+            each = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
+            pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
+            out = list[Tensor]()
+            for x, dt, rates, b, c in zip(*each, *pairs, strict=True):
+                scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
+                assert isinstance(scanned, Tensor)
+                out.append(scanned.mT)
+            whole = torch.cat(out, -1) if groups > 1 else out[0]
+
+        def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            up = gradient.reshape(whole.shape)
+            found = torch.autograd.grad(whole, list(leaves.values()), up, retain_graph=True)
+            of = dict(zip(leaves, found, strict=True))
+            for name, own in (("B", self.b), ("C", self.c)):
+                of[name] = of[name].view(stack, *own.shape).sum(0)
+            return of.pop("x").view(values.shape), of
+
+        return whole.detach().view(values.shape), pull
 
     # --- reads, writes, carry --------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from captum.attr import Attribution
 from torch import Tensor
 
-from ...attr import LatimFlow, LatimLogit, compare
+from ...attr import compare
 from ...attr.catalogue import METHODS
 from ...errors import InputError
 from ..figure import numbers
@@ -22,6 +22,7 @@ from ..overlay import picture_of
 from .example import Example, Subject
 from .outline import LayerOutline, Outline
 from .packing import MAPS, maps_of
+from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
 from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
@@ -29,20 +30,6 @@ Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, An
 
 #: Methods that multiply matrices with the identity added to them.
 _ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
-
-
-class Account(NamedTuple):
-    """A sum: relevance, of all that the input holds, and ``bias`` and ``delta`` are ``output``.
-
-    Attributes:
-        output: the explained number.
-        bias: what biases and other constants add.
-        delta: what is missing.
-    """
-
-    output: float
-    bias: float
-    delta: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +42,8 @@ class Wanted:
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
-        accounts: whether the accounts of methods that decompose the output are; they explain once
-            more for it.
+        accounts: whether the accounts of methods that decompose the output are. For them, and for
+            roles where the rule tells some, such methods explain once more.
         show_progress: show progress bars.
     """
 
@@ -92,7 +79,11 @@ class Explanation:
     def page_facts(self) -> dict[str, Any]:
         """The facts in as many digits as a page has use for."""
         methods = [
-            method | {"values": [None if v is None else _short(v) for v in method["values"]]}
+            method
+            | {
+                "values": _shortened(method["values"]),
+                "roles": {role: _shortened(v) for role, v in method["roles"].items()},
+            }
             for method in self.facts["methods"]
         ]
         return self.facts | {"methods": methods}
@@ -121,6 +112,7 @@ def explain(
         options=wanted.options,
     )
     names = _names(example, known)
+    accounts, roles = _parts(subject, example, known, wanted, list(found))
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
         "explained": spelled(known.explained),
@@ -128,7 +120,7 @@ def explain(
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
         "direction": _direction("".join(names)),
-        "methods": _methods(found, wanted.methods, known),
+        "methods": _methods(found, roles, wanted.methods, known),
         "image": _image(example, known),
         "maps": [],
     }
@@ -143,29 +135,26 @@ def explain(
             blocks[block] = data
             layers.append(facts_of_layer | {"block": block})
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
-    accounts = _accounts(subject, example, known, wanted, list(found)) if wanted.accounts else {}
     return Explanation(facts, names, known.layers, blocks, accounts)
 
 
-def _accounts(
+def _parts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> dict[str, Account]:
-    """The accounts of the methods that decompose the output."""
-    made = {}
+) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
+    """What methods that decompose the output say beside relevance: accounts, and roles by name."""
+    accounts, roles = {}, {}
     for name, method in zip(names, _listed(wanted.methods), strict=True):
+        options = dict((wanted.options or {}).get(name, {}))
+        told = tells_roles(method, options, example.inputs)
+        if not (told or (wanted.accounts and decomposes(method))):
+            continue
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
-        if isinstance(method, LatimFlow | LatimLogit):
-            given = example.inputs, known.target, example.additional or None
-            found = (
-                method.decompose(*given, roles=False)
-                if isinstance(method, LatimFlow)
-                else method.decompose(*given)
-            )
-            made[spelled(name)] = Account(
-                float(found.output), float(found.bias), float(found.delta)
-            )
-    return made
+        given = example.inputs, known.target, example.additional or None
+        found = decomposition(method, *given, options=options, roles=told)
+        accounts[spelled(name)] = account(found)
+        roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
+    return accounts if wanted.accounts else {}, roles
 
 
 def _listed(methods: Methods) -> list[Any]:
@@ -206,13 +195,19 @@ def _direction(text: str) -> str:
     return "rtl" if leftward > kinds.count("L") else "ltr"
 
 
-def _methods(found: Mapping[str, Tensor], methods: Methods, known: Outline) -> list[dict[str, Any]]:
+def _methods(
+    found: Mapping[str, Tensor],
+    roles: Mapping[str, Mapping[str, list[float | None]]],
+    methods: Methods,
+    known: Outline,
+) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
     return [
         {
             "name": spelled(name),
             "values": _values(name, relevance, known),
             "own": known.asking if _holds_identity(kind) else None,
+            "roles": roles.get(name, {}),
         }
         for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
@@ -239,8 +234,8 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     return list(scores[known.real].tolist())
 
 
-def _short(score: float) -> float:
-    return float(f"{score:.5g}")
+def _shortened(scores: Sequence[float | None]) -> list[float | None]:
+    return [None if score is None else float(f"{score:.5g}") for score in scores]
 
 
 def _image(example: Example, known: Outline) -> dict[str, Any] | None:

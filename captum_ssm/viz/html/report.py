@@ -48,6 +48,7 @@ def report(
     The page shows the model's predictions; the relevance of every token, or patch of an image, by
     every method; and from token to token, layer by layer, what a token takes from each other one.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
+    Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
     Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
     source.  It is told and listed, but has no colour.
@@ -65,8 +66,8 @@ def report(
             attention mask. Default: None.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        options: further arguments of ``attribute`` for each method, by its name in the result.
-            Default: None.
+        options: further arguments of ``attribute`` for each method, by its name in the result; as
+            in :func:`captum_ssm.compare`. Default: None.
         tokenizer: names tokens and, of a language model, predictions; anything with
             ``encode(text)`` and ``decode(ids)``. Default: None.
         tokens: names of the tokens of one sequence, or a list of them for each. Default: None,
@@ -144,8 +145,7 @@ def explain_all(
         examples: the examples.
         methods, options, matrices, shown_layers, megabytes, show_progress: as in :func:`report`,
             with the same defaults.
-        accounts: also say what else the explained number is made of; of methods without options.
-            Default: False.
+        accounts: also say what else the explained number is made of. Default: False.
     """
     kinds = _kinds(matrices)
     if shown_layers is not None and not len(shown_layers):

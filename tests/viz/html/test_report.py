@@ -19,6 +19,7 @@ from captum_ssm import (
     LatimFlow,
     LatimNorm,
     MambaAttribution,
+    MambaLRP,
     report,
 )
 from captum_ssm.errors import InputError, OptionError, TargetError
@@ -142,6 +143,39 @@ def test_images_have_patches(path: Path, cls: str | None) -> None:
             others = set(range(len(example["tokens"]))) - set(tokens)
             assert all(method["values"][token] is None for token in others)
         assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
+
+
+def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 9)
+    methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
+    rules = {"content": {"rule": "frozen"}, "cause": {"rule": "centred", "baselines": 0.0}}
+    methods["row"] = ImplicitAttentionRollout
+    report(model, ids, methods, target=(-1, 4), options=rules, path=path)
+    (example,) = read_page(path).facts["examples"]
+    content, cause, lrp, row = example["methods"]
+    assert content["roles"] == row["roles"] == {}
+    assert set(cause["roles"]) == {"content", "key", "query", "gate", "step"}
+    assert set(lrp["roles"]) == {"content", "gate"}  # what else its rule tells is all zero
+    found = LatimFlow(model).decompose(ids, (-1, 4), rule="centred", baselines=0.0).roles
+    assert found is not None
+    for role, relevance in cause["roles"].items():
+        np.testing.assert_allclose(relevance, found[role][0].numpy(), rtol=1e-4, atol=1e-12)
+    for method in (cause, lrp):
+        total = np.sum(list(method["roles"].values()), axis=0)
+        np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
+
+
+def test_roles_of_padded_texts_and_of_images(path: Path) -> None:
+    model, ids, mask = classifier("mean"), token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    report(model, ids, [MambaLRP], target=1, additional_forward_args=mask, path=path)
+    for example, length in zip(read_page(path).facts["examples"], [9, 6], strict=True):
+        (method,) = example["methods"]
+        assert all(len(values) == length for values in method["roles"].values())
+        total = np.sum(list(method["roles"].values()), axis=0)
+        np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
+    report(vision("head", (3, 5)), images(1, (3, 5)), [MambaLRP], target=1, path=path)
+    assert read_page(path).facts["examples"][0]["methods"][0]["roles"] == {}
 
 
 def test_texts_need_not_be_of_one_length(path: Path) -> None:

@@ -72,6 +72,21 @@ function picture(png, alt) {
   return made;
 }
 
+/** Words on backgrounds coloured by percentages. */
+function wordsOf(base, percents) {
+  const words = base.map((word, i) => {
+    const percent = percents[i] ?? null;
+    const made = makeToken(number(percent), ...written(word));
+    made.style.backgroundColor = tint(percent, 100);
+    made.classList.toggle('unknown', percent === null);
+    return made;
+  });
+  const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
+  const paragraph = make('p', { className: 'flow' }, ...spaced);
+  if (RIGHT_TO_LEFT.test(base.join(' '))) paragraph.dir = 'auto';
+  return paragraph;
+}
+
 const FEATURES = {
   image(feature) {
     const base = () => picture(feature.base, `${feature.name}: the input`);
@@ -85,16 +100,7 @@ const FEATURES = {
     return [make('div', { className: 'gallery' }, ...shown)];
   },
   text(feature) {
-    const words = feature.base.map((word, i) => {
-      const percent = feature.modified[i] ?? null;
-      const made = makeToken(number(percent), ...written(word));
-      made.style.backgroundColor = tint(percent, 100);
-      made.classList.toggle('unknown', percent === null);
-      return made;
-    });
-    const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
-    const paragraph = make('p', { className: 'flow' }, ...spaced);
-    if (RIGHT_TO_LEFT.test(feature.base.join(' '))) paragraph.dir = 'auto';
+    const paragraph = wordsOf(feature.base, feature.modified);
     const numbers = make('details', {}, make('summary', {}, 'Numbers'));
     numbers.addEventListener(
       'toggle',
@@ -115,6 +121,14 @@ function drawFeature(feature) {
   const draw = FEATURES[feature.type];
   const drawn = draw ? draw(feature) : [`This page cannot draw features of type ${feature.type}.`];
   return make('div', {}, make('h4', {}, readable(feature.name)), ...drawn);
+}
+
+/** The words of a text once more for each role, on one scale. */
+function drawRoles({ roles, feature_outputs: [text] }) {
+  const names = Object.keys(roles);
+  if (!names.length) return [];
+  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role])));
+  return [make('h4', {}, 'By role, on one scale'), ...flows];
 }
 
 function shares(features) {
@@ -165,6 +179,7 @@ function drawModel(output, title, explain) {
       classButtons(output, explain),
       ...shares(output.feature_outputs),
       ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
+      ...drawRoles(output),
     );
   }
   return made;

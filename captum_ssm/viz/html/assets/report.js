@@ -33,26 +33,46 @@ function act(kind, index) {
   showTokens();
 }
 
+/** What tokens may be coloured by: each method, and below it each role that its rule tells. */
+function views() {
+  return example().methods.flatMap((method) => [
+    method,
+    ...Object.entries(method.roles).map(([role, values]) => ({ name: role, values, own: null, whole: method })),
+  ]);
+}
+
 /** A method's values without the one that the asking token has of itself, the identity. */
 function shadesOf({ values, own }) {
   return own === null ? values : values.map((value, index) => (index === own ? null : value));
 }
 
+/** The end of a view's scale: roles of a method have one, so that they compare. */
+function endOf(view) {
+  if (!view.whole) return largestOf(shadesOf(view));
+  return Math.max(...Object.values(view.whole.roles).map(largestOf));
+}
+
+/** A view in words. */
+function titleOf({ name, whole }) {
+  return whole ? `${whole.name}, as ${name}` : name;
+}
+
 /** Tokens coloured by the method, or by the row of the token that is looked at. */
 function showTokens() {
-  const { tokens: names, methods } = example();
-  const method = methods[chosen.method];
+  const { tokens: names } = example();
+  const method = views()[chosen.method];
   const current = chosen.kept === null ? chosen.pointed : chosen.kept;
   const map = current === null ? null : usableMap();
   const row = map ? map.row(current) : null;
   const column = map ? map.column(current) : null;
-  const largest = tokens.paint(row || shadesOf(method), column, current, chosen.kept);
+  const largest = row ? largestOf(row) : endOf(method);
+  tokens.paint(row || shadesOf(method), largest, column, current, chosen.kept);
   const layer = map ? `layer ${map.facts.index}` : '';
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   byId('shown').textContent = map
     ? `Background: what token ${current} takes from each token in ${layer}; bar below: what it gives to each.`
-    : `Background: relevance by ${method.name}.${ownEntry(method)}`;
+    : `Background: relevance by ${titleOf(method)}.${ownEntry(method)}`;
   byId('status').replaceChildren(...sentence(current, map, row, column));
   showOverviewLines(current, map);
   byId('partners').hidden = !map;
@@ -69,13 +89,20 @@ function ownEntry({ values, own }) {
   return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.`;
 }
 
+/** What a token's relevance is made of, the largest part first. */
+function partsOf({ roles = {} }, index) {
+  const parts = Object.entries(roles).map(([role, values]) => [role, values[index]]);
+  parts.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+  return parts.length ? ` (${parts.map(([role, value]) => `${role} ${short(value)}`).join(', ')})` : '';
+}
+
 /** The token that is looked at, in words. */
 function sentence(current, map, row, column) {
   if (current === null) {
     return [document.createTextNode('Point at a token, or move to one with Tab and the arrow keys.')];
   }
-  const { tokens: names, methods } = example();
-  const method = methods[chosen.method];
+  const { tokens: names } = example();
+  const method = views()[chosen.method];
   const said = [];
   const say = (text) => said.push(document.createTextNode(text));
   const quote = (index) => {
@@ -85,7 +112,7 @@ function sentence(current, map, row, column) {
   };
   say(`Token ${current} `);
   quote(current);
-  say(`${chosen.kept === null ? '' : ' (kept)'}: ${short(method.values[current])} by ${method.name}.`);
+  say(`${chosen.kept === null ? '' : ' (kept)'}: ${short(method.values[current])} by ${titleOf(method)}${partsOf(method, current)}.`);
   const tell = (verb, values) => {
     const [best] = strongest(values, 1);
     if (best === undefined) return;
@@ -154,27 +181,32 @@ function showMap() {
   }
 }
 
-/** A row, or a small picture, for each method to choose it by. */
+/** A row, or a small picture, for each method and role to choose it by. */
 function showMethods() {
-  const { methods, image } = example();
+  const { tokens: names, image } = example();
   const field = byId('methods');
   const legend = field.querySelector('legend');
   const gridded = image && image.grid;
   field.classList.toggle('of-images', Boolean(gridded));
-  const rows = methods.map((method, index) => {
+  const rows = views().map((view, index) => {
     const checked = index === chosen.method;
     const radio = make('input', { type: 'radio', name: 'method', value: index, checked });
+    if (view.whole) radio.setAttribute('aria-label', titleOf(view));
     const canvas = make('canvas');
     canvas.setAttribute('aria-hidden', 'true');
-    const largest = short(strongestOf(shadesOf(method)));
+    const shades = shadesOf(view);
+    const most = make('span', { className: 'largest' });
+    if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
+    else most.append('strongest ');
+    most.append(short(strongestOf(shades)));
     const picture = () => make('img', { src: image.source, alt: '' });
     return make(
       'label',
-      {},
+      { className: view.whole ? 'role' : '' },
       radio,
-      make('span', { className: 'name' }, method.name),
+      make('span', { className: 'name' }, view.name),
       gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
-      make('span', { className: 'largest' }, `strongest ${largest}`),
+      most,
     );
   });
   field.replaceChildren(legend, ...rows);
@@ -183,34 +215,34 @@ function showMethods() {
 
 /** The methods' strips, in the colours of the theme. */
 function paintMethods() {
-  const { methods, image } = example();
+  const { image } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
-  methods.forEach((method, index) => {
-    const values = shadesOf(method);
-    const largest = largestOf(values);
+  views().forEach((view, index) => {
+    const values = shadesOf(view);
     if (image && image.grid) {
       const [height, width] = image.grid;
       const cells = image.cells.map((token) => values[token]);
-      paintCells(canvases[index], cells, width, height, largest, 0.75);
-    } else paintStrip(canvases[index], values, largest);
+      paintCells(canvases[index], cells, width, height, endOf(view), 0.75);
+    } else paintStrip(canvases[index], values, endOf(view));
   });
 }
 
 function showNumbers() {
   const holder = byId('numbers-table');
-  holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example())] : []));
+  holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example(), views())] : []));
 }
 
 /** All of the chosen example. */
 function showExample() {
-  const { explained, predictions, methods, maps, image } = example();
-  Object.assign(chosen, { pointed: null, kept: null });
+  const { explained, predictions, maps, image } = example();
+  // examples may tell other roles
+  Object.assign(chosen, { method: Math.min(chosen.method, views().length - 1), pointed: null, kept: null });
   byId('explained').textContent = explained;
   showPredictions(byId('predictions'), predictions);
   showImage(byId('seen'), image);
   showMethods();
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
-  tokens.unfold(strongest(shadesOf(methods[chosen.method]), 5));
+  tokens.unfold(strongest(shadesOf(views()[chosen.method]), 5));
   byId('folding').hidden = tokens.parts.length === 0;
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
@@ -230,7 +262,7 @@ function begin() {
   });
   byId('methods').addEventListener('change', (event) => {
     chosen.method = Number(event.target.value);
-    tokens.unfold(strongest(shadesOf(example().methods[chosen.method]), 5));
+    tokens.unfold(strongest(shadesOf(views()[chosen.method]), 5));
     showTokens();
   });
   byId('map').addEventListener('change', (event) => {

@@ -53,12 +53,12 @@ function showPartners(table, tokens, values) {
   );
 }
 
-/** One row per token, one column per method. */
-function numbersTable(example) {
+/** One row per token, one column per view: a method, or a role. */
+function numbersTable(example, views) {
   const table = make('table');
   table.append(make('caption', {}, `Relevance of each token to ${example.explained}`));
   const head = make('tr');
-  for (const name of ['Position', 'Token', ...example.methods.map((method) => method.name)]) {
+  for (const name of ['Position', 'Token', ...views.map(titleOf)]) {
     const className = name === 'Token' ? '' : 'number';
     head.append(make('th', { scope: 'col', className }, name));
   }
@@ -68,7 +68,7 @@ function numbersTable(example) {
     example.tokens.map((token, position) => [
       { number: position },
       token,
-      ...example.methods.map((method) => method.values[position]),
+      ...views.map((view) => view.values[position]),
     ]),
   );
   return table;

@@ -200,9 +200,8 @@ class TokenView {
     }
   }
 
-  /** Colour the tokens by values, and bars below them by others, or by none. */
-  paint(values, bars, current, kept) {
-    const largest = largestOf(values);
+  /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
+  paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
     this.elements.forEach((element, index) => {
       const colours = [tint(values[index], largest), bars ? tint(bars[index], highest) : ''];
@@ -220,6 +219,5 @@ class TokenView {
     if (this.pressed !== undefined) this.elements[this.pressed].setAttribute('aria-pressed', 'false');
     this.pressed = kept === null ? undefined : kept;
     if (kept !== null) this.elements[kept].setAttribute('aria-pressed', 'true');
-    return largest;
   }
 }

@@ -1,0 +1,92 @@
+"""What methods that decompose the output say beside relevance: accounts, and roles of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...attr import LatimFlow, LatimLogit
+from ...attr.engine.decompose import Decomposition, Parts
+
+#: Options of ``attribute`` that say how relevance is returned; no ``decompose`` has them.
+_OF_ATTRIBUTE = ("per_token", "internal_batch_size")
+
+
+class Account(NamedTuple):
+    """A sum: relevance, of all that the input holds, and ``bias`` and ``delta`` are ``output``.
+
+    Attributes:
+        output: the explained number.
+        bias: what biases and other constants add.
+        delta: what is missing.
+        references: of ``bias``, what belongs to what a rule compares keys, queries and steps with.
+            Default: 0.0.
+        baselines: of ``bias``, what belongs to the input that relevance is in comparison with.
+            Default: 0.0.
+    """
+
+    output: float
+    bias: float
+    delta: float
+    references: float = 0.0
+    baselines: float = 0.0
+
+
+def decomposes(method: Any) -> bool:
+    """Whether a method, or a class of them, decomposes the output."""
+    kind = method if isinstance(method, type) else type(method)
+    return issubclass(kind, LatimFlow | LatimLogit)
+
+
+def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor) -> bool:
+    """Whether a method, or a class of them, tells more roles than content.
+
+    Args:
+        method: the method.
+        options: its options; ``gate`` is the earlier name of ``rule``.
+        inputs: what is explained; images have no roles, for relevance by role is that of tokens.
+    """
+    kind = method if isinstance(method, type) else type(method)
+    if not issubclass(kind, LatimFlow) or inputs.dim() == 4:
+        return False
+    chosen = options.get("rule", options.get("gate"))
+    return (kind.default_rule if chosen is None else chosen) != "frozen"
+
+
+def decomposition(
+    method: LatimFlow | LatimLogit,
+    inputs: Tensor,
+    target: Any,
+    additional: Any,
+    *,
+    options: Mapping[str, Any],
+    roles: bool,
+) -> Parts:
+    """All that a method sums up.
+
+    Args:
+        method: the method.
+        inputs, target, additional: as its ``attribute`` takes them.
+        options: those of its ``attribute``.
+        roles: whether relevance is told apart by role.
+    """
+    chosen = {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
+    if isinstance(method, LatimFlow):
+        return method.decompose(inputs, target, additional, roles=roles, **chosen)
+    return method.decompose(inputs, target, additional, **chosen)
+
+
+def account(found: Parts) -> Account:
+    """The sum that a decomposition of one example is."""
+    bias = sum(found.biases.values(), torch.zeros_like(found.output))
+    references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
+    return Account(*map(float, (found.output, bias, found.delta, references, baselines)))
+
+
+def roles_of(found: Parts) -> dict[str, Tensor]:
+    """Relevance of tokens (B, L) by role, without roles that none has."""
+    roles = found.roles if isinstance(found, Decomposition) else None
+    return {role: x for role, x in (roles or {}).items() if bool(x.any())}

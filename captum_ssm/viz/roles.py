@@ -1,0 +1,143 @@
+"""What each token did, by role, as bars that stand on the words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .figure import new_figure
+from .labels import FAMILIES, cut, shown, width
+from .text import CELL, LINE, of_tokens, wrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Colour and hatch of each role: apart for the common kinds of colour vision, and in print without
+#: colours.
+_LOOKS = {
+    "content": ("#0072b2", ""),
+    "key": ("#e69f00", "////"),
+    "query": ("#009e73", "...."),
+    "gate": ("#cc79a7", "\\\\\\\\"),
+    "step": ("#f0e442", "xxxx"),
+}
+#: Of any other name.
+_OTHER = ("#999999", "")
+#: Inches that the bars over a line of text take.
+_HIGH = 1.5
+#: A bar's width, in the characters of the line.
+_WIDE = 2.4
+#: A role is named at its largest part if that is at least this share of the scale.
+_NAMED = 0.08
+
+
+def plot_roles(
+    tokens: Sequence[str],
+    roles: Mapping[str, Tensor],
+    *,
+    marked: Sequence[int] = (),
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw over each token of a text a bar of its relevance, stacked by role.
+
+    What is negative is stacked below zero.  The lines of a long text have one scale, and a role's
+    name stands beside its largest part.
+
+    Args:
+        tokens: the tokens, in reading order.
+        roles: one number per token (L,) by role, as ``roles`` of
+            :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>` has them for one example.
+        marked: positions to frame, for example the known evidence. Default: none.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes, one per line of text.
+
+    Raises:
+        InputError: when there is no role, relevance is not finite, or tokens and numbers are not
+            equally many.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.viz import plot_roles
+        >>> roles = {"content": torch.tensor([0.0, 2.0]), "key": torch.tensor([1.0, 0.5])}
+        >>> figure, axes = plot_roles(["anna", "lamp"], roles)
+        >>> [float(bar.get_height()) for bar in axes[0].patches]
+        [0.0, 2.0, 1.0, 0.5]
+    """
+    if not isinstance(roles, Mapping) or not roles:
+        raise InputError(
+            "roles must be a mapping with a number per token for at least one role, as "
+            "LatimFlow(model).decompose(...).roles is."
+        )
+    names = [cut(token, LINE // 2) for token in tokens]
+    scores = {role: of_tokens(found, "role", role, names) for role, found in roles.items()}
+    cells = [max(width(name), 3) for name in names]
+    places, lines = wrap(cells)
+    middles = [column + wide / 2 for (_, column), wide in zip(places, cells, strict=True)]
+    by_line = [[i for i, place in enumerate(places) if place[0] == k] for k in range(lines)]
+    size = (LINE * CELL[0] + 0.9, (_HIGH + 0.3) * lines + 0.4 + 0.3 * bool(title))
+    figure, axes = new_figure(*size, nrows=lines, squeeze=False)
+    for axis, here in zip(axes[:, 0], by_line, strict=True):
+        _set(axis, [middles[i] for i in here], [names[i] for i in here])
+        for i, label in zip(here, axis.get_xticklabels(), strict=True):
+            if i in marked:
+                label.set_bbox({"edgecolor": "black", "facecolor": "none", "pad": 1.5})
+    above, below = torch.zeros(len(names)).double(), torch.zeros(len(names)).double()
+    bars: dict[str, list[tuple[float, float]]] = {}
+    for role, parts in scores.items():
+        starts = torch.where(parts < 0, below, above)
+        bars[role] = list(zip(starts.tolist(), parts.tolist(), strict=True))
+        above, below = above + parts.clamp(min=0), below + parts.clamp(max=0)
+    high, low = float(above.max()), float(below.min())
+    room = 0.1 * (high - low or 1.0)
+    for role, stacked in bars.items():
+        best = max(range(len(names)), key=lambda i: stacked[i][1])
+        if stacked[best][1] <= _NAMED * (high - low):
+            best = -1
+        for axis, here in zip(axes[:, 0], by_line, strict=True):
+            _stack(axis, role, [middles[i] for i in here], [stacked[i] for i in here])
+            if best in here:
+                start, part = stacked[best]
+                spot = middles[best] + _WIDE / 2 + 0.3, start + part / 2
+                axis.text(*spot, shown(role), va="center", fontsize=8.5)
+            axis.set_ylim(low - room, high + room)
+    _explain(figure, scores)
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+    return figure, axes[:, 0]
+
+
+def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
+    """An axis whose ticks are words."""
+    axis.set_xlim(-1, LINE)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)
+    axis.tick_params(axis="x", length=0)
+    axis.tick_params(axis="y", labelsize=7)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _stack(
+    axis: Any, role: str, middles: Sequence[float], stacked: Sequence[tuple[float, float]]
+) -> None:
+    """The parts of one role: where each starts, and how high it is."""
+    colour, hatch = _LOOKS.get(role, _OTHER)
+    starts, parts = zip(*stacked, strict=True)
+    looks = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+    axis.bar(middles, parts, _WIDE, starts, **looks)
+
+
+def _explain(figure: Figure, roles: Mapping[str, Any]) -> None:
+    from matplotlib.patches import Patch
+
+    looks = [_LOOKS.get(role, _OTHER) for role in roles]
+    made = [Patch(facecolor=c, hatch=h, edgecolor="white", lw=0) for c, h in looks]
+    names = [shown(role) for role in roles]
+    figure.legend(made, names, loc="outside lower left", ncols=len(names), fontsize=8)

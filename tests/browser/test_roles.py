@@ -1,0 +1,109 @@
+"""Roles of tokens in a report and in Insights, in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.chromium import Page
+from helpers.pages import read_page
+from zoo.small import VOCABULARY, mamba_lm, token_ids
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
+from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
+
+pytestmark = pytest.mark.browser
+
+WORDS = [f"w{i}" for i in range(17)]
+
+
+@pytest.fixture
+def opened(page: Page, tmp_path: Path) -> Iterator[tuple[Page, dict]]:
+    """A report in the browser, and what it holds of a method that tells roles."""
+    torch.manual_seed(3)
+    path, methods = tmp_path / "roles.html", [ImplicitAttentionRollout, LatimFlow]
+    options = {LatimFlow.get_name(): {"rule": "centred"}}
+    report(mamba_lm(), token_ids(1, 17), methods, tokens=WORDS, options=options, path=path)
+    page.goto(path)
+    yield page, read_page(path).facts["examples"][0]["methods"][1]
+    assert page.errors == []
+
+
+def of_all(page: Page, selector: str, what: str) -> list:
+    """What there is of every element ``e`` that is selected."""
+    return list(page.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => {what})"))
+
+
+def shades(page: Page, selector: str) -> list[float]:
+    """How opaque the backgrounds are."""
+    colour = "getComputedStyle(e).backgroundColor.match(/[0-9.]+/g)"
+    return of_all(page, selector, f"Number({colour}[3] ?? 1)")
+
+
+def expected(values: Sequence[float], end: float) -> np.ndarray:
+    """The opacities that common.js gives to values: 64 steps up to 0.62."""
+    return np.round(np.abs(values) / end * 64) / 64 * 0.62
+
+
+def test_a_report_has_a_row_for_each_role_on_one_scale(opened: tuple[Page, dict]) -> None:
+    page, cause = opened
+    assert of_all(page, "#methods .role .name", "e.textContent") == list(cause["roles"])
+    assert len(cause["roles"]) == 5
+    end = max(np.abs(values).max() for values in cause["roles"].values())
+    largest = of_all(page, "#methods .role .largest", "e.textContent")
+    for index, (role, values) in enumerate(cause["roles"].items()):
+        assert largest[index].startswith(f"w{int(np.abs(values).argmax())} ")
+        page.click(f"#methods [value='{2 + index}']")
+        np.testing.assert_allclose(shades(page, ".token"), expected(values, end), atol=0.006)
+        assert page.text("#shown") == f"Background: relevance by LATIM Flow, as {role}."
+
+
+def test_a_report_says_what_a_token_did(opened: tuple[Page, dict]) -> None:
+    page, cause = opened
+    page.click("#methods [value='1']")
+    page.hover('.token[data-index="11"]')
+    sizes = {role: abs(values[11]) for role, values in cause["roles"].items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    assert f"by LATIM Flow ({largest} " in page.text("#status")
+    page.click("#numbers summary")
+    page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    heads = of_all(page, "#numbers th", "e.textContent")
+    assert heads[4:] == [f"LATIM Flow, as {role}" for role in cause["roles"]]
+
+
+@pytest.mark.parametrize("width", [390, 650, 700, 960, 1280])
+def test_telling_roles_moves_no_token(opened: tuple[Page, dict], width: int) -> None:
+    page, _ = opened
+    page.click("#methods [value='1']")
+    page.resize(width)
+    tops = "e.getBoundingClientRect().top + scrollY"
+    before = of_all(page, ".token", tops)
+    for index in (3, 11, 16):
+        page.hover(f'.token[data-index="{index}"]')
+        page.wait_for(f"document.querySelector('#status').innerText.includes('Token {index} ')")
+        assert of_all(page, ".token", tops) == pytest.approx(before, abs=0.5)
+
+
+def test_insights_colours_words_by_role_on_one_scale(page: Page) -> None:
+    words, ids = [f"w{i}" for i in range(VOCABULARY)], torch.tensor([[1, 2, 3, 4]])
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    visualizer = AttributionVisualizer(mamba_lm(), words, feature, [Batch(ids, None)])
+    visualizer.config = FilterConfig("LATIM Flow", {"rule": "centred", "baselines": "0"})
+    ((output,),) = visualizer.visualize()
+    with visualizer:
+        visualizer.serve()
+        page.goto(visualizer.url)
+        page.wait_for("document.querySelectorAll('.role').length > 0")
+        assert of_all(page, "#argument-baselines option", "e.text") == ["default", "mean", "0"]
+        assert page.evaluate("document.querySelector('#argument-baselines').value") == "0"
+        assert of_all(page, ".role h5", "e.textContent") == list(output.roles)
+        said = of_all(page, ".role .token", "e.textContent")
+        assert said == ["w1", "w2", "w3", "w4"] * len(output.roles)
+        percents = [percent for values in output.roles.values() for percent in values]
+        assert max(map(abs, percents)) == pytest.approx(100)
+        wanted = expected(percents, 100)
+        np.testing.assert_allclose(shades(page, ".role .token"), wanted, atol=0.011)
+        assert page.errors == []
