@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..operators.kernels.arithmetic import full_precision
 from .call import checks
+from .call.head import kept_positions
 from .call.inputs import BatchPart, single_input
 from .call.targets import Against, contrasted, require_real_target, target_index
 from .engine.decompose import not_linear, not_reached, sums_up
@@ -228,7 +229,11 @@ class LatimLogit(LatimMethod, LinearMethod):
         self, request: Request, questions: Sequence[Against], asked: Asked, by_layer: bool = False
     ) -> tuple[Run, list[LogitContributions]]:
         """A run, and what its tokens add to the answer of each question."""
-        run = traced(replace(request, direct=True, verify=asked.verify is not False))
+        request = replace(request, direct=True, verify=asked.verify is not False)
+        kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
+        run = traced(replace(request, kept=kept))
+        if kept is not None and not kept.fit(run.output):
+            run = traced(request)
         with ExitStack() as stack:
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
@@ -244,9 +249,11 @@ class LatimLogit(LatimMethod, LinearMethod):
 
 
 def _question(run: Run, asked: Against) -> Question:
-    require_real_target(target_index(asked.target, run.output), run.output, run.mask)
+    kept = run.request.kept
+    whole = run.output if kept is None else kept.whole(run.output)
+    require_real_target(target_index(asked.target, whole), whole, run.mask)
     with torch.enable_grad():
-        number, constant = contrasted(run.output, asked.target, asked.contrast)
+        number, constant = contrasted(run.output, asked.target, asked.contrast, kept)
     if not number.requires_grad:
         raise not_reached()
     return Question(asked.target, torch.zeros_like(number), number, constant)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call
+from ..mixers.parts.heard import Heard, telling
 from .caches import without_caches
 from .eager import eagerly
 from .find import Mixer
@@ -92,7 +93,8 @@ def observe(
         stack.enter_context(hooked(outer.register_forward_pre_hook, enter, with_kwargs=True))
     for mixer in mixers:
         module = mixer.module
-        stack.enter_context(hooked(module.register_forward_pre_hook, calls.start))
+        start = hooked(module.register_forward_pre_hook, calls.start, with_kwargs=True)
+        stack.enter_context(start)
         first, last = (functools.partial(f, mixer) for f in (calls.first, calls.last))
         stack.enter_context(at_both_ends(module, first, last))
     stack.callback(calls.close)
@@ -110,7 +112,9 @@ class _Calls:
         #: The modules around mixers that were entered, the latest last, and the size of the first
         #: floating tensor that each was given.
         self.entered: dict[nn.Module, torch.Size] = {}
-        self.running: list[ExitStack] = []
+        #: What mixers that run are in, and the calls of their own modules; None for one that was
+        #: called again.
+        self.running: list[tuple[ExitStack, dict[nn.Module, Heard | None]]] = []
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
@@ -124,25 +128,31 @@ class _Calls:
             self.entered[module] = stream.shape
         return None if given[0] is args and given[1] is kwargs else given
 
-    def start(self, *_: Any) -> None:
-        contexts = ExitStack()
-        self.running.append(contexts)
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        contexts, heard = ExitStack(), dict[nn.Module, Heard | None]()
+        self.running.append((contexts, heard))
+        _, sequence = swap_first((args, kwargs), lambda x: x)
+        if sequence is not None:
+            _listen(module, sequence.shape, heard, contexts)
         for watcher in self.watchers:
             for context in watcher.while_mixing():
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        heard: dict[nn.Module, Heard | None] = {}
         if self.running:  # empty if a hook before ours raised
-            self.running.pop().close()
+            contexts, heard = self.running.pop()
+            contexts.close()
         if output is None:  # the call failed, and its exception is on its way
             return None
         # the block entered last is the one that runs, also for a mixer shared by several
         block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
         around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
-        for watcher in self.watchers:
-            found = watcher.returned(mixer, call)
-            changed = changed if found is None else found
+        with telling({child: once for child, once in heard.items() if once is not None}):
+            for watcher in self.watchers:
+                found = watcher.returned(mixer, call)
+                changed = changed if found is None else found
         return None if changed is None else swap_first(output, lambda _: changed)[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -155,4 +165,42 @@ class _Calls:
     def close(self) -> None:
         """An interrupt calls no hooks."""
         while self.running:
-            self.running.pop().close()
+            self.running.pop()[0].close()
+
+
+def _listen(
+    mixer: nn.Module, size: torch.Size, heard: dict[nn.Module, Heard | None], contexts: ExitStack
+) -> None:
+    """Keep what a mixer's own modules make of sequences of the size that it was given.
+
+    What they make of its other tensors an adapter computes in other ways, which round otherwise,
+    and to hold those takes memory.
+
+    Args:
+        mixer: about to run.
+        size: of the sequence.
+        heard: takes what is heard.
+        contexts: until they are left.
+    """
+
+    def before(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        once = is_one and args[0].shape == size and child not in heard
+        heard[child] = Heard(args[0]) if once else None
+
+    def between(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = heard.get(child)
+        if call is not None and call.output is None:
+            call.ran(args[0] if args else None, output)
+
+    def after(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = heard.get(child)
+        if call is not None and call.output is None:
+            call.returned(output)
+
+    for child in mixer.children():
+        if next(child.parameters(), None) is not None:
+            register = child.register_forward_pre_hook
+            contexts.enter_context(hooked(register, before, prepend=True, with_kwargs=True))
+            contexts.enter_context(hooked(child.register_forward_hook, between, prepend=True))
+            contexts.enter_context(hooked(child.register_forward_hook, after))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,12 @@ def explained_ids(inputs: Tensor, additional: tuple[Any, ...]) -> Tensor:
 
 
 def call_model(
-    forward_func: Callable[..., Any], inputs: Tensor, additional: tuple[Any, ...]
+    forward_func: Callable[..., Any],
+    inputs: Tensor,
+    additional: tuple[Any, ...],
+    named: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """``forward_func(inputs, *additional)``; embeddings reach models that expect token ids.
+    """What forward_func returns; embeddings reach models that expect token ids.
 
     A module whose first parameter is ``input_ids`` receives floating inputs as ``inputs_embeds``
     if it has that parameter, else in place of its embedding layer's output.
@@ -148,18 +152,20 @@ def call_model(
         function = runnable(forward_func)
         embeddings = inputs.is_floating_point() and inputs.dim() == 3
         if embeddings and isinstance(function, nn.Module):
-            return _call_on_embeddings(function, inputs, additional)
-        return function(inputs, *additional)
+            return _call_on_embeddings(function, inputs, additional, named)
+        return function(inputs, *additional, **named)
 
 
-def _call_on_embeddings(function: nn.Module, inputs: Tensor, additional: tuple[Any, ...]) -> Any:
+def _call_on_embeddings(
+    function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
+) -> Any:
     try:
-        bound = inspect.signature(_own_forward(function)).bind(inputs, *additional)
+        bound = inspect.signature(_own_forward(function)).bind(inputs, *additional, **named)
     except TypeError as error:
         raise InputError(f"additional_forward_args do not fit the model: {error}.") from error
     given = dict(bound.arguments)
     if next(iter(given)) != "input_ids":
-        return function(inputs, *additional)
+        return function(inputs, *additional, **named)
     if "inputs_embeds" in bound.signature.parameters:
         if given.get("inputs_embeds") is not None:
             raise InputError("inputs and additional_forward_args both hold embeddings.")
@@ -168,7 +174,7 @@ def _call_on_embeddings(function: nn.Module, inputs: Tensor, additional: tuple[A
         return function(**_named(bound))
     with _embedded(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
-        return function(ids, *additional)
+        return function(ids, *additional, **named)
 
 
 @contextmanager

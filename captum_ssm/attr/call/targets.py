@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ...errors import NonFiniteError, OptionError, OutputError, TargetError
 from . import target_errors
+
+if TYPE_CHECKING:
+    from .head import Kept
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, 
 CONTRASTS = ("mean", "others", "all")
 
 
-def contrasted(output: Tensor, target: Any, contrast: Any = None) -> tuple[Tensor, Tensor | None]:
+def contrasted(
+    output: Tensor, target: Any, contrast: Any = None, kept: Kept | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The number to explain per example (B,), linear in the output, and its constant summand.
 
     Args:
@@ -179,12 +184,14 @@ def contrasted(output: Tensor, target: Any, contrast: Any = None) -> tuple[Tenso
             or a second target, whose output is taken off. Logarithms are linear in the output
             with the probabilities frozen; the entropy that this leaves is the constant.
             Default: None.
+        kept: the positions that the output is of. Default: None, all.
 
     Raises:
         TargetError, OptionError: when the target or the contrast does not fit the output.
         NonFiniteError: when the number is NaN or infinite, as where the model overflows.
     """
-    number, constant = _contrasted(output, target, contrast)
+    asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
+    number, constant = _contrasted(output, *asked)
     if not bool(torch.isfinite(number).all()):
         example = int((~torch.isfinite(number)).nonzero()[0])
         found = float(number.detach()[example])
@@ -202,7 +209,7 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
     if contrast is None:
         return chosen, None
     if not isinstance(contrast, str):
-        return chosen - select(output, _second(contrast, output)), None
+        return chosen - select(output, second_index(contrast, output)), None
     if contrast not in CONTRASTS or index is None:
         raise OptionError(
             f"contrast={contrast!r} with target={target!r}: use None, a second target, or, with a "
@@ -222,7 +229,13 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
     return chosen - (shares.to(entries) * entries).sum(-1) - entropy.to(entries), -entropy
 
 
-def _second(contrast: Any, output: Tensor) -> Tensor | None:
+def second_index(contrast: Any, output: Tensor) -> Tensor | None:
+    """What a target is held against, as indices like those of :func:`target_index`.
+
+    Args:
+        contrast: a second target.
+        output: what the model returned, (B, ...).
+    """
     try:
         return target_index(contrast, output)
     except TargetError as error:

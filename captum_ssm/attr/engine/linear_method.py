@@ -13,6 +13,7 @@ from torch import Tensor
 from ...linear import Network, Rule, linearised
 from ...operators.kernels.arithmetic import unseen
 from ..call import checks
+from ..call.head import Kept, kept_positions
 from ..call.inputs import BatchPart, batch_parts, single_input
 from ..call.targets import (
     Against,
@@ -128,17 +129,14 @@ def decompositions(
         rules: how it is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
-    with _linear_run(request, rules) as (network, output):
-        for question in questions:
-            index = target_index(question.target, output)
-            require_real_target(index, output, network.mask)
-        numbers = [contrasted(output, q.target, q.contrast) for q in questions]
-        if not output.requires_grad:
-            raise not_reached()
-        if baselines is None and rules.rule not in ("frozen", "half"):
-            baselines = "mean"
-        start = baseline_of(network, baselines)
-        found = [decompose(network, *number, start, rules.by_role) for number in numbers]
+    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
+    with _linear_run(replace(request, kept=kept), rules) as (network, output):
+        fits = kept is None or kept.fit(output)
+        if fits:
+            found = _each_decomposed(network, output, kept, questions, rules, baselines)
+    if not fits:
+        with _linear_run(request, rules) as (network, output):
+            found = _each_decomposed(network, output, None, questions, rules, baselines)
     if all(map(exact, found)):
         return found
     if len(output) == 1:
@@ -153,6 +151,28 @@ def decompositions(
             asked = list(map(cut.target, questions))
             parts.append(decompositions(one, asked, rules, cut(baselines)))
     return [stacked(each) for each in zip(*parts, strict=True)]
+
+
+def _each_decomposed(
+    network: Network,
+    output: Tensor,
+    kept: Kept | None,
+    questions: Sequence[Against],
+    rules: Rules,
+    baselines: Baselines,
+) -> list[Decomposition]:
+    """The decomposition of each question to a network's output, at the positions kept."""
+    whole = output if kept is None else kept.whole(output)
+    for question in questions:
+        index = target_index(question.target, whole)
+        require_real_target(index, whole, network.mask)
+    numbers = [contrasted(output, q.target, q.contrast, kept) for q in questions]
+    if not output.requires_grad:
+        raise not_reached()
+    if baselines is None and rules.rule not in ("frozen", "half"):
+        baselines = "mean"
+    start = baseline_of(network, baselines)
+    return [decompose(network, *number, start, rules.by_role) for number in numbers]
 
 
 def coefficients(request: Request, targets: Sequence[Any]) -> list[list[Tensor]]:

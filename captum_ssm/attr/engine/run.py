@@ -27,6 +27,7 @@ from ...tracing.chance import refusals
 from ...tracing.hooks import Running
 from ...tracing.places import Origin, Places
 from ...tracing.places.chain import Chain, NotAChain, arrange
+from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model, explained_ids
 from ..call.layout import TokenLayout
 from ..call.targets import logits_of, select
@@ -53,6 +54,7 @@ class Request:
         verify: whether operators are held to what their modules returned. Default: True.
         folds: whether layers have to be a chain. Default: True.
         direct: whether the run leaves the graph of its direct paths. Default: False.
+        kept: the positions at which the model's head runs. Default: None, all.
     """
 
     forward_func: Callable[..., Any]
@@ -65,6 +67,7 @@ class Request:
     verify: bool = True
     folds: bool = True
     direct: bool = False
+    kept: Kept | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -81,7 +84,8 @@ class Request:
             TrainingModeError: when that would be chance.
         """
         require_deterministic(self.model)
-        return logits_of(call_model(self.forward_func, start, self.additional))
+        named = {} if self.kept is None else self.kept.arguments
+        return logits_of(call_model(self.forward_func, start, self.additional, named))
 
     def one_output(self, start: Tensor) -> Tensor:
         """The same of one example.

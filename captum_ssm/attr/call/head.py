@@ -1,0 +1,141 @@
+"""The logits of a language model at the positions that are asked for, and at no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ...errors import TargetError
+from ...tracing import runnable
+from .targets import CONTRASTS, Against, second_index, target_index
+
+#: What language models of transformers call the positions at which their head is to run.
+_ARGUMENT = "logits_to_keep"
+#: More entries than any vocabulary has, where its size is not known.
+_ANY_VOCABULARY = 2**31
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The positions at which a head runs.
+
+    Attributes:
+        positions: they, in increasing order.
+        tokens: how many there are in the sequence, L.
+    """
+
+    positions: tuple[int, ...]
+    tokens: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model is told."""
+        count = len(self.positions)
+        are_last = self.positions[0] == self.tokens - count
+        return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
+
+    def fit(self, output: Tensor) -> bool:
+        """Whether the output (B, K, V) is that of these positions."""
+        return output.dim() == 3 and output.shape[1] == len(self.positions)
+
+    def whole(self, output: Tensor) -> Tensor:
+        """What has the shape of the logits of all positions (B, L, V), and no more of them."""
+        return output.new_zeros(()).expand(len(output), self.tokens, output.shape[-1])
+
+    def among(self, output: Tensor, target: Any, contrast: Any) -> tuple[Any, Any]:
+        """The target and the contrast as entries of the output, one for each example.
+
+        Args:
+            output: what the model returned, (B, K, V).
+            target, contrast: see :func:`~captum_ssm.attr.call.targets.contrasted`.
+        """
+        whole = self.whole(output)
+        if contrast is not None and not isinstance(contrast, str):
+            contrast = self._found(second_index(contrast, whole))
+        return self._found(target_index(target, whole)), contrast
+
+    def _found(self, index: Tensor | None) -> Any:
+        if index is None:
+            return None
+        return [(self.positions.index(p), token) for p, token in index.tolist()]
+
+
+def kept_positions(
+    forward_func: Callable[..., Any],
+    inputs: Tensor,
+    additional: tuple[Any, ...],
+    questions: Iterable[Against],
+) -> Kept | None:
+    """The positions at which a run's head is needed; None where it runs at all.
+
+    The head of 50,000 words takes as much memory as many layers.  That of transformers' own
+    language models can be told where to run, and nothing else in them depends on where it does.
+
+    Args:
+        forward_func: what runs the model.
+        inputs: the one input.
+        additional: further arguments of forward_func.
+        questions: what is asked of the output.
+    """
+    if inputs.dim() not in (2, 3) or not _can_be_told(forward_func, (inputs, *additional)):
+        return None
+    batch, tokens = inputs.shape[:2]
+    of_any = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)
+    found: set[int] = set()
+    for question in questions:
+        contrast = question.contrast
+        named = isinstance(contrast, str)
+        if named and contrast not in CONTRASTS:
+            return None
+        others = () if contrast is None or named else (contrast,)
+        try:
+            indices = [target_index(each, of_any) for each in (question.target, *others)]
+        except TargetError:  # which says more where the output is known
+            return None
+        for index in indices:
+            if index is None:
+                return None
+            found.update(index[:, 0].tolist())
+    return Kept(tuple(sorted(found)), tokens) if 0 < len(found) < tokens else None
+
+
+def _can_be_told(forward_func: Callable[..., Any], given: Sequence[Any]) -> bool:
+    """Whether the model has a head that acts on each position by itself, and runs where it is told.
+
+    Hooks on what it returns may read any position.
+    """
+    model: Any = runnable(forward_func)
+    if not isinstance(model, nn.Module):
+        owner = getattr(model, "__self__", None)
+        if not isinstance(owner, nn.Module) or model not in (owner.forward, owner.__call__):
+            return False
+        model = owner
+    forward, call = type(model).forward, type(model).__call__
+    code = getattr(inspect.unwrap(forward), "__module__", "")
+    if code.split(".")[0] != "transformers" or call is not nn.Module.__call__:
+        return False
+    signature = inspect.signature(forward)
+    if _ARGUMENT not in signature.parameters:
+        return False
+    try:
+        named = signature.bind(model, *given).arguments
+    except TypeError:
+        return False
+    if named.get(_ARGUMENT) is not None or named.get("labels") is not None:
+        return False
+    head = model.get_output_embeddings()
+    return type(head) is nn.Linear and not (
+        _is_changed(model) or _is_changed(head) or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether hooks, or another forward, may change what the module returns."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)

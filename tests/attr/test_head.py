@@ -1,0 +1,250 @@
+"""The head of a language model runs where it is asked, and the number explained stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo.mamba import padded_batch, randomise, transformers_model
+from zoo.mamba2 import make_model
+
+from captum_ssm import LatimFlow, LatimLogit, MambaLRP
+from captum_ssm.attr.call.head import Kept
+from captum_ssm.errors import NonFiniteError, OptionError, TargetError
+
+# before, most heads run at all positions whatever they are asked
+pytestmark = pytest.mark.transformers5
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+TOKENS = IDS.shape[1]
+
+
+@pytest.fixture
+def model() -> Any:
+    return transformers_model("mamba").double()
+
+
+@pytest.fixture
+def positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """At how many positions the head has run, for each time that it did."""
+    found: list[int] = []
+    plain = nn.functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.data_ptr() == model.lm_head.weight.data_ptr():
+            found.append(x.shape[1])
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    return found
+
+
+def whole(model: Any) -> Callable[..., Tensor]:
+    """A function that returns the logits of all positions, whatever it is asked for."""
+    return lambda x, *more: model(x, *more).logits
+
+
+LAST = (-1, 2)
+APART = [(0, 1), (4, 2)]
+ASKED = [
+    (LAST, None, 1),
+    (APART, None, 2),
+    ([(5, 3), (4, 3)], None, 2),
+    (LAST, (1, 3), 2),
+    (LAST, [(-1, 3), (2, 0)], 2),
+    (APART, "mean", 2),
+    (LAST, "others", 1),
+    (LAST, "all", 1),
+]
+
+
+@pytest.mark.parametrize(("target", "contrast", "count"), ASKED)
+@pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
+def test_decompositions_are_those_of_all_logits(
+    method: Any, target: Any, contrast: Any, count: int, model: Any, positions: list[int]
+) -> None:
+    expected = method(whole(model), model).decompose(IDS, target, contrast=contrast)
+    assert positions == [TOKENS]
+    found = method(model).decompose(IDS, target, contrast=contrast)
+    assert positions == [TOKENS, count]
+    assert torch.allclose(found.inputs, expected.inputs, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(found.output, expected.output)  # the model rounds it to float32
+    assert found.delta.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("target", "contrast", "count"), ASKED)
+def test_so_are_contributions_to_logits(
+    target: Any, contrast: Any, count: int, model: Any, positions: list[int]
+) -> None:
+    expected, found = (
+        LatimLogit(function, model).attribute(IDS, target, contrast=contrast, mixing="projection")
+        for function in (whole(model), model)
+    )
+    assert positions == [TOKENS, count]
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_several_targets_share_their_positions(model: Any, positions: list[int]) -> None:
+    targets = [LAST, (3, 1), (-1, 4)]
+    found = LatimFlow(model).attribute_each(IDS, targets)
+    assert positions == [2]
+    expected = LatimFlow(whole(model), model).attribute_each(IDS, targets)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_embeddings_masks_and_bound_forwards(model: Any, positions: list[int]) -> None:
+    ids, mask = padded_batch([3, TOKENS])
+    embeddings = model.get_input_embeddings()(ids).detach()
+    expected = LatimFlow(lambda x: model(x, mask).logits).attribute(ids, LAST)
+    for function in (model.forward, torch.compile(model, backend="eager")):
+        positions.clear()
+        found = LatimFlow(function).attribute(ids, LAST, mask, internal_batch_size=1)
+        assert positions == [1, 1]
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    positions.clear()
+    found = LatimFlow(model).attribute(embeddings, LAST, mask)
+    assert positions == [1]
+    assert torch.allclose(found.sum(-1), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1"])
+def test_other_families(family: str) -> None:
+    model = make_model(family).double()
+    found = LatimFlow(model).attribute(IDS, LAST)
+    expected = LatimFlow(lambda x: model(x).logits).attribute(IDS, LAST)
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-11)
+
+
+def by_position(module: nn.Module, args: Any, output: Any) -> Any:
+    """A hook that changes logits at the second position, wherever it stands among them."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    logits = logits * torch.arange(1, logits.shape[1] + 1).to(logits)[:, None]
+    return logits if isinstance(output, Tensor) else type(output)(logits=logits)
+
+
+class OfTwo(nn.Linear):
+    """A head that gives each position a part of the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def with_head_hook(model: Any) -> Any:
+    model.lm_head.register_forward_hook(by_position)
+    return model
+
+
+def with_model_hook(model: Any) -> Any:
+    model.register_forward_hook(by_position)
+    return model
+
+
+def with_own_forward(model: Any) -> Any:
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: by_position(model, args, inner(*args, **kwargs))
+    return model
+
+
+def with_subclass(model: Any) -> Any:
+    class Own(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, logits_to_keep: Any = 0) -> Any:
+            out = super().forward(input_ids, logits_to_keep=logits_to_keep)
+            return by_position(self, (), out)
+
+    model.__class__ = Own
+    return model
+
+
+def with_other_head(model: Any) -> Any:
+    head = OfTwo(model.lm_head.in_features, model.lm_head.out_features, bias=False).double()
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [with_head_hook, with_model_hook, with_own_forward, with_subclass, with_other_head]
+)
+def test_what_may_read_other_positions_gets_all(
+    change: Callable[[Any], Any], model: Any, positions: list[int]
+) -> None:
+    changed = change(model)
+    expected = changed(IDS)
+    positions.clear()
+    found = LatimFlow(changed).decompose(IDS, (2, 1))
+    assert positions == [TOKENS]
+    logits = expected if isinstance(expected, Tensor) else expected.logits
+    assert torch.allclose(found.output, logits[:, 2, 1])
+
+
+def test_positions_that_the_user_keeps_stay(model: Any) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.inner(ids, logits_to_keep=2).logits
+
+    found = LatimFlow(Own()).decompose(IDS, (0, 1))
+    assert torch.allclose(found.output, model(IDS).logits[:, -2, 1])
+
+
+def test_where_the_output_is_not_as_asked_the_head_runs_again(
+    model: Any, positions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [
+        LatimFlow(model).attribute(IDS, APART),
+        LatimLogit(model).attribute(IDS, APART, mixing="projection"),
+    ]
+    monkeypatch.setattr(Kept, "arguments", property(lambda kept: {"logits_to_keep": 3}))
+    positions.clear()
+    found = [
+        LatimFlow(model).attribute(IDS, APART),
+        LatimLogit(model).attribute(IDS, APART, mixing="projection"),
+    ]
+    assert positions == [3, TOKENS, 3, TOKENS]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("target", "contrast", "error"),
+    [
+        ((6, 2), None, TargetError),
+        ((1, 19), None, TargetError),
+        (2, None, TargetError),
+        (None, None, TargetError),
+        ([LAST], None, TargetError),
+        (LAST, (1, 19), TargetError),
+        (LAST, (7, 1), TargetError),
+        (LAST, "least", OptionError),
+    ],
+)
+def test_errors_are_those_of_all_logits(
+    target: Any, contrast: Any, error: type[Exception], model: Any
+) -> None:
+    said = []
+    for function in (model, whole(model)):
+        with pytest.raises(error) as found:
+            LatimFlow(function, model).attribute(IDS, target, contrast=contrast)
+        said.append(str(found.value))
+    assert said[0] == said[1]
+
+
+def test_an_infinite_logit_is_told_of_by_the_users_target(model: Any) -> None:
+    weight = model.lm_head.weight.detach().clone()  # that of the embeddings, too
+    weight[2] = torch.inf
+    model.lm_head.weight = nn.Parameter(weight)
+    with pytest.raises(NonFiniteError, match=r"target=\(-1, 2\)"):
+        LatimFlow(model).attribute(IDS, LAST)
+
+
+def test_a_padded_target_is_refused(model: Any) -> None:
+    randomise(model)
+    ids, mask = padded_batch([3, TOKENS])
+    with pytest.raises(TargetError, match="padd"):
+        LatimFlow(model.forward).attribute(ids, (0, 2), (mask,))

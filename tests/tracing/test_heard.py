@@ -1,0 +1,178 @@
+"""What the run has computed, which adapters are told instead of computing it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.sessions import full
+from torch import Tensor, nn
+from zoo.mamba import randomise, transformers_model
+from zoo.mamba2 import make_model
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
+from captum_ssm.mixers.parts import common
+from captum_ssm.mixers.parts.common import run
+from captum_ssm.mixers.parts.heard import Heard, telling
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
+TARGET = (-1, 2)
+
+EXPLAIN: dict[str, Callable[[Any], Tensor]] = {
+    "rollout": lambda model: ImplicitAttentionRollout(model).attribute(IDS, query=-1),
+    "flow": lambda model: LatimFlow(model).attribute(IDS, TARGET),
+}
+
+
+def calls_of(model: Any, name: str, explain: Callable[[Any], Tensor]) -> list[int]:
+    """How often each mixer's module of a name runs in an explanation."""
+    counts = [0] * len(model.backbone.layers)
+    handles = []
+    for number, block in enumerate(model.backbone.layers):
+
+        def count(*_: Any, number: int = number) -> None:
+            counts[number] += 1
+
+        handles.append(getattr(block.mixer, name).register_forward_hook(count))
+    explain(model)
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize("explain", EXPLAIN.values(), ids=EXPLAIN)
+@pytest.mark.parametrize("make", [transformers_model, lambda: make_model("mamba2")])
+def test_input_projections_run_once(
+    make: Callable[[], Any], explain: Callable[[Any], Tensor]
+) -> None:
+    model = make()
+    assert calls_of(model, "in_proj", explain) == [1, 1]
+
+
+@pytest.mark.parametrize("rule", ["frozen", *full("half", "equal", "centred")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_relevance_is_that_of_projections_run_again(
+    bias: bool, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers_model("mamba", num_hidden_layers=2, use_bias=bias).double()
+    randomise(model)
+    told = LatimFlow(model).decompose(IDS, TARGET, rule=rule)
+    monkeypatch.setattr(common, "told", lambda module, x: None)
+    anew = LatimFlow(model).decompose(IDS, TARGET, rule=rule)
+    assert torch.allclose(told.inputs, anew.inputs, rtol=1e-10, atol=1e-12)
+    assert told.biases.keys() == anew.biases.keys()
+    for name, bias_part in anew.biases.items():
+        assert torch.allclose(told.biases[name], bias_part, rtol=1e-10, atol=1e-12)
+    assert anew.inputs.abs().max() > 1e-3
+
+
+def test_a_hook_that_answers_otherwise_each_time_is_followed() -> None:
+    model = transformers_model("mamba", num_hidden_layers=2)
+    answers: list[Tensor] = []
+
+    def fade(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        answers.append(output / (1 + len(answers)))
+        return answers[-1]
+
+    model.backbone.layers[1].mixer.in_proj.register_forward_hook(fade)
+    with torch.no_grad(), trace(model) as record:
+        model(IDS)
+    layer = record.layers[1]
+    values, _ = answers[0].chunk(2, -1)
+    assert len(answers) == 1
+    assert torch.equal(layer.values.squeeze(-1), values)
+    assert layer.reconstruction_error() < 1e-5
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_relevance_passes_a_hook_on_a_projection(in_place: bool) -> None:
+    model, hooked = (transformers_model("mamba", num_hidden_layers=2).double() for _ in range(2))
+    randomise(model)
+    hooked.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.in_proj.weight *= 2
+
+    def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.mul_(2) if in_place else output * 2
+
+    hooked.backbone.layers[1].mixer.in_proj.register_forward_hook(double)
+    expected = LatimFlow(model).attribute(IDS, TARGET)
+    assert torch.allclose(LatimFlow(hooked).attribute(IDS, TARGET), expected, rtol=1e-9)
+
+
+def test_a_compiled_projection_is_told() -> None:
+    model = transformers_model("mamba", num_hidden_layers=2)
+    expected = ImplicitAttentionRollout(model).attribute(IDS, query=-1)
+    for block in model.backbone.layers:
+        block.mixer.in_proj = torch.compile(block.mixer.in_proj, backend="eager")
+    assert calls_of(model, "in_proj", EXPLAIN["rollout"]) == [1, 1]
+    found = ImplicitAttentionRollout(model).attribute(IDS, query=-1)
+    assert torch.allclose(found, expected)
+
+
+def heard(module: nn.Module, x: Tensor) -> Heard:
+    """A call of a module with made-up output, which nothing computes."""
+    call = Heard(x)
+    output = torch.full((*x.shape[:-1], 3), 7.0, dtype=x.dtype)
+    call.ran(x, output)
+    call.returned(output)
+    return call
+
+
+def test_only_what_was_given_is_told() -> None:
+    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
+    call = heard(projection, x)
+    with torch.no_grad(), telling({projection: call}):
+        assert (run(projection, x.clone()) == 7).all()
+        for other in (x + 1, x[:, :4], x.double()):
+            projection.to(other.dtype)
+            assert torch.equal(run(projection, other), projection(other))
+        projection.float()
+        assert torch.equal(run(nn.Sequential(projection), x), projection(x))
+    assert torch.equal(run(projection, x), projection(x))
+
+
+@pytest.mark.parametrize("which", ["given", "output"])
+def test_what_was_written_to_is_not_told(which: str) -> None:
+    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
+    call = heard(projection, x)
+    written = x if which == "given" else call.output
+    assert written is not None
+    written[0, 0] = 1.0
+    with torch.no_grad(), telling({projection: call}):
+        assert torch.equal(run(projection, x), projection(x))
+
+
+def test_gradients_of_what_is_told_are_those_of_the_product() -> None:
+    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4, requires_grad=True)
+    seed = torch.randn(1, 5, 3)
+    with telling({projection: heard(projection, x)}):
+        found = run(projection, x)
+    assert (found == 7).all()
+    (gradient,) = torch.autograd.grad(found, x, seed)
+    assert torch.allclose(gradient, seed @ projection.weight)
+
+
+def test_a_module_that_runs_twice_is_asked_again() -> None:
+    model = transformers_model("mamba", num_hidden_layers=1)
+    mixer = model.backbone.layers[0].mixer
+    first = mixer.in_proj.register_forward_pre_hook(
+        lambda module, args: (first.remove(), module(*args), None)[-1]
+    )
+    counts = []
+    mixer.in_proj.register_forward_hook(lambda *_: counts.append(1))
+    with torch.no_grad(), trace(model):
+        model(IDS)
+    assert len(counts) == 3
+
+
+def test_nothing_is_told_under_autocast() -> None:
+    model = transformers_model("mamba", num_hidden_layers=1)
+
+    def explain(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return EXPLAIN["rollout"](model)
+
+    assert calls_of(model, "in_proj", explain) == [2]
