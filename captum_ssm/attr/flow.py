@@ -91,8 +91,8 @@ class LatimFlow(LinearMethod):
             rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
                 content it moves alone; ``"half"``, in equal parts to content and gates, the rule
                 of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
-                ``"centred"``, to keys, queries and steps by what they are more than the average so
-                far: what mattered, not only whose content was moved. Default: None, the rule of
+                ``"centred"``, to steps and, by what they are more than the average so far, to keys
+                and queries: what mattered, not only whose content was moved. Default: None, the rule of
                 the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
             baselines: the input in comparison with which there is relevance, whose own part counts
                 as a constant: a tensor of the shape of the embeddings, or broadcastable to them; a
@@ -171,7 +171,7 @@ class LatimFlow(LinearMethod):
             inputs, target, additional_forward_args, contrast, rule, baselines, zero_bias: as in
                 :meth:`attribute`, with the same defaults.
             roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
-                takes five more passes back. Default: True.
+                takes up to four more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
@@ -214,7 +214,7 @@ class LatimFlow(LinearMethod):
                 :meth:`attribute`, with the same defaults.
             targets: targets in Captum's forms, each for the whole batch.
             roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
-                takes five more passes back. Default: True.
+                takes up to four more passes back. Default: True.
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:

@@ -22,7 +22,7 @@ class Account(NamedTuple):
         output: the explained number.
         bias: what biases and other constants add.
         delta: what is missing.
-        references: of ``bias``, what belongs to what a rule compares keys, queries and steps with.
+        references: of ``bias``, what belongs to what a rule compares keys and queries with.
             Default: 0.0.
         baselines: of ``bias``, what belongs to the input that relevance is in comparison with.
             Default: 0.0.
