@@ -67,8 +67,8 @@ Models of one task count alike.
   as at the second digit of *3 3*, it adds to the answer by itself, and can be first. The
   passkeys whose content is not found are all so, but for those of the gated delta rule that learned
   one passkey: there the asking digit adds to others, too.
-- How strongly a gated delta rule writes counts as key, and the written word has a say in it: in a
-  part of the texts it is first.
+- The gated delta rule of *pairs* has two layers: where another token than the key is first, it is
+  the value that stands beside it.
 
 ## Model by model
 
