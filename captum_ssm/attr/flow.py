@@ -57,7 +57,9 @@ class LatimFlow(LinearMethod):
 
     name = "LATIM Flow"
     needs_gradient = True
-    default_rule: Rule = "frozen"
+    default_rule: Rule = "centred"
+    #: That of ``zero_bias=True``, which leaves out what the others count as a constant.
+    rule_without_bias: Rule = "frozen"
 
     @renamed(gate="rule")
     def attribute(
@@ -274,8 +276,9 @@ class LatimFlow(LinearMethod):
     def _rules(
         self, rule: Rule | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
     ) -> Rules:
-        chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias)
+        default: Rule = self.rule_without_bias if zero_bias else self.default_rule
+        chosen: Rule = default if rule is None else checks.choice("rule", rule, FAMILY)
         if zero_bias and chosen not in ("frozen", "half"):
             raise OptionError(
                 f"zero_bias=True leaves constants out, and by rule={chosen!r} what belongs to the "
@@ -317,4 +320,4 @@ class MambaLRP(LatimFlow):
     """
 
     name = "Mamba LRP"
-    default_rule: Rule = "half"
+    default_rule = rule_without_bias = "half"
