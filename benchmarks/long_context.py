@@ -1,4 +1,4 @@
-"""A rollout row and LatimFlow of a Mamba of 130M's width at 131,072 tokens, on a CPU.
+"""A rollout row and LatimFlow, frozen, of a Mamba of 130M's width at 131,072 tokens, on a CPU.
 
     python -m benchmarks.long_context --out results
 
@@ -93,7 +93,9 @@ def methods(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         "ImplicitAttentionRollout": lambda ids: rollout.attribute(
             ids, query=-1, components="exact"
         ),
-        "LatimFlow": lambda ids: flow.attribute(ids, target=models.target("Mamba")),
+        "LatimFlow, frozen": lambda ids: flow.attribute(
+            ids, target=models.target("Mamba"), rule="frozen"
+        ),
     }
 
 
@@ -139,7 +141,7 @@ def against_float64(model: Any, ids: Tensor, found: dict[str, Tensor]) -> dict[s
     head = model.get_output_embeddings().weight[word]
     wanted = {
         "ImplicitAttentionRollout": torch.stack([unit[0, -1] for unit in units]),
-        "LatimFlow": torch.stack(
+        "LatimFlow, frozen": torch.stack(
             [rescaled(model.backbone.norm_f, share, near)[0, -1] @ head for share in shares]
         ),
     }
