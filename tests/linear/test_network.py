@@ -112,4 +112,5 @@ def test_left_padding(name, monkeypatch):
     assert delta.abs().max() <= 1e-5 * max(1, float(padded.abs().sum(1).max()))
     for row, real, found in zip(case.inputs, mask.bool(), padded, strict=True):
         alone = explain.attribute(row[real][None], target)
-        assert oracles.relative_error(found[real][None], alone) <= 1e-5
+        # the same sums in another order, which single precision shows
+        assert oracles.relative_error(found[real][None], alone) <= 5e-5
