@@ -52,8 +52,9 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor) -> bool
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or inputs.dim() == 4:
         return False
+    default = kind.rule_without_bias if options.get("zero_bias") else kind.default_rule
     chosen = options.get("rule", options.get("gate"))
-    return (kind.default_rule if chosen is None else chosen) != "frozen"
+    return (default if chosen is None else chosen) != "frozen"
 
 
 def decomposition(
