@@ -141,6 +141,8 @@ def _of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     )
     yield Quantity("MambaAttribution", lambda: weighted.attribute(x, **asked))
     yield Quantity("LatimFlow", lambda: flow.attribute(x, **asked))
+    centred = {**asked, "rule": "centred"}
+    yield Quantity("LatimFlow, centred", lambda: flow.attribute(x, **centred))
     if isinstance(target, tuple):
         several = [(-1 - k, models.WORD) for k in range(TARGETS)]
         logit = LatimLogit(model)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
 from .norms import batch_norm, filled, group_norm, layer_norm, normalize, rms_norm
@@ -161,12 +162,18 @@ def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """f(x), with the derivative at x; what its tangent is at 0 is a constant."""
     x, *rest = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
-        start = x.detach().requires_grad_()
-        value = func(start, *rest, **kwargs)
-        (slope,) = torch.autograd.grad(value.sum(), start)
+        # a checkpoint around the model would take this graph for part of its own
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            start = x.detach().requires_grad_()
+            value = func(start, *rest, **kwargs)
+            (slope,) = torch.autograd.grad(value.sum(), start)
         line = x * slope
         constant = value.detach() - line.detach()
     return mode.ledger.included(line + constant, constant)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

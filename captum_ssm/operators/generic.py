@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import GradientModeError, OptionError
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted
 from .kernels.portions import Stream, evenly, parts
@@ -40,6 +40,12 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
         v = torch.zeros_like(u, requires_grad=True)
         out = operator.apply(v)
         if not out.requires_grad:  # every token is mapped to zero
+            if operator.apply(u).any():
+                raise GradientModeError(
+                    f"{type(operator).__name__}.apply cuts what it returns off from its values: no "
+                    "gradient gets through, and no relevance. Leave out detach, no_grad and .data "
+                    "there, or give the operator a transpose of its own."
+                )
             return torch.zeros_like(u)
         (result,) = torch.autograd.grad(out, v, u.clone())
     return result

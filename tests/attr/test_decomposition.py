@@ -58,16 +58,16 @@ def gpt_neox() -> tuple[Any, ...]:
 NETWORKS = {mamba: 1e-5, mamba2: 1e-5, llama: 1e-5, bamba: 1e-5, gpt_neox: 1e-10}
 
 
-@pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
+@pytest.mark.parametrize("method, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_relevance_is_that_of_the_matrices(network, method):
+def test_relevance_is_that_of_the_matrices(network, method, rule):
     model, *parts = network()
     model.double()
     ids = token_ids(2, 7)
     for target in [(6, 3), (2, 5)]:
-        found = method(model).decompose(ids, target).inputs
+        found = method(model).decompose(ids, target, rule=rule).inputs
         wanted = torch.stack(
-            [frozen.relevance(model, *parts, row, target, method is MambaLRP) for row in ids]
+            [frozen.relevance(model, *parts, row, target, rule == "half") for row in ids]
         )
         assert oracles.relative_error(found, wanted) <= NETWORKS[network]
         assert not found[:, target[0] + 1 :].any()
@@ -75,7 +75,7 @@ def test_relevance_is_that_of_the_matrices(network, method):
 
 def test_gates_make_a_difference():
     model, ids = mamba_lm(), token_ids()
-    frozen_gate = LatimFlow(model).attribute(ids, (-1, 3))
+    frozen_gate = LatimFlow(model).attribute(ids, (-1, 3), rule="frozen")
     half = LatimFlow(model).attribute(ids, (-1, 3), rule="half")
     assert oracles.relative_error(half, frozen_gate) > 1e-2
     assert torch.equal(half, MambaLRP(model).attribute(ids, (-1, 3)))
@@ -85,7 +85,7 @@ def test_gates_make_a_difference():
 def test_constants_are_named_by_the_modules_that_add_them():
     model = mamba_lm(use_bias=True)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(19))
-    found = LatimFlow(model).decompose(token_ids(3), (-1, 3))
+    found = LatimFlow(model).decompose(token_ids(3), (-1, 3), rule="frozen")
     layers = range(3)
     wanted = {f"backbone.layers.{i}.mixer{part}" for i in layers for part in ("", ".in_proj")}
     wanted |= {f"backbone.layers.{i}.mixer.out_proj" for i in layers} | {"lm_head"}

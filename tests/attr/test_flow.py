@@ -91,6 +91,45 @@ def test_bad_options(options):
         LatimFlow(mamba_lm()).attribute(token_ids(), TARGET, **options)
 
 
+# --- the rule unless another is named ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, zero_bias, rule, other",
+    [
+        (LatimFlow, False, "frozen", "centred"),
+        (LatimFlow, True, "frozen", "half"),
+        (MambaLRP, False, "half", "centred"),
+        (MambaLRP, True, "half", "frozen"),
+    ],
+)
+def test_the_rule_unless_another_is_named(method, zero_bias, rule, other):
+    assert rule == method.default_rule
+    explain, ids = method(mamba_lm(use_bias=True)), token_ids()
+    given = explain.attribute(ids, TARGET)
+    calls = {
+        "attribute": lambda **o: explain.attribute(ids, TARGET, **o),
+        "decompose": lambda **o: explain.decompose(ids, TARGET, **o).inputs,
+        "decompose_each": lambda **o: explain.decompose_each(ids, [TARGET], **o)[0].inputs,
+        "delta": lambda **o: explain.compute_convergence_delta(given, ids, TARGET, **o),
+    }
+    for name, call in calls.items():
+        found = call(zero_bias=zero_bias)
+        assert torch.equal(found, call(rule=rule, zero_bias=zero_bias)), name
+        assert torch.equal(found, call(rule=None, zero_bias=zero_bias)), name
+        if name != "delta" or not zero_bias:  # without constants all rules share one output
+            assert not close(found, call(rule=other, zero_bias=zero_bias), 1e-2), name
+
+
+def test_tokens_are_compared_with_their_mean_unless_told_otherwise():
+    model, ids = mamba_lm(), token_ids()
+    found = LatimFlow(model).decompose(ids, TARGET, rule="centred")
+    told = LatimFlow(model).decompose(ids, TARGET, rule="centred", baselines="mean")
+    assert torch.equal(found.inputs, told.inputs) and found.biases["baselines"].all()
+    by_nothing = LatimFlow(model).decompose(ids, TARGET, rule="centred", baselines=0)
+    assert not close(found.inputs, by_nothing.inputs, 1e-2)
+
+
 # --- batches, threads, layouts -------------------------------------------------------------------
 
 

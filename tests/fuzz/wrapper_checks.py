@@ -11,17 +11,18 @@ from zoo import wrapped
 import captum_ssm
 from captum_ssm.errors import CaptumSSMError
 
-#: The methods, what :class:`oracles.wrapped.Explained` calls them, whether they take a query.
-METHODS = {
-    "LatimFlow": ("flow", False),
-    "MambaLRP": ("lrp", False),
-    "ImplicitAttention": ("implicit_attention", True),
-    "ImplicitAttentionRollout": ("rollout", True),
-    "MambaAttribution": ("mamba_attribution", True),
-    "TransformerAttribution": ("transformer_attribution", True),
-    "LatimNorm": ("latim_norm", True),
-    "LatimALTI": ("latim_alti", True),
-    "LatimLogit": ("latim_logit", False),
+#: The methods, what :class:`oracles.wrapped.Explained` calls them, whether they take a query, and
+#: the other options by which they are what it knows.
+METHODS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "LatimFlow": ("flow", False, {"rule": "frozen"}),
+    "MambaLRP": ("lrp", False, {}),
+    "ImplicitAttention": ("implicit_attention", True, {}),
+    "ImplicitAttentionRollout": ("rollout", True, {}),
+    "MambaAttribution": ("mamba_attribution", True, {}),
+    "TransformerAttribution": ("transformer_attribution", True, {}),
+    "LatimNorm": ("latim_norm", True, {}),
+    "LatimALTI": ("latim_alti", True, {}),
+    "LatimLogit": ("latim_logit", False, {}),
 }
 EXACT = 1e-6
 
@@ -31,8 +32,8 @@ def check(drawn: Drawn) -> dict[str, str]:
     with wrapped.never_rounded():
         case, refused = made(drawn), {}
         case.check()
-        for name, (oracle, asks) in METHODS.items():
-            options: dict[str, Any] = {"query": case.query} if asks else {}
+        for name, (oracle, asks, own) in METHODS.items():
+            options = {**own, "query": case.query} if asks else own
             method = getattr(captum_ssm, name)(case.forward, case.network)
             try:
                 found = method.attribute(case.inputs, case.target, per_token=True, **options)

@@ -73,7 +73,7 @@ def test_in_double_precision_they_do_so_exactly(name, monkeypatch):
 def test_streams_and_mixers(name, monkeypatch):
     case = networks.make(name, monkeypatch)
     target = networks.targets(networks.own_output(case))[0]
-    found = LatimFlow(case.model).decompose(case.inputs, target)
+    found = LatimFlow(case.model).decompose(case.inputs, target, baselines=0)  # as streams are
     assert len(found.mixers) >= 2 and len(found.streams) == len(found.mixers)
     shape = found.tokens.shape if case.inputs.dim() == 2 else found.streams[0].shape
     assert {part.shape for part in (*found.streams, *found.mixers)} == {shape}
@@ -112,4 +112,5 @@ def test_left_padding(name, monkeypatch):
     assert delta.abs().max() <= 1e-5 * max(1, float(padded.abs().sum(1).max()))
     for row, real, found in zip(case.inputs, mask.bool(), padded, strict=True):
         alone = explain.attribute(row[real][None], target)
-        assert oracles.relative_error(found[real][None], alone) <= 1e-5
+        # the same sums in another order, which single precision shows
+        assert oracles.relative_error(found[real][None], alone) <= 5e-5

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, register_mixer, trace
-from captum_ssm.errors import AdapterError, CachedStateError
+from captum_ssm.errors import AdapterError, CachedStateError, GradientModeError
 from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.mixers.parts.token_map import TokenMap, square_windows
-from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape
 from captum_ssm.tracing import find_mixers
 from captum_ssm.tracing.adapter import linear_form
 
@@ -244,7 +244,30 @@ def test_what_no_gradient_gets_through(case: str) -> None:
     adapter, message = CUT[case]
     model, x = model_with(adapter), inputs()
     ImplicitAttentionRollout(model).attribute(x, query="last", verify=True)  # needs no gradient
-    assert_named(lambda: LatimFlow(model).attribute(x, target=(-1, 2)), message)
+    flow = LatimFlow(model)
+    assert_named(lambda: flow.attribute(x, target=(-1, 2), rule="frozen"), message)
+    if case != "the operator":  # by the rules that divide it is asked for its adjoint itself
+        assert_named(lambda: flow.attribute(x, target=(-1, 2)), message)
+
+
+class Scaled(Operator):
+    """Values times coefficients, without an adjoint of its own."""
+
+    def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        self.shape = Shape(*weight.shape)
+        self.weight, self.change = weight, change
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self.change(v * self.weight)
+
+
+def test_an_adjoint_by_torch_needs_the_gradient() -> None:
+    weight, u = torch.randn(2, 2, 3, 4, 1).unbind()
+    torch.testing.assert_close(Scaled(weight, lambda y: y).transpose(u), weight * u)
+    with pytest.raises(GradientModeError, match=r"Scaled\.apply cuts .* off from its values"):
+        Scaled(weight, Tensor.detach).transpose(u)
+    nothing = Scaled(torch.zeros_like(weight), Tensor.detach)
+    assert not nothing.transpose(u).any()
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -25,6 +25,7 @@ from ...attr import (
     MambaLRP,
     TransformerAttribution,
 )
+from ...linear import Rule
 from ...operators.reduction import discard_smallest
 from ...tracing import find_mixers
 from ..harness.experiment import Cell
@@ -180,12 +181,14 @@ def _latim_maps() -> dict[Cell, ImageMap]:
 
 def _flow_maps() -> dict[Cell, ImageMap]:
     maps = {}
-    for kind in (LatimFlow, MambaLRP):
+    rules: dict[type[LatimFlow], Rule] = {LatimFlow: "frozen", MambaLRP: "half"}
+    for kind, rule in rules.items():
+        patches, pixels = (partial(of, kind=kind, rule=rule) for of in (_each, _pixels))
         for name, explain in (
-            ("patches", partial(_each, kind=kind)),
-            ("patches, against the mean class", partial(_each, kind=kind, contrast="mean")),
-            ("pixels", partial(_pixels, kind=kind)),
-            (ABSOLUTE, absolute(partial(_pixels, kind=kind))),
+            ("patches", patches),
+            ("patches, against the mean class", partial(patches, contrast="mean")),
+            ("pixels", pixels),
+            (ABSOLUTE, absolute(pixels)),
         ):
             maps[Cell(kind.__name__, name)] = ImageMap(explain, variant=name == ABSOLUTE)
     return maps
@@ -207,9 +210,11 @@ def _each(
     return found[:, 0]
 
 
-def _pixels(model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any) -> Tensor:
+def _pixels(
+    model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any, rule: Rule
+) -> Tensor:
     """A map of pixels for each class."""
-    found = kind(model).decompose_each(image, list(classes), roles=False)
+    found = kind(model).decompose_each(image, list(classes), rule=rule, roles=False)
     return torch.cat([each.inputs.sum(1) for each in found]).detach()
 
 

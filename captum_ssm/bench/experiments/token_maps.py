@@ -64,7 +64,7 @@ def token_maps() -> dict[Cell, TokenMap]:
         maps[Cell("LatimALTI rollout", activation)] = partial(_alti_rollout, activation=activation)
         logit = partial(LatimLogit, activation=activation)
         maps[Cell("LatimLogit", activation)] = partial(_by_target, kind=logit)
-    maps[Cell("LatimFlow", "frozen")] = partial(_by_target, kind=LatimFlow)
+    maps[Cell("LatimFlow", "frozen")] = partial(_by_target, kind=LatimFlow, rule="frozen")
     maps[Cell("MambaLRP", "half")] = partial(_by_target, kind=MambaLRP)
     for form in ("lrp", "gradient"):
         by_form = partial(TransformerAttribution, form=form)

@@ -25,7 +25,7 @@ def _found(name: str, task: CopyingTask, length: int, strings: int) -> torch.Ten
     targets = [
         list(zip(queries[:, j].tolist(), tokens[:, j].tolist(), strict=True)) for j in range(length)
     ]
-    parts = LatimFlow(model).decompose_each(batch.input_ids, targets)
+    parts = LatimFlow(model).decompose_each(batch.input_ids, targets, rule="frozen")
     return torch.stack([part.tokens.argmax(-1) for part in parts], dim=1) == sources
 
 

@@ -67,8 +67,11 @@ CALLS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
         {"aggregate": "mean"},
     ),
     ("LatimLogit", "linearized"): (LatimLogit, {}),
-    ("LatimFlow", "patches"): (LatimFlow, {}),
-    ("LatimFlow", "patches, against the mean class"): (LatimFlow, {"contrast": "mean"}),
+    ("LatimFlow", "patches"): (LatimFlow, {"rule": "frozen"}),
+    ("LatimFlow", "patches, against the mean class"): (
+        LatimFlow,
+        {"contrast": "mean", "rule": "frozen"},
+    ),
     ("MambaLRP", "patches"): (MambaLRP, {}),
     ("TransformerAttribution", "gradient"): (
         lambda model: TransformerAttribution(model, form="gradient"),
@@ -100,8 +103,8 @@ def test_a_cell_of_a_transformer() -> None:
             torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [LatimFlow, MambaLRP])
-def test_pixels_add_up_to_patches(kind: Any) -> None:
+@pytest.mark.parametrize("kind, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
+def test_pixels_add_up_to_patches(kind: Any, rule: Any) -> None:
     model, image = vim(), scene_image()
     pixels = MAPS[Cell(kind.__name__, "pixels")].explain(model, image, ASKED)
     patches = MAPS[Cell(kind.__name__, "patches")].explain(model, image, ASKED)
@@ -110,7 +113,7 @@ def test_pixels_add_up_to_patches(kind: Any) -> None:
     lengths = MAPS[Cell(kind.__name__, "patches, absolute")].explain(model, image, ASKED)
     summed = pixels.abs().unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
     torch.testing.assert_close(16 * lengths, summed, rtol=1e-5, atol=1e-6)
-    given = kind(model).attribute(image, ASKED[1])
+    given = kind(model).attribute(image, ASKED[1], rule=rule)
     torch.testing.assert_close(pixels[1], given[0].sum(0), rtol=1e-5, atol=1e-7)
 
 

@@ -136,7 +136,7 @@ def test_a_cell_of_the_experiment(case: tuple[Any, RatedExample]) -> None:
     found = TextClasses().measure(model, example, Cell("LatimFlow", "frozen"))
     position, index = example.target
     target = index if example.reader.encoder else (position, index)
-    relevance = LatimFlow(model).attribute(example.ids, target)[0]
+    relevance = LatimFlow(model).attribute(example.ids, target, rule="frozen")[0]
     assert found[""] == pytest.approx(numbers_by_hand(model, example, relevance), rel=1e-4)
 
 
@@ -154,13 +154,14 @@ def test_maps_of_a_classifier_are_those_of_the_methods(bert: tuple[Any, RatedExa
     model, example = bert
     targets = [(0, 1), (0, 0)]
     maps = token_maps()
-    for cell, method in (
-        (Cell("LatimFlow", "frozen"), LatimFlow),
-        (Cell("LatimLogit", "linearized"), LatimLogit),
-        (Cell("MambaAttribution", "unified"), MambaAttribution),
+    for cell, method, options in (
+        (Cell("LatimFlow", "frozen"), LatimFlow, {"rule": "frozen"}),
+        (Cell("LatimLogit", "linearized"), LatimLogit, {}),
+        (Cell("MambaAttribution", "unified"), MambaAttribution, {}),
     ):
         found = maps[cell](model, example.ids, targets)[""]
-        alone = torch.cat([method(model).attribute(example.ids, target=t) for _, t in targets])
+        asked = method(model)
+        alone = torch.cat([asked.attribute(example.ids, target=t, **options) for _, t in targets])
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-6)
     for cell, method in (
         (Cell("ImplicitAttentionRollout", "unified"), ImplicitAttentionRollout),
