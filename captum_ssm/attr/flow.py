@@ -92,8 +92,8 @@ class LatimFlow(LinearMethod):
                 content it moves alone; ``"half"``, in equal parts to content and gates, the rule
                 of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
                 ``"centred"``, to steps and, by what they are more than the average so far, to keys
-                and queries: what mattered, not only whose content was moved. Default: None, the rule of
-                the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
+                and queries: what mattered, not only whose content was moved. Default: None, the
+                rule of the method: ``"frozen"`` for LatimFlow, ``"half"`` for MambaLRP.
             baselines: the input in comparison with which there is relevance, whose own part counts
                 as a constant: a tensor of the shape of the embeddings, or broadcastable to them; a
                 number; or ``"mean"``, the mean over the real tokens of each example, for images
