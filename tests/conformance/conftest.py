@@ -23,6 +23,13 @@ from captum_ssm import (
     TransformerAttribution,
 )
 
+
+class CentredFlow(LatimFlow):
+    """LatimFlow by the rule that looks at what mattered."""
+
+    default_rule = "centred"
+
+
 #: Add a new method here, and every tool below is tried on it.
 METHODS = [
     ImplicitAttention,
@@ -32,6 +39,7 @@ METHODS = [
     LatimNorm,
     LatimALTI,
     LatimFlow,
+    CentredFlow,
     MambaLRP,
 ]
 
