@@ -101,5 +101,6 @@ def _put(operator: Operator, old: Operator, new: Operator) -> Operator:
     if operator is old:
         return new
     if isinstance(operator, Chain | Sum):
-        return type(operator)(*(_put(part, old, new) for part in operator.parts))
+        kind = Chain if isinstance(operator, Chain) else Sum
+        return kind(*(_put(part, old, new) for part in operator.parts))
     return operator
