@@ -83,7 +83,8 @@ def test_ablation_gives_a_patch_the_mean_colour(model: Any) -> None:
                     place.fill_(float(image[0, colour].mean()))
                 wanted[:, i, j] = (whole - logits_of(model, changed)[0])[ASKED]
     found = MAPS[Cell("FeatureAblation", "patches")](model, image, ASKED)
-    assert relative_error(found, wanted) <= 1e-5
+    # differences of logits, in single precision as exact as these are
+    assert (found - wanted).abs().max() <= 1e-6 * whole.abs().max()
 
 
 def head(model: Any, stream: Tensor) -> Tensor:
