@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import captum
+from captum.log import log_usage
 
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
@@ -84,7 +87,8 @@ def register_with_captum() -> list[str]:
         ) from error
     if config.__name__.startswith("captum_ssm."):
         raise OptionError("captum.insights is captum_ssm.insights, which offers these methods.")
-    ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
+    methods = (m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution))
+    ours = [_with_its_own_baselines(method) for method in methods]
     for method in ours:
         name = method.get_name()
         if method not in config.SUPPORTED_ATTRIBUTION_METHODS:
@@ -92,6 +96,23 @@ def register_with_captum() -> list[str]:
         config.ATTRIBUTION_NAMES_TO_METHODS[name] = method
         config.ATTRIBUTION_METHOD_CONFIG[name] = _translated(parameters_of(name).params, config)
     return [method.get_name() for method in ours]
+
+
+@functools.cache
+def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
+    """The method, not to be handed the baselines of features: zeros, which are ids as well.
+
+    Captum 0.8 hands them to all methods whose signature names them.
+    """
+    if "baselines" not in inspect.signature(method.attribute).parameters:
+        return method
+
+    def attribute(self: SSMAttribution, *args: Any, **options: Any) -> Any:
+        return method.attribute(self, *args, **options)
+
+    offered = type(method.__name__, (method,), {})
+    offered.attribute = log_usage(part_of_slo=True)(attribute)  # type: ignore[attr-defined]
+    return offered
 
 
 def _translated(params: Mapping[str, Config], theirs: Any) -> Any:
