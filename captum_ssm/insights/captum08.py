@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import sys
@@ -87,18 +86,17 @@ def register_with_captum() -> list[str]:
         ) from error
     if config.__name__.startswith("captum_ssm."):
         raise OptionError("captum.insights is captum_ssm.insights, which offers these methods.")
-    methods = (m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution))
-    ours = [_with_its_own_baselines(method) for method in methods]
+    ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
     for method in ours:
         name = method.get_name()
-        if method not in config.SUPPORTED_ATTRIBUTION_METHODS:
-            config.SUPPORTED_ATTRIBUTION_METHODS.append(method)
-        config.ATTRIBUTION_NAMES_TO_METHODS[name] = method
+        if name not in config.ATTRIBUTION_NAMES_TO_METHODS:
+            offered = _with_its_own_baselines(method)
+            config.SUPPORTED_ATTRIBUTION_METHODS.append(offered)
+            config.ATTRIBUTION_NAMES_TO_METHODS[name] = offered
         config.ATTRIBUTION_METHOD_CONFIG[name] = _translated(parameters_of(name).params, config)
     return [method.get_name() for method in ours]
 
 
-@functools.cache
 def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
     """The method, not to be handed the baselines of features: zeros, which are ids as well.
 
