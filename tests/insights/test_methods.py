@@ -58,7 +58,10 @@ CHOICES = [
 def test_every_choice_is_one_that_the_method_accepts(method, argument, word):
     model, ids = mamba_lm(), token_ids(1, 5)
     found = method(model).attribute(ids, target=(-1, 3), **{argument: word})
-    assert found.shape == ids.shape and found.abs().sum() > 0
+    # the published code clamps what is negative, which can be all there is
+    nothing_left = word == "published_code"
+    assert found.shape == ids.shape and found.isfinite().all()
+    assert nothing_left or found.any()
 
 
 @pytest.mark.parametrize("method", OURS)
