@@ -172,6 +172,24 @@ def as_number(value: Any) -> float | None:
     return float(plain) if math.isfinite(plain) else None
 
 
+def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
+    """A decorator that lets a wrapper pass for the function itself.
+
+    Captum's tools call what its logging decorator wraps, and nothing is to be beneath that.
+
+    Args:
+        function: what is wrapped.
+    """
+
+    def passing(wrapper: Callable[..., Any]) -> Function:
+        functools.update_wrapper(wrapper, function)
+        vars(wrapper)["__signature__"] = inspect.signature(function)
+        del vars(wrapper)["__wrapped__"]
+        return cast(Function, wrapper)
+
+    return passing
+
+
 def renamed(**names: str) -> Callable[[Function], Function]:
     """Let a function be called by earlier names of its arguments, with a warning.
 
@@ -180,6 +198,7 @@ def renamed(**names: str) -> Callable[[Function], Function]:
     """
 
     def known_by_both(function: Function) -> Function:
+        @in_place_of(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             for earlier, name in names.items():
                 if earlier in kwargs:
@@ -189,10 +208,6 @@ def renamed(**names: str) -> Callable[[Function], Function]:
                     kwargs.setdefault(name, kwargs.pop(earlier))
             return function(*args, **kwargs)
 
-        functools.update_wrapper(called, function)
-        # no further layer: Captum takes off one
-        vars(called)["__signature__"] = inspect.signature(function)
-        del vars(called)["__wrapped__"]
-        return cast(Function, called)
+        return called
 
     return known_by_both

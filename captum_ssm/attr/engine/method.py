@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -165,11 +164,10 @@ class SSMAttribution(Attribution):
 
 def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
     """A method's ``attribute``, which says so if it is handed baselines that it does not take."""
-    signature = inspect.signature(attribute)
-    if "baselines" in signature.parameters:
+    if "baselines" in inspect.signature(attribute).parameters:
         return attribute
 
-    @functools.wraps(attribute)
+    @checks.in_place_of(attribute)
     def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
         if "baselines" in kwargs:
             raise OptionError(
@@ -180,9 +178,6 @@ def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
             )
         return attribute(self, *args, **kwargs)
 
-    # Captum's tools call what its logging decorator wraps, and nothing beneath that
-    del checked.__wrapped__
-    checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
 
 
