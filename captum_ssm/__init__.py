@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TransformerAttribution,
         compare,
     )
+    from .edges import EdgeEffects, Edges, knock_out
     from .mixers import register_mixer, supported_architectures
     from .operators import discard_smallest
     from .tracing import trace
@@ -30,6 +31,8 @@ __version__ = "0.1.0"
 
 #: Public names and where they live; imported on first use, so that ``import captum_ssm`` is quick.
 _WHERE = {
+    "EdgeEffects": "edges",
+    "Edges": "edges",
     "ImplicitAttention": "attr",
     "ImplicitAttentionRollout": "attr",
     "LatimALTI": "attr",
@@ -42,6 +45,7 @@ _WHERE = {
     "TransformerAttribution": "attr",
     "compare": "attr",
     "discard_smallest": "operators",
+    "knock_out": "edges",
     "register_mixer": "mixers",
     "report": "viz",
     "supported_architectures": "mixers",
@@ -50,6 +54,8 @@ _WHERE = {
 
 __all__ = [
     "CaptumSSMError",
+    "EdgeEffects",
+    "Edges",
     "ImplicitAttention",
     "ImplicitAttentionRollout",
     "LatimALTI",
@@ -62,6 +68,7 @@ __all__ = [
     "TransformerAttribution",
     "compare",
     "discard_smallest",
+    "knock_out",
     "register_mixer",
     "report",
     "supported_architectures",

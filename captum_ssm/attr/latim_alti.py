@@ -188,7 +188,9 @@ class LatimALTI(LatimMethod, ImplicitMethod):
 
         def make(stage: Sequence[Layer]) -> Tensor:
             mixing = self._mixing(stage, run, chosen.verify)
-            return mixing.rows(query_index(positions, stage[-1])).to(device)
+            last = stage[-1]
+            index = query_index(positions, last.operator.shape[:2], last.values.device)
+            return mixing.rows(index).to(device)
 
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
             bar = self.name if chosen.show_progress else None

@@ -171,7 +171,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
         def make(layer: Layer) -> Tensor:
             verify_layer(layer, chosen.verify)
-            index = query_index(positions, layer)
+            index = query_index(positions, layer.operator.shape[:2], layer.values.device)
             found = self._map(layer, Contributions(layer, self.activation), index)
             if run.mask is not None:
                 keep = run.mask.to(found)

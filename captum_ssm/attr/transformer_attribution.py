@@ -14,6 +14,7 @@ from ..tracing import Layer
 from ..tracing.gradients import recordable
 from .call import checks
 from .call.query import Query
+from .call.targets import Against
 from .engine.fold import LayerMatrix, fold, given
 from .engine.linear_method import coefficients
 from .engine.method import ImplicitMethod, options
@@ -149,8 +150,8 @@ class TransformerAttribution(ImplicitMethod):
             found = run.gradients([layer.output for layer in used], [layer.name for layer in used])
             gradients = dict(zip(used, found, strict=True))
             if self.form == "lrp" and not pending:  # one more run, for all that is asked of this
-                targets = [question.target for question in run.questions]
-                pending.extend(coefficients(run.request, targets))
+                asked = [Against(question.target, None) for question in run.questions]
+                pending.extend(found for _, found in coefficients(run.request, asked))
             of_layers = pending.pop(0) if pending else []
             propagated = dict(zip(run.layers, of_layers, strict=True)) if of_layers else {}
 

@@ -74,9 +74,7 @@ class Trace:
         self.layers.append(layer)
         if self._room <= 0 and not self._check:
             return
-        linear = self._made(layer, running=True)
-        if self._check:
-            layer.checked = _errors(layer, linear)
+        linear = self.read(layer)
         with torch.inference_mode(False), torch.no_grad():
             linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
@@ -84,6 +82,17 @@ class Trace:
         if size <= self._room:
             self._room -= size
             layer.keep(linear)
+
+    def read(self, layer: Layer) -> LinearMixer:
+        """The linear mixer of a layer whose mixer has just returned.
+
+        Args:
+            layer: the latest of :attr:`layers`.
+        """
+        linear = self._made(layer, running=True)
+        if self._check:
+            layer.checked = _errors(layer, linear)
+        return linear
 
     def linearize(self, layer: Layer) -> LinearMixer:
         """The linear mixer of a layer that keeps none; the latest one asked for is kept.
@@ -228,7 +237,7 @@ def trace(
         recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
         observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
         if follow is not None:
-            _look_past(follow, module, stack)
+            look_past(follow, module, stack)
         yield record
     if recorder.sums is not None:
         recorder.sums.settle(record.reads)
@@ -399,7 +408,7 @@ _WITHIN_TOKENS = (
 )
 
 
-def _look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
+def look_past(follow: Places, model: nn.Module, stack: ExitStack) -> None:
     """Let tokens be followed past the parts of blocks that do not count as mixers."""
     passing: list[ExitStack] = []
 

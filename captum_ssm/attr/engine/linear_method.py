@@ -20,7 +20,6 @@ from ..call.targets import (
     as_asked,
     contrasted,
     require_real_target,
-    select,
     several,
     target_index,
 )
@@ -175,24 +174,27 @@ def _each_decomposed(
     return [decompose(network, *number, start, rules.by_role) for number in numbers]
 
 
-def coefficients(request: Request, targets: Sequence[Any]) -> list[list[Tensor]]:
-    """The gradients of targets in the linear network of LRP with respect to each mixer's output.
+def coefficients(
+    request: Request, questions: Sequence[Against], rule: Rule = "half"
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """The gradients of numbers in the linear network with respect to each mixer's output.
 
     Relevance is a coefficient times what it belongs to.
 
     Args:
         request: what is run.
-        targets: targets in Captum's forms, each for the whole batch.
+        questions: what is asked of it.
+        rule: how the network is made linear. Default: ``"half"``, as LRP does.
 
     Returns:
-        For each target one tensor (B, L, E) per mixer call, in their order.
+        For each question the number (B,), and one tensor (B, L, E) per mixer call, in their order.
     """
-    rules = Rules("half", constants=True, by_layer=True, verify=False)
+    rules = Rules(rule, constants=True, by_layer=True, verify=False)
     with _linear_run(request, rules) as (network, output):
-        numbers = [select(output, target_index(each, output)) for each in targets]
+        numbers = [contrasted(output, each.target, each.contrast)[0] for each in questions]
         if not all(number.requires_grad for number in numbers):
             raise not_reached()
-        return [_gradients(number, network) for number in numbers]
+        return [(number.detach(), _gradients(number, network)) for number in numbers]
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def _tiles_by_query(
 
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
-    local, core = _cut(path.operator, like=path.shares[0][1])
+    local, core = local_and_core(path.operator, like=path.shares[0][1])
     rows = _sent(core.unit_rows(index.T), path.shares)
     for part in reversed(local):
         rows = _at_token(part, rows, index)
@@ -201,7 +201,7 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
     return out
 
 
-def _cut(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
+def local_and_core(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
     """The operator as a product: what mixes channels within a token, after a map per channel."""
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
     mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]

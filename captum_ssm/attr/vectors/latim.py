@@ -113,10 +113,15 @@ def for_each(items: Sequence[T], make: Callable[[T], Any], description: str | No
     return [made[id(item)] for item in items]
 
 
-def query_index(positions: Positions | None, layer: Layer) -> Tensor:
-    """Query positions as (B, Q), all tokens by default."""
-    batch, tokens = layer.operator.shape[:2]
-    device = layer.values.device
+def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
+    """Query positions as (B, Q), all tokens by default.
+
+    Args:
+        positions: what the user asked for.
+        size: batch and tokens (B, L).
+        device: of the result.
+    """
+    batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
         raise QueryError(f"positions has {len(index)} rows, but the batch holds {batch} examples.")

@@ -121,6 +121,12 @@ class Places(TorchFunctionMode):
         """Whether a source was declared."""
         return bool(self._sizes)
 
+    def restart(self) -> None:
+        """Forget all that was followed, for another run."""
+        self._given = None
+        for known in (self._sizes, self._unseen, self._records, self._memories):
+            known.clear()
+
     def begin(self, tensor: Tensor, source: int = 0) -> None:
         """Declare ids (B, L) or embeddings (B, L, E) to be a source.
 

@@ -1,0 +1,9 @@
+"""Messages between tokens, one by one: cut them, and say beforehand what a cut will do."""
+
+from .cutting import knock_out
+from .edge_effects import EdgeEffects
+from .effects import Edge, Effects
+from .pairs import Edges
+from .truth import Truth
+
+__all__ = ["Edge", "EdgeEffects", "Edges", "Effects", "Truth", "knock_out"]

@@ -1,0 +1,224 @@
+"""The effects of all messages of a run on one number, and interventions that hold them to truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..attr.call.inputs import BatchPart, as_tuple, single_input
+from ..attr.call.targets import Against, contrasted, require_real_target, target_index
+from ..attr.engine.fold import verify_layer
+from ..attr.engine.linear_method import coefficients
+from ..attr.engine.method import SSMAttribution
+from ..attr.engine.run import Request, Run, traced
+from ..errors import GradientModeError, OptionError
+from ..linear import FAMILY
+from ..tracing import find_mixers, find_model, graphs_dropped, repaired_scans
+from .effects import Effects, LayerEffects
+from .pairs import Edges
+from .truth import Interventions, Truth, sampled
+
+
+class EdgeEffects(SSMAttribution):
+    """What each message between tokens adds to an output: first-order effects of cutting it.
+
+    One forward and one backward run give them for every layer, target and source.  By default the
+    gradient is the model's own, so that an effect is the first-order estimate of the true
+    intervention, :func:`~captum_ssm.knock_out`; :meth:`against_truth` holds the two together.  With
+    ``rule`` it is that of the linear network of :class:`~captum_ssm.LatimFlow`: then all edges of a
+    layer, its constants and the stream that passes it by add up to the output.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+        rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centred"``, or None for the model's own
+            gradient. Default: None.
+
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        OptionError: for a rule that is not known.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import EdgeEffects
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> effects = EdgeEffects(model).attribute(ids, target=(-1, 5))
+        >>> tuple(effects.matrix(0).shape), len(effects.top(3)[0])
+        ((1, 4, 4), 3)
+    """
+
+    name = "Edge Effects"
+    needs_gradient = True
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        model: nn.Module | None = None,
+        layers: Sequence[str | nn.Module] | None = None,
+        *,
+        rule: str | None = None,
+    ) -> None:
+        super().__init__(forward_func, model, layers)
+        self.rule: Any = None if rule is None else checks.choice("rule", rule, FAMILY)
+
+    @property
+    def multiplies_by_inputs(self) -> bool:
+        """A message is a coefficient times what it carries."""
+        return True
+
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        contrast: Any = None,
+        verify: bool | float = True,
+    ) -> Effects:
+        """The effects of all edges, to be read by layer, row, token or rank.
+
+        Args:
+            inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
+                one such tensor.
+            target: in Captum's forms; for outputs (B, L, V) a tuple (position, token). Default:
+                None, for models that return one number per example.
+            additional_forward_args: further positional arguments of forward_func, for example an
+                attention mask. Default: None.
+            contrast: what the target is held against: None, nothing; a second target; ``"mean"``;
+                ``"others"``, for log-odds; ``"all"``, for the log-probability. Default: None.
+            verify: hold every operator to what its module returned in the run; a number is the
+                tolerance. Default: True.
+
+        Returns:
+            The :class:`Effects`.
+
+        Raises:
+            OptionError: for an option that is not known.
+            InputError, TargetError: for inputs or a target that do not fit, and for layers that
+                are no chain.
+            GradientModeError: when no gradient of the target reaches a layer.
+            NonFiniteError: when an operator holds NaN or infinity.
+            ReconstructionError: when ``verify`` finds an operator that is not its module.
+        """
+        verify = checks.tolerance("verify", verify)
+        asked = Against(target, contrast)
+
+        def explain(request: Request, _: Sequence[Any], cut: BatchPart) -> list[Effects]:
+            return [self._of(replace(request, verify=verify is not False), asked, verify)]
+
+        tensor, _ = single_input(inputs)
+        ((found,),) = self._by_parts(tensor, [asked], additional_forward_args, None, explain)
+        return found
+
+    def against_truth(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        edges: Sequence[Edges] | None = None,
+        samples: int = 200,
+        contrast: Any = None,
+        seed: int = 0,
+        at_a_time: int = 16,
+    ) -> Truth:
+        """Cut edges one by one, and hold what that does against what was estimated.
+
+        Args:
+            inputs, target, additional_forward_args, contrast: as in :meth:`attribute`, with the
+                same defaults. For ``contrast="all"`` or ``"others"`` the true effect is on the
+                log-probability or the log-odds themselves.
+            edges: each of them is cut by itself, in all examples. Default: None, single edges are
+                sampled from all layers and examples, half of them in proportion to their effects.
+            samples: how many are sampled. Default: 200.
+            seed: of the draw. Default: 0.
+            at_a_time: how many copies of an example run together. Default: 16.
+
+        Returns:
+            Both numbers for every edge, with their correlation and how often their signs agree.
+
+        Raises:
+            OptionError: for an option that is not known.
+            InputError, TargetError, QueryError: for inputs, a target or edges that do not fit.
+        """
+        for name, value in (("samples", samples), ("at_a_time", at_a_time)):
+            if checks.count(name, value) is None:
+                raise OptionError(f"{name}=None must be an integer, at least 1.")
+        tensor, _ = single_input(inputs)
+        additional = as_tuple(additional_forward_args)
+        effects = self.attribute(tensor, target, additional, contrast=contrast)
+        model = find_model(self.forward_func, self.model)
+        run = Interventions(
+            self.forward_func, model, tensor, additional, target, contrast, at_a_time
+        )
+        with torch.inference_mode(False):
+            before = run.numbers().double().cpu()
+            rounding = 4 * torch.finfo(effects.output.dtype).eps * float(before.abs().max())
+            if edges is None:
+                drawn = sampled(effects, samples, checks.integer("seed", seed))
+                examples = [example for example, _ in drawn]
+                estimated = [edge.effect for _, edge in drawn]
+                true = before[examples] - run.of_single(drawn)
+                found: list[Any] = [edge for _, edge in drawn]
+                return Truth(found, examples, torch.tensor(estimated).double(), true, rounding)
+            batch = len(tensor)
+            losses = [before - run.numbers(one).double().cpu() for one in edges]
+            guesses = [effects.of(one).double().cpu() for one in edges]
+        examples = [example for _ in edges for example in range(batch)]
+        each = [one for one in edges for _ in range(batch)]
+        return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
+
+    def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
+        by_rule = self.rule is not None
+        with ExitStack() as stack:
+            stack.enter_context(repaired_scans())
+            stack.enter_context(graphs_dropped(request.model))
+            stack.enter_context(torch.set_grad_enabled(not by_rule))
+            run = traced(replace(request, graph="none" if by_rule else "outputs"))
+            index = target_index(asked.target, run.output)
+            require_real_target(index, run.output, run.mask)
+            if by_rule:
+                ((number, found),) = coefficients(request, [asked], self.rule)
+            else:
+                number, _ = contrasted(run.output, asked.target, asked.contrast)
+                found = _gradients(number, run)
+        layers = []
+        for layer, gradient in zip(run.layers, found, strict=True):
+            verify_layer(layer, verify)
+            linear, gradient = layer.written, layer.in_order(gradient)
+            layers.append(LayerEffects(layer.mixer, linear, gradient.to(linear.values)))
+        if request.inputs.dim() == 4:
+            tokens = layers[0].linear.operator.shape.tokens
+        else:
+            tokens = request.inputs.shape[1]
+        mixers = find_mixers(request.model, request.layers)
+        return Effects(tuple(layers), mixers, number.detach(), tokens, run.given)
+
+
+def _gradients(number: Tensor, run: Run) -> list[Tensor]:
+    """The model's gradients at what its mixers wrote."""
+    outputs = [layer.output for layer in run.layers]
+    if not number.requires_grad:
+        raise GradientModeError(
+            "The model's output records no gradients although they are enabled here. Does its "
+            "forward run under no_grad, or detach?"
+        )
+    found = torch.autograd.grad(number.sum(), outputs, allow_unused=True)
+    for layer, gradient in zip(run.layers, found, strict=True):
+        if gradient is None:
+            raise GradientModeError(
+                f"No gradient of the target reaches layer {layer.name!r}. Is it cut off by detach "
+                "or no_grad, or unused by this target? Leave it out with layers=[...]."
+            )
+    return list(found)

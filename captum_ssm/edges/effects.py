@@ -1,0 +1,314 @@
+"""What cutting an edge will do, to first order, for all edges of a run at once.
+
+    effect[i, j] = <d output / d y_i, T_i(x_j)>
+
+y_i being what a mixer writes at token i, and T_i(x_j) the message in it from token j: the output
+less what it would be without the message, where it were linear in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attr.call import checks
+from ..attr.call.layout import of_given
+from ..attr.vectors.contributions import local_and_core
+from ..attr.vectors.latim import query_index
+from ..errors import InputError, OptionError
+from ..mixers.base import LinearMixer
+from ..operators import Operator
+from ..operators.kernels.arithmetic import underflow_flushed
+from ..operators.kernels.rows import Positions, at_positions, in_stacks, slices
+from ..tracing import Mixer
+from ..tracing.projection import projection_of
+from .messages import carried, is_attention, share_of
+from .pairs import Edges, pairs_of
+
+#: Rows of a layer's matrix that exist at a time.
+_ROWS = 256
+
+
+class Edge(NamedTuple):
+    """One message, and what cutting it will do.
+
+    Attributes:
+        layer: number of the layer, in the order in which they ran.
+        name: of its mixer.
+        target: the token that receives.
+        source: the token that sends.
+        effect: how much the output is expected to lose.
+    """
+
+    layer: int
+    name: str
+    target: int
+    source: int
+    effect: float
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEffects:
+    """The effects of one layer's edges.
+
+    Attributes:
+        mixer: the mixer.
+        linear: the same at the run's input.
+        gradient: that of the output at what it wrote, (B, L, E).
+    """
+
+    mixer: Mixer
+    linear: LinearMixer
+    gradient: Tensor
+
+    @property
+    def name(self) -> str:
+        """The mixer's qualified name in the model."""
+        return self.mixer.name
+
+    @cached_property
+    def _left(self) -> Tensor:
+        """The gradient before the projection, (B, L, H, P)."""
+        before = self.gradient @ projection_of(self.linear).weight.T
+        return before.view(self.linear.operator.shape)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Operator]:
+        """Row factors, and an operator by channel whose columns the values are factors of."""
+        local, core = local_and_core(self.linear.operator, like=self.linear.values)
+        left = self._left
+        for part in local:
+            left = part.transpose(left)
+        return left, core
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the matrix (B, Q, L).
+
+        Args:
+            index: which, (B, Q).
+        """
+        left, core = self._factors
+        found = index.new_zeros(*index.shape, core.shape.tokens).to(left)
+        elements = self.linear.values.numel()
+        for some in in_stacks(range(index.shape[1]), elements, left.device):
+            asked = index[:, some.start : some.stop].T
+            weighted = core.unit_rows(asked, at_positions(left, asked)) * self.linear.values
+            found[:, some.start : some.stop] = weighted.sum((-1, -2)).transpose(0, 1)
+        return found
+
+    def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
+        """Neighbouring rows a few at a time, (B, R, L) each, with their numbers."""
+        left, core = self._factors
+        tokens = core.shape.tokens
+        for part in slices(rows, _ROWS):
+            some = range(part.start, part.stop)
+            yield some, core.strip(left, self.linear.values, some).whole(tokens)
+
+    def by_source(self) -> Tensor:
+        """The sum over targets (B, L)."""
+        sent = self.linear.operator.transpose(self._left)
+        return (sent * self.linear.values).sum((-1, -2))
+
+    def by_target(self) -> Tensor:
+        """The sum over sources (B, L)."""
+        return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
+
+    def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
+        """The effect of cutting edges together, (B,)."""
+        share = share_of(edges)
+        if not edges.is_of_kind(is_attention(self.linear)):
+            return self.gradient.new_zeros(len(self.gradient))
+        pairs = pairs_of([edges], size, given, by_target=share.constants)
+        if share.is_whole:
+            ((targets, _),) = pairs
+            keep = targets[0].to(self.gradient)[..., None]
+            return (self.gradient * self.linear.output() * keep).flatten(1).sum(1)
+        return (carried(self.linear, pairs, share, self.name) * self._left).flatten(1).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """First-order effects of cutting the messages of a run, as :class:`EdgeEffects` returns them.
+
+    Matrices are made when they are asked for, a few rows at a time where that is enough.  An effect
+    is how much the output is expected to lose: positive where the message speaks for it.
+
+    Attributes:
+        layers: one :class:`LayerEffects` for each mixer call, in the order in which they ran.
+        mixers: the mixers in the order of the model.
+        output: the explained number (B,).
+        tokens: how many tokens the model was given, L.
+        given: which of them each token of the layers is (B, L'), -1 for one that comes from
+            elsewhere; None if they are the same.
+    """
+
+    layers: tuple[LayerEffects, ...]
+    mixers: Sequence[Mixer]
+    output: Tensor
+    tokens: int
+    given: Tensor | None
+
+    @property
+    def names(self) -> list[str]:
+        """The mixers' names, in the order in which they ran."""
+        return [layer.name for layer in self.layers]
+
+    @underflow_flushed()
+    def matrix(self, layers: Any = None) -> Tensor:
+        """Effects by target and source, summed over layers, (B, L, L).
+
+        Args:
+            layers: a number, a name, a range or slice, or a list of these. Default: None, all.
+        """
+        total = None
+        for layer in self._chosen(layers):
+            rows = range(layer.linear.operator.shape.tokens)
+            found = torch.cat([part for _, part in layer.strips(rows)], 1)
+            total = found if total is None else self._same(total, found) + found
+        assert total is not None
+        return self._on_given(self._on_given(total).mT).mT
+
+    @underflow_flushed()
+    def rows(self, positions: Positions, layers: Any = None) -> Tensor:
+        """Effects of what some targets read, summed over layers, (B, Q, L).
+
+        Args:
+            positions: the targets: Q positions common to all examples, or a tensor (B, Q).
+            layers: as in :meth:`matrix`. Default: None, all.
+        """
+        total = None
+        for layer in self._chosen(layers):
+            tokens = layer.linear.operator.shape.tokens
+            size = len(layer.gradient), tokens if self.given is None else self.tokens
+            index = query_index(positions, size, layer.gradient.device)
+            found = layer.rows(self._read_at(index))
+            total = found if total is None else self._same(total, found) + found
+        assert total is not None
+        return self._on_given(total.mT).mT
+
+    def by_layer(self) -> Tensor:
+        """The sum of all effects of each layer, (N, B)."""
+        return torch.stack([layer.by_source().sum(-1) for layer in self.layers])
+
+    def by_source(self, layers: Any = None) -> Tensor:
+        """The sum over targets and layers, (B, L)."""
+        return self._summed(layers, LayerEffects.by_source)
+
+    def by_target(self, layers: Any = None) -> Tensor:
+        """The sum over sources and layers, (B, L)."""
+        return self._summed(layers, LayerEffects.by_target)
+
+    def of(self, *edges: Edges) -> Tensor:
+        """The effect of cutting edges together, (B,): to first order, the sum of their effects.
+
+        Args:
+            *edges: which; an edge that two of them name counts twice.
+        """
+        total = torch.zeros_like(self.output)
+        for one in edges:
+            meant = {mixer.module for mixer in one.chosen(self.mixers)}
+            for layer in self.layers:
+                if layer.mixer.module not in meant:
+                    continue
+                shape = layer.linear.operator.shape
+                size = shape.batch, shape.tokens if self.given is None else self.tokens
+                given = None if self.given is None else self.given.cpu()
+                total = total + layer.along(one, size, given).to(total)
+        return total
+
+    @underflow_flushed()
+    def top(self, count: int, layers: Any = None) -> list[list[Edge]]:
+        """The edges of the largest effects, by size, of each example.
+
+        Args:
+            count: how many.
+            layers: as in :meth:`matrix`. Default: None, all.
+        """
+        checks.count("count", count)
+        batch = len(self.output)
+        best: list[list[Edge]] = [[] for _ in range(batch)]
+        for layer in self._chosen(layers):
+            number, tokens = self.layers.index(layer), layer.linear.operator.shape.tokens
+            for rows, part in layer.strips(range(tokens)):
+                flat = part.flatten(1)
+                size, at = flat.abs().topk(min(count, flat.shape[1]))
+                for b in range(batch):
+                    least = abs(best[b][-1].effect) if len(best[b]) == count else 0.0
+                    for where, much in zip(at[b].tolist(), size[b].tolist(), strict=True):
+                        if much <= least:
+                            break
+                        effect = float(flat[b, where])
+                        edge = self.edge(b, number, rows[where // tokens], where % tokens, effect)
+                        best[b] += [] if edge is None else [edge]
+                    best[b] = sorted(best[b], key=lambda e: -abs(e.effect))[:count]
+        return best
+
+    def _chosen(self, layers: Any) -> list[LayerEffects]:
+        if layers is None:
+            return list(self.layers)
+        if isinstance(layers, slice):
+            return list(self.layers[layers])
+        single = isinstance(layers, str) or checks.as_integer(layers) is not None
+        return [found for one in ([layers] if single else layers) for found in self._one(one)]
+
+    def _one(self, layer: Any) -> list[LayerEffects]:
+        number = checks.as_integer(layer)
+        count = len(self.layers)
+        if number is not None and -count <= number < count:
+            return [self.layers[number]]
+        found = [each for each in self.layers if layer in each.mixer.names]
+        if not found:
+            raise OptionError(
+                f"layers names {layer!r}, but the layers are numbered 0 to {count - 1}, and called "
+                f"{', '.join(self.names)}."
+            )
+        return found
+
+    def _summed(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
+        total = None
+        for layer in self._chosen(layers):
+            found = of(layer)
+            total = found if total is None else self._same(total, found) + found
+        assert total is not None
+        return self._on_given(total)
+
+    def _same(self, total: Tensor, found: Tensor) -> Tensor:
+        if total.shape != found.shape:
+            raise InputError(
+                f"The layers read {total.shape[1]} and {found.shape[1]} tokens, so that their "
+                "effects have no sum. Name layers that read the same tokens."
+            )
+        return total
+
+    def _on_given(self, x: Tensor) -> Tensor:
+        """(B, L', ...) of what the layers read, on the tokens given (B, L, ...)."""
+        return x if self.given is None else of_given(x, self.given, self.tokens)
+
+    def _read_at(self, index: Tensor) -> Tensor:
+        """Where the layers read given tokens (B, Q)."""
+        if self.given is None:
+            return index
+        match = index[:, :, None] == self.given.to(index.device)[:, None]
+        if not bool(match.any(-1).all()):
+            raise InputError("positions names a token that no layer reads.")
+        return match.int().argmax(-1)
+
+    def edge(
+        self, example: int, layer: int, target: int, source: int, effect: float
+    ) -> Edge | None:
+        """An edge between tokens as a layer reads them; None if the model was not given both.
+
+        Args:
+            example, layer, target, source: numbers of the example, the layer, and the tokens.
+            effect: of cutting it.
+        """
+        if self.given is not None:
+            target, source = (int(self.given[example, token]) for token in (target, source))
+            if min(target, source) < 0:
+                return None
+        return Edge(layer, self.layers[layer].name, target, source, effect)

@@ -1,0 +1,343 @@
+"""Which messages are meant: edges, as products of sets of targets and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..errors import NoMixerError, OptionError, QueryError
+from ..operators.base import COMPONENTS
+from ..tracing import Mixer
+
+#: Whether a target reads a source, of their positions as tensors that broadcast to each other.
+Relation = Callable[[Tensor, Tensor], Tensor]
+#: Tokens of a sequence: None for all of them, one position, several, a slice of them, a boolean
+#: mask (L,) or (B, L), a tensor of positions for each example (B, K), or a relation to the tokens
+#: at the other end.
+Tokens = None | int | slice | range | Sequence[int] | Tensor | str | Relation
+#: One layer: its number among the model's mixers, its name, the mixer itself, or the family or kind
+#: (``"attention"``, ``"ssm"``) of several.
+OneLayer = int | str | nn.Module
+
+#: How a token may stand to one at the other end of an edge, by the name of the first.
+RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "later": torch.gt,
+    "earlier": torch.lt,
+    "same": torch.eq,
+    "other": torch.ne,
+}
+#: What tells softmax attention from all other mixers.
+KINDS = ("attention", "ssm")
+
+#: Pairs whose relation is looked at together.
+_PAIRS = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Messages from tokens to tokens within mixers, to be cut by :func:`~captum_ssm.knock_out`.
+
+    The message from token j to token i is what a mixer's operator carries, alpha[i, j] x[j], as it
+    leaves the output projection.  What token j does to the coefficients at i, through a short
+    convolution that B, C and the step are computed behind, is no message of the operator; see
+    ``selection``.
+
+    Attributes:
+        layers: the mixers: a number in the order of the model's mixers, a name, a module, a range
+            or slice, a list of these, the name of a family such as ``"Mamba-2"``, or
+            ``"attention"`` or ``"ssm"`` for all mixers that are, or are not, softmax attention.
+            Default: None, all.
+        sources: the tokens that send: a position, several of them, a slice, a boolean mask (L,) or
+            (B, L), a tensor of positions (B, K), or how they stand to the target: ``"earlier"``,
+            ``"later"``, ``"same"``, ``"other"`` or a function of positions (target, source) that
+            returns booleans. Default: None, all that the mixer writes, and with it what belongs to
+            no token, such as biases; where targets are a relation, all tokens.
+        targets: the tokens that receive, in the same forms; here names say how they stand to the
+            source. Default: None, all.
+        heads: these heads alone; for Mamba-1, channels. Default: None, all.
+        component: only what the operator has beyond itself without this component, one of
+            ``conv``, ``activation``, ``scan``, ``skip``, ``gate``, ``norm``, or without several.
+            Default: None, the whole message.
+        selection: whether the targets read what the mixer would make of them had it not read the
+            sources at all: their share in B, C, steps and gates at the targets goes as well.
+            Default: False, the message alone.
+
+    Raises:
+        OptionError: for what is in none of these forms.
+
+    Example:
+        >>> from captum_ssm.edges import Edges
+        >>> Edges(layers=range(2, 5), sources=3, targets="later").targets
+        'later'
+    """
+
+    layers: OneLayer | slice | range | Sequence[OneLayer] | None = None
+    sources: Tokens = None
+    targets: Tokens = None
+    heads: int | Sequence[int] | None = None
+    component: str | Collection[str] | None = None
+    selection: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "targets"):
+            _check_tokens(name, getattr(self, name))
+        checks.flags(selection=self.selection)
+        if self.heads is not None:
+            checks.no_repeats("heads", self.head_numbers or ())
+        for one in self.without or ():
+            checks.choice("component", one, sorted(COMPONENTS))
+        if self.selection and self.component is not None:
+            raise OptionError(
+                "selection=True takes the sources out of all that a mixer is made of; leave "
+                f"component={self.component!r} out."
+            )
+
+    @property
+    def head_numbers(self) -> tuple[int, ...] | None:
+        """The heads; None for all."""
+        if self.heads is None:
+            return None
+        one = checks.as_integer(self.heads)
+        meant = "heads (for Mamba-1: channels)"
+        return (one,) if one is not None else checks.integers("heads", self.heads, meant)
+
+    @property
+    def without(self) -> frozenset[str] | None:
+        """The components whose share is cut; None for the whole message."""
+        if self.component is None:
+            return None
+        return frozenset([self.component] if isinstance(self.component, str) else self.component)
+
+    @property
+    def relations(self) -> list[Relation]:
+        """How targets and sources have to stand to each other."""
+        found: list[Relation] = []
+        if isinstance(self.targets, str):
+            found.append(RELATIONS[self.targets])
+        if isinstance(self.sources, str):
+            named = RELATIONS[self.sources]
+            found.append(lambda target, source: named(source, target))
+        own = (x for x in (self.targets, self.sources) if callable(x) and not isinstance(x, Tensor))
+        return [*found, *own]
+
+    def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
+        """The mixers that are meant, as far as that is known before they run.
+
+        Args:
+            mixers: those of the model.
+        """
+        given = self.layers
+        if given is None or given in KINDS:
+            return list(mixers)
+        if isinstance(given, slice):
+            return list(mixers[given])
+        single = isinstance(given, str | nn.Module) or checks.as_integer(given) is not None
+        if not single and not isinstance(given, Iterable):
+            raise OptionError(
+                f"layers={given!r} must be a number, a name, a mixer, a range, a list of these, or "
+                "None for all."
+            )
+        each: Any = [given] if single else given
+        found = [mixer for one in each for mixer in _layer(one, mixers)]
+        return list(dict.fromkeys(found))
+
+    def is_of_kind(self, is_attention: bool) -> bool:
+        """Whether mixers that are, or are not, softmax attention are meant."""
+        wanted = self.layers if isinstance(self.layers, str) else None
+        return wanted not in KINDS or (wanted == "attention") == is_attention
+
+
+def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
+    number = checks.as_integer(one)
+    if number is not None:
+        if not -len(mixers) <= number < len(mixers):
+            raise OptionError(
+                f"layers names {number}, but the model has {len(mixers)} mixers, numbered 0 to "
+                f"{len(mixers) - 1}."
+            )
+        return [mixers[number]]
+    found = [m for m in mixers if one is m.module or one in m.names]
+    if isinstance(one, str):
+        found = found or [m for m in mixers if m.architecture.family.lower() == one.lower()]
+    if not found:
+        families = dict.fromkeys(m.architecture.family for m in mixers)
+        raise NoMixerError(
+            f"layers names {one if isinstance(one, str) else type(one).__name__!r}, which is no "
+            f"mixer of this model. It has {', '.join(m.name for m in mixers)}, of the families "
+            f"{', '.join(families)}."
+        )
+    return found
+
+
+def _check_tokens(name: str, given: Any) -> None:
+    if given is None or isinstance(given, slice):
+        return
+    if isinstance(given, str):
+        checks.choice(name, given, tuple(RELATIONS))
+    elif isinstance(given, Tensor):
+        if given.is_floating_point() or given.is_complex() or given.dim() > 2:
+            raise OptionError(
+                f"{name} is a tensor of {given.dtype} and shape {tuple(given.shape)}. Pass "
+                "booleans (L,) or (B, L), or positions (K,) or (B, K)."
+            )
+    elif not callable(given) and checks.as_integer(given) is None:
+        checks.integers(name, given, "positions")
+
+
+class Pairs(NamedTuple):
+    """Pairs of tokens as R products of sets, no pair in two of them.
+
+    Attributes:
+        targets: the tokens that receive (R, B, L).
+        sources: the tokens that send (R, B, L).
+    """
+
+    targets: Tensor
+    sources: Tensor
+
+
+def pairs_of(
+    edges: Sequence[Edges],
+    size: tuple[int, int],
+    given: Tensor | None = None,
+    *,
+    by_target: bool = False,
+) -> Iterator[Pairs]:
+    """The pairs that edges name together, as few products at a time as memory wants.
+
+    Args:
+        edges: that count as one: a pair that several name is one pair.
+        size: batch and tokens (B, L) that positions are of.
+        given: which of them each of a layer's tokens is (B, L'), -1 for none; the pairs are of
+            these. Default: None, they are the same.
+        by_target: whether no target may be in two products. Default: False.
+
+    Raises:
+        QueryError: for positions that the tokens do not have.
+        OptionError: for a relation that returns no booleans.
+    """
+    at = torch.arange(size[1]).expand(size) if given is None else given
+    batch, tokens = at.shape
+    named = [
+        (_mask("targets", e.targets, size, at), _mask("sources", e.sources, size, at), e.relations)
+        for e in edges
+    ]
+    if len(named) == 1 and not named[0][2]:
+        targets, sources, _ = named[0]
+        yield Pairs(targets[None], sources[None])
+        return
+    columns = sum(int(s.sum(1).max()) for _, s, _ in named)
+    rows = sum(int(t.sum(1).max()) for t, _, _ in named)
+    along_sources = columns <= rows and not by_target
+    for some in _portions(tokens, max(1, _PAIRS // max(1, tokens * batch))):
+        products = [_products(named, b, some, at[b], along_sources) for b in range(batch)]
+        most = max(map(len, products))
+        if most == 0:
+            continue
+        targets, sources = (torch.zeros(most, batch, tokens, dtype=torch.bool) for _ in range(2))
+        for b, of_one in enumerate(products):
+            for r, (target, source) in enumerate(of_one):
+                targets[r, b], sources[r, b] = target, source
+        yield Pairs(targets, sources)
+
+
+def _products(
+    named: Sequence[tuple[Tensor, Tensor, Sequence[Relation]]],
+    example: int,
+    some: slice,
+    at: Tensor,
+    along_sources: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """Of one example, sets of targets and sources; all pairs of some sources, or some targets."""
+    position = torch.arange(len(at))
+    ends = [(t[example], s[example]) for t, s, _ in named]
+    involved = torch.stack([s if along_sources else t for t, s in ends]).any(0)
+    own = position[some][involved[some]]
+    other = torch.stack([t if along_sources else s for t, s in ends]).any(0).nonzero().flatten()
+    if not len(own) or not len(other):
+        return []
+    target, source = (other, own) if along_sources else (own, other)
+    meant = torch.zeros(len(target), len(source), dtype=torch.bool)
+    for (targets, sources), (_, _, relations) in zip(ends, named, strict=True):
+        these = targets[target][:, None] & sources[source]
+        for relation in relations:
+            these &= _related(relation, at[target][:, None], at[source][None])
+            these &= (at[target] >= 0)[:, None] & (at[source] >= 0)
+        meant |= these
+    patterns, which = torch.unique(meant.T if along_sources else meant, dim=0, return_inverse=True)
+    found = []
+    for number, pattern in enumerate(patterns):
+        if not bool(pattern.any()):
+            continue
+        here, there = torch.zeros(2, len(at), dtype=torch.bool)
+        here[own[which == number]] = True
+        there[other[pattern]] = True
+        found.append((there, here) if along_sources else (here, there))
+    return found
+
+
+def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
+    found: Any = relation(target, source)
+    size = len(target), source.shape[1]
+    if isinstance(found, Tensor) and found.dtype == torch.bool:
+        try:
+            return found.expand(size)
+        except RuntimeError:
+            pass
+    got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise OptionError(
+        f"A relation of targets to sources returned {got} for positions ({size[0]}, 1) and "
+        f"(1, {size[1]}). Return booleans for every pair, as in lambda target, source: target - "
+        "source > 4."
+    )
+
+
+def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
+    """Those of a layer's tokens ``at`` (B, L') that are meant, as booleans on the CPU."""
+    if given is None or isinstance(given, str) or (callable(given) and not _is_tensor(given)):
+        return torch.ones(at.shape, dtype=torch.bool)
+    found = _of_given(name, given, size).gather(1, at.clamp_min(0))
+    return found & (at >= 0)
+
+
+def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
+    batch, tokens = size
+    if isinstance(given, slice):
+        found = torch.zeros(size, dtype=torch.bool)
+        found[:, given] = True
+        return found
+    if isinstance(given, Tensor) and given.dtype == torch.bool:
+        if given.shape[-1] != tokens or (given.dim() == 2 and len(given) not in (1, batch)):
+            raise QueryError(
+                f"{name} is a mask {tuple(given.shape)}, but the run has (B, L) = {size}."
+            )
+        return given.cpu().expand(size)
+    one = checks.as_integer(given)
+    positions: Any = [one] if one is not None else given
+    index = torch.as_tensor(positions).cpu().long()
+    if index.dim() == 2 and len(index) not in (1, batch):
+        raise QueryError(
+            f"{name} has positions for {len(index)} examples, but the batch holds {batch}."
+        )
+    outside = index[(index < -tokens) | (index >= tokens)]
+    if len(outside):
+        raise QueryError(
+            f"{name} names position {int(outside[0])}, outside the sequence of {tokens} tokens; "
+            f"positions run from {-tokens} to {tokens - 1}."
+        )
+    index = (index % tokens).expand(batch, -1)
+    return torch.zeros(size, dtype=torch.bool).scatter_(1, index, True)
+
+
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, Tensor)
+
+
+def _portions(tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, tokens, size):
+        yield slice(start, min(tokens, start + size))
