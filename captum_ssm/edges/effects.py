@@ -8,7 +8,7 @@ less what it would be without the message, where it were linear in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -223,7 +223,7 @@ class Effects:
 
     @underflow_flushed()
     def top(self, count: int, layers: Any = None) -> list[list[Edge]]:
-        """The edges of the largest effects, by size, of each example.
+        """The edges of the largest effects of each example, none without any.
 
         Args:
             count: how many.
@@ -253,7 +253,7 @@ class Effects:
             return list(self.layers)
         if isinstance(layers, slice):
             return list(self.layers[layers])
-        single = isinstance(layers, str) or checks.as_integer(layers) is not None
+        single = isinstance(layers, str) or not isinstance(layers, Iterable)
         return [found for one in ([layers] if single else layers) for found in self._one(one)]
 
     def _one(self, layer: Any) -> list[LayerEffects]:

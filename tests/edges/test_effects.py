@@ -1,0 +1,186 @@
+"""First-order effects of edges against gradients by hand, sums of the linear network, and truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles.messages import whole_matrix
+from torch import Tensor
+from zoo.architectures import ZOO, Case, every
+from zoo.small import mamba_lm
+
+from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
+from captum_ssm.attr.call.targets import logits_of
+from captum_ssm.errors import InputError, OptionError, QueryError, TargetError
+
+
+def close(found: Tensor, expected: Tensor) -> float:
+    return oracles.relative_error(found.double(), expected.double())
+
+
+def by_hand(case: Case, number: int) -> Tensor:
+    """Effects of one layer (B, L, L): the model's gradient times messages of its whole matrix."""
+    with trace(case.model, graph="outputs") as record:
+        output = logits_of(case.model(case.inputs))
+    layer = record.layers[number]
+    index = case.target["target"]
+    chosen = output[:, index] if isinstance(index, int) else output[:, index[0], index[1]]
+    (gradient,) = torch.autograd.grad(chosen.sum(), layer.output)
+    linear, gradient = layer.linear, layer.in_order(gradient)
+    before = torch.zeros_like(linear.values, requires_grad=True)
+    (before,) = torch.autograd.grad(linear.project(before), before, gradient)
+    found = torch.einsum(
+        "bic,bicjd,bjd->bij",
+        before.flatten(2),
+        whole_matrix(linear.operator),
+        linear.values.flatten(2),
+    )
+    return found.detach()
+
+
+@every(ZOO)
+def test_every_edge(case: Case) -> None:
+    effects = EdgeEffects(case.model).attribute(case.inputs, **case.target)
+    for number in {0, len(effects.layers) - 1}:
+        expected = by_hand(case, number)
+        found = effects.matrix(number)
+        assert close(found, expected) <= 1e-5
+        assert close(effects.by_source(number), expected.sum(1)) <= 1e-5
+        assert close(effects.by_target(number), expected.sum(2)) <= 1e-5
+        assert close(effects.rows([-1, 1], number), expected[:, [-1, 1]]) <= 1e-5
+        cut = effects.of(Edges(effects.names[number], [0, 2], slice(3, None)))
+        assert close(cut, expected[:, 3:, [0, 2]].sum((1, 2))) <= 1e-4
+    assert (
+        close(effects.matrix(), sum(effects.matrix(i) for i in range(len(effects.layers)))) < 1e-5
+    )
+
+
+@every(ZOO)
+@pytest.mark.parametrize("rule", ["frozen", "centred"])
+def test_in_the_linear_network_they_add_up_to_what_the_mixer_adds(case: Case, rule: str) -> None:
+    if case.inputs.dim() == 4:
+        pytest.skip("relevance of images is of pixels")
+    effects = EdgeEffects(case.model, rule=rule).attribute(case.inputs, **case.target)
+    parts = LatimFlow(case.model).decompose(case.inputs, rule=rule, **case.target)
+    for number, layer in enumerate(effects.layers):
+        rest = layer.linear.project(layer.linear.bias)
+        whole = effects.by_target(number) + (layer.gradient * rest).sum(-1)
+        assert close(whole, parts.mixers[number]) <= 2e-5
+    assert torch.allclose(effects.output, parts.output)
+
+
+def test_the_largest_ones() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 9))
+    effects = EdgeEffects(model).attribute(ids, (-1, 3))
+    every_one = torch.stack([effects.matrix(i) for i in range(3)], 1)  # (B, N, L, L)
+    for example, edges in enumerate(effects.top(7)):
+        size = every_one[example].flatten().abs().sort(descending=True).values[:7]
+        assert close(torch.tensor([abs(e.effect) for e in edges]), size) < 1e-6
+        for edge in edges:
+            entry = every_one[example, edge.layer, edge.target, edge.source]
+            assert abs(float(entry) - edge.effect) < 1e-6
+            assert edge.name == f"backbone.layers.{edge.layer}.mixer"
+    (only,) = EdgeEffects(model).attribute(ids[:1], (-1, 3)).top(1000, "backbone.layers.2.mixer")
+    assert {edge.layer for edge in only} == {2}
+    assert len(only) == 9  # in the last layer others have no effect at all
+
+
+def test_layers_by_number_name_and_range() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (1, 6))
+    effects = EdgeEffects(model).attribute(ids, (-1, 3))
+    last = effects.matrix(2)
+    for layers in (-1, "backbone.layers.2.mixer", slice(2, 3), range(2, 3), [2]):
+        assert torch.equal(effects.matrix(layers), last)
+    assert close(effects.by_layer().sum(0), effects.matrix().sum((1, 2))) < 1e-5
+    for wrong in (3, "layer", 1.5):
+        with pytest.raises(OptionError, match="layers names"):
+            effects.matrix(wrong)
+
+
+def test_contrasts_and_batches() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (3, 7))
+    whole = EdgeEffects(model).attribute(ids, (-1, 3), contrast=(-1, 5))
+    one, other = (EdgeEffects(model).attribute(ids, (-1, token)) for token in (3, 5))
+    assert close(whole.matrix(1), one.matrix(1) - other.matrix(1)) < 1e-4
+    assert close(whole.output, one.output - other.output) < 1e-5
+    alone = EdgeEffects(model).attribute(ids[1:2], (-1, 3))
+    assert close(one.matrix(1)[1:2], alone.matrix(1)) < 1e-5
+
+
+def test_small_interventions_follow_the_estimate() -> None:
+    """The smaller the messages of a layer, the nearer the truth is to its first order."""
+    model, ids = mamba_lm().double(), torch.randint(15, (2, 8))
+    mixer = model.backbone.layers[1].mixer
+    errors = []
+    for size in (1e-2, 1e-3):
+        with torch.no_grad():
+            mixer.out_proj.weight.mul_(size / float(mixer.out_proj.weight.abs().max()))
+        truth = EdgeEffects(model, layers=["backbone.layers.1.mixer"]).against_truth(
+            ids, (-1, 3), samples=20
+        )
+        # logits come in float32, which drowns the smallest
+        errors.append(float((truth.true - truth.estimated).abs().max() / truth.true.abs().max()))
+    assert errors[0] < 0.05
+    assert errors[1] < 0.01
+
+
+def test_truth_is_what_knocking_out_does() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 8))
+    method = EdgeEffects(model)
+    truth = method.against_truth(ids, (-1, 3), samples=30, at_a_time=7)
+    assert len(truth.edges) == len(truth.examples) == len(truth.true) == 30
+    assert (
+        len({(b, e.layer, e.target, e.source) for b, e in zip(truth.examples, truth.edges)}) == 30
+    )
+    with torch.no_grad():
+        before = model(ids).logits[:, -1, 3]
+        for b, edge, true in zip(truth.examples, truth.edges, truth.true.tolist(), strict=True):
+            with knock_out(model, Edges(edge.name, edge.source, edge.target)):
+                after = model(ids).logits[:, -1, 3]
+            assert abs(float((before - after)[b]) - true) < 1e-5
+    assert -1 <= truth.pearson <= 1
+    assert 0 <= truth.sign_agreement <= 1
+    again = method.against_truth(ids, (-1, 3), samples=30)
+    assert [e[:4] for e in again.edges] == [e[:4] for e in truth.edges]
+
+
+def test_truth_of_chosen_edges_and_probabilities() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 8))
+    edges = [Edges(1), Edges(sources=slice(0, 3), targets=slice(3, None))]
+    truth = EdgeEffects(model).against_truth(ids, (-1, 3), edges=edges, contrast="all")
+    with torch.no_grad():
+        before = model(ids).logits[:, -1].log_softmax(-1)[:, 3]
+        for i, one in enumerate(edges):
+            with knock_out(model, one):
+                after = model(ids).logits[:, -1].log_softmax(-1)[:, 3]
+            assert close(truth.true[2 * i : 2 * i + 2], before - after) < 1e-4
+    effects = EdgeEffects(model).attribute(ids, (-1, 3), contrast="all")
+    assert close(truth.estimated, torch.cat([effects.of(one) for one in edges])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda m, ids: EdgeEffects(m, rule="half-way"), OptionError, "rule"),
+        (lambda m, ids: EdgeEffects(m).attribute(ids, 3), TargetError, "target"),
+        (lambda m, ids: EdgeEffects(m).attribute([1, 2], (-1, 3)), InputError, "inputs"),
+        (lambda m, ids: EdgeEffects(m).attribute(ids, (-1, 3)).top(0), OptionError, "count"),
+        (lambda m, ids: EdgeEffects(m).attribute(ids, (-1, 3)).rows([9]), QueryError, "positions"),
+        (
+            lambda m, ids: EdgeEffects(m).against_truth(ids, (-1, 3), samples=None),
+            OptionError,
+            "samples",
+        ),
+        (
+            lambda m, ids: EdgeEffects(m).against_truth(ids, (-1, 3), edges=[Edges(9)]),
+            OptionError,
+            "layers names 9",
+        ),
+    ],
+)
+def test_wrong_arguments(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call(mamba_lm(), torch.randint(15, (1, 6)))
