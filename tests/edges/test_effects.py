@@ -132,12 +132,11 @@ def test_truth_is_what_knocking_out_does() -> None:
     method = EdgeEffects(model)
     truth = method.against_truth(ids, (-1, 3), samples=30, at_a_time=7)
     assert len(truth.edges) == len(truth.examples) == len(truth.true) == 30
-    assert (
-        len({(b, e.layer, e.target, e.source) for b, e in zip(truth.examples, truth.edges)}) == 30
-    )
+    each = list(zip(truth.examples, truth.edges, truth.true.tolist(), strict=True))
+    assert len({(b, edge.layer, edge.target, edge.source) for b, edge, _ in each}) == 30
     with torch.no_grad():
         before = model(ids).logits[:, -1, 3]
-        for b, edge, true in zip(truth.examples, truth.edges, truth.true.tolist(), strict=True):
+        for b, edge, true in each:
             with knock_out(model, Edges(edge.name, edge.source, edge.target)):
                 after = model(ids).logits[:, -1, 3]
             assert abs(float((before - after)[b]) - true) < 1e-5
