@@ -63,8 +63,8 @@ class Edges:
         component: only what the operator has beyond itself without this component, one of
             ``conv``, ``activation``, ``scan``, ``skip``, ``gate``, ``norm``, or without several.
             Default: None, the whole message.
-        selection: whether the targets read what the mixer would make of them had it not read the
-            sources at all: their share in B, C, steps and gates at the targets goes as well.
+        selection: whether the targets read what the mixer makes of them with zeros (or what
+            ``replace`` says) for the sources: what these do to B, C, steps and gates goes as well.
             Default: False, the message alone.
 
     Raises:
