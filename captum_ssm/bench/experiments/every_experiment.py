@@ -10,6 +10,8 @@ from .causal.experiment import Causal
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
+from .knockout.experiment import Knockout
+from .knockout.parts import HybridParts
 from .masks import PseudoMasks, Segmenting
 from .passkeys import Retrieval
 from .pixel_removal import ImagePerturbation
@@ -58,6 +60,11 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "Tokens that ask, are matched and are answered, by role",
         {name: RECIPES[name].task for group in CountedRoles.groups.values() for name in group},
     ),
+    HybridParts(
+        "hybrid-parts",
+        "Answers of hybrids without some of their parts (after arXiv 2510.19861)",
+        {name: RECIPES[name].task for name in ("pairs-bamba", "copying-bamba")},
+    ),
 )
 
 _ON_SCENES: tuple[Experiment, ...] = (
@@ -68,6 +75,9 @@ _ON_SCENES: tuple[Experiment, ...] = (
     Oversmoothing(),
 )
 
+#: On texts and on scenes.
+_ON_BOTH: tuple[Experiment, ...] = (Knockout(),)
+
 #: Last, since they ask for texts of others, without which a run of all experiments ends there; the
 #: first of them has other models, too, and comes to those that need the texts in the end.
 _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
@@ -75,5 +85,5 @@ _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
 #: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
 #: them.
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_TEXTS_OF_OTHERS)
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
 }
