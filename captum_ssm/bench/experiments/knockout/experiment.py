@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....edges import Edge, EdgeEffects, Effects
+from ....edges.messages import is_attention
 from ....linear import FAMILY
 from ...harness.experiment import Cell, Column, Experiment, Subject
 from ...harness.records import Rows
@@ -27,6 +28,7 @@ from ..causal.questions import LinkedQuestions, Question, RatedQuestions, SceneQ
 from ..linked_texts import device_of
 from ..vision_layers import ratio
 from .held import KINDS, Kind, PlainRun, along
+from .paths import STEPS, by_share
 
 #: Edges of each text or image; the first half of them is drawn in proportion to their effects.
 EDGES = 10
@@ -35,6 +37,8 @@ EDGES = 10
 AS_IT_IS = Cell("as it is")
 #: Other estimates of the same edges, by the rule that divides the products of the network.
 RULES: Mapping[Cell, str] = MappingProxyType({Cell("by rule", rule): rule for rule in FAMILY})
+#: The estimate by gradients on the way to where the layer writes nothing.
+BY_SHARE = Cell("by share", f"{STEPS} steps")
 #: What is held in the truth at its values in the run that nothing is cut in.
 HELD: Mapping[Cell, tuple[Kind, ...]] = MappingProxyType(
     {
@@ -90,7 +94,7 @@ class Knockout(Experiment):
         return [bundled(name) for group in self.groups.values() for name in group]
 
     def cells(self) -> Sequence[Cell]:
-        return [AS_IT_IS, *RULES, *HELD]
+        return [AS_IT_IS, BY_SHARE, *RULES, *HELD]
 
     def example(self, subject: Subject, index: int, seed: int) -> Question:
         return self._questions(subject.name).question(f"{seed}/{index}")
@@ -108,6 +112,8 @@ class Knockout(Experiment):
             for edge in edges:
                 rows["all"] |= edge
             return rows
+        if cell == BY_SHARE:
+            return by_row(drawn, by_share(drawn.plain, drawn.effects, drawn.edges), drawn.true)
         if cell in RULES:
             return by_row(drawn, drawn.estimated_by(RULES[cell]), drawn.true)
         matched, true = drawn.plain.effects(drawn.edges, drawn.effects, HELD[cell])
@@ -181,7 +187,9 @@ def by_row(
     which = {"all": torch.ones_like(large), "large": large, "even": ~large}
     for number, edge in enumerate(drawn.edges):
         layer = drawn.effects.layers[edge.layer]
-        name = f"layer {edge.layer}, {layer.mixer.architecture.family}"
+        family = layer.mixer.architecture.family
+        kind = "attention" if is_attention(layer.linear) else family
+        name = f"layer {edge.layer}, {kind}"
         which.setdefault(name, torch.zeros_like(large))[number] = True
     rows = {
         name: sums_of(estimated[one], matched[one], true[one], drawn.rounding)

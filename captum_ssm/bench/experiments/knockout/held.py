@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from ....attr.call.targets import contrasted, logits_of
 from ....edges import Edge, Edges, Effects, knock_out
-from ....edges.effects import LayerEffects
 from ....mixers.base import Call, LinearMixer, first_tensor
 from ....tracing import Mixer, find_mixers
 from ....tracing.gradients import in_graph
@@ -73,7 +73,7 @@ class PlainRun(Watcher):
         self.gates[gate] = output
 
     @contextmanager
-    def held(self, kinds: Collection[Kind], cut_at: Tensor | None = None) -> Iterator[_Outputs]:
+    def held(self, kinds: Collection[Kind], cut_at: Tensor | None = None) -> Iterator[Outputs]:
         """Inside it the model's layers go by what they went by in this run.
 
         Args:
@@ -84,7 +84,7 @@ class PlainRun(Watcher):
         Yields:
             What takes the outputs of mixers.
         """
-        watcher = _Outputs(self, "mixers" in kinds, cut_at)
+        watcher = _Held(self, "mixers" in kinds, cut_at)
         with ExitStack() as stack:
             gradients = torch.is_grad_enabled()
             observe(self.model, self.mixers, (watcher,), stack, gradients=gradients)
@@ -111,24 +111,32 @@ class PlainRun(Watcher):
         """
         with torch.enable_grad(), self.held(kinds) as run:
             before = self.number()
-            gradients = torch.autograd.grad(before.sum(), run.outputs)
-        layers = [
-            LayerEffects(layer.mixer, layer.linear, gradient[:1].to(layer.gradient))
-            for layer, gradient in zip(effects.layers, gradients, strict=True)
-        ]
-        own = Effects(tuple(layers), effects.mixers, effects.output, effects.tokens, effects.given)
+            own = with_gradients(effects, torch.autograd.grad(before.sum(), run.outputs))
         cut_at = torch.tensor([edge.layer for edge in edges], device=before.device)
         with torch.no_grad(), self.held(kinds, cut_at), knock_out(self.model, *_each(edges, own)):
             after = self.number()
         return along(own, edges), (before - after).detach().double().cpu()
 
 
-class _Outputs(Watcher):
-    """Lets mixers go by their operators of the plain run, and keeps what leaves them."""
+class Outputs(Watcher):
+    """Keeps what leaves mixers."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            output, _ = swap_first(output, in_graph)
+        self.outputs.append(first_tensor(output))
+        return output
+
+
+class _Held(Outputs):
+    """Lets mixers go by their operators of the plain run."""
 
     def __init__(self, plain: PlainRun, hold: bool, cut_at: Tensor | None) -> None:
+        super().__init__()
         self._plain, self._hold, self._cut_at = plain, hold, cut_at
-        self.outputs: list[Tensor] = []
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         if not self._hold:
@@ -140,11 +148,19 @@ class _Outputs(Watcher):
         is_later = self._cut_at < len(self.outputs)
         return torch.where(is_later[:, None, None], held, call.output_tensor)
 
-    def left(self, mixer: Mixer, output: Any) -> Any:
-        if torch.is_grad_enabled():
-            output, _ = swap_first(output, in_graph)
-        self.outputs.append(first_tensor(output))
-        return output
+
+def with_gradients(effects: Effects, gradients: Sequence[Tensor]) -> Effects:
+    """Effects of one input by other gradients at what its layers write, of copies of it (N, L, E).
+
+    Args:
+        effects: the effects.
+        gradients: those of each layer; the first copy counts.
+    """
+    layers = (
+        replace(layer, gradient=gradient[:1].to(layer.gradient))
+        for layer, gradient in zip(effects.layers, gradients, strict=True)
+    )
+    return replace(effects, layers=tuple(layers))
 
 
 def along(effects: Effects, edges: Sequence[Edge]) -> Tensor:
