@@ -20,7 +20,7 @@ from captum_ssm.bench import EXPERIMENTS, Cell, Key, lines
 from captum_ssm.bench.experiments.knockout.experiment import AS_IT_IS, HELD, RULES, Drawn
 from captum_ssm.bench.experiments.knockout.held import scale_of
 from captum_ssm.bench.experiments.knockout.parts import CHANCE, WHOLE
-from captum_ssm.bench.experiments.knockout.paths import STEPS, by_share, mean_up_to
+from captum_ssm.bench.experiments.knockout.paths import STEPS, mean_up_to
 from captum_ssm.cli import main
 from captum_ssm.edges import Edge, Edges
 from captum_ssm.models import load_bundled
@@ -86,7 +86,7 @@ def test_other_rules_estimate_the_same_edges(seed: int) -> None:
 
 def test_the_way_that_an_edge_goes(seed: int) -> None:
     one = drawn("copying-mamba2", 0, seed)
-    found = by_share(one.plain, one.effects, one.edges)
+    found = one.estimated_by_share()
     for edge, expected in list(zip(one.edges, found.tolist(), strict=True))[:3]:
         assert expected == pytest.approx(on_the_way(one, edge), rel=1e-3, abs=1e-4)
 

@@ -113,7 +113,7 @@ class Knockout(Experiment):
                 rows["all"] |= edge
             return rows
         if cell == BY_SHARE:
-            return by_row(drawn, by_share(drawn.plain, drawn.effects, drawn.edges), drawn.true)
+            return by_row(drawn, drawn.estimated_by_share(), drawn.true)
         if cell in RULES:
             return by_row(drawn, drawn.estimated_by(RULES[cell]), drawn.true)
         matched, true = drawn.plain.effects(drawn.edges, drawn.effects, HELD[cell])
@@ -161,6 +161,11 @@ class Drawn:
         """What the model's layers go by, with a copy of the input for each edge."""
         copies = self._inputs.repeat(len(self.edges), *[1] * (self._inputs.dim() - 1))
         return PlainRun(self._model, copies, self.question.target)
+
+    def estimated_by_share(self) -> Tensor:
+        """What cutting each edge is estimated to do by gradients on the way."""
+        run = PlainRun(self._model, self._inputs, self.question.target)
+        return by_share(run, self.effects, self.edges)
 
     def estimated_by(self, rule: str) -> Tensor:
         """What cutting each edge is estimated to do by a rule."""

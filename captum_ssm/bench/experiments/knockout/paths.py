@@ -35,7 +35,7 @@ def by_share(run: PlainRun, effects: Effects, edges: Sequence[Edge]) -> Tensor:
     """What cutting edges is estimated to do, (N,).
 
     Args:
-        run: of the model on copies of the input.
+        run: of the model on the input.
         effects: those of the model's own gradient.
         edges: the edges.
     """
@@ -79,7 +79,7 @@ class _Scaled(Outputs):
 
 
 def _gradient(run: PlainRun, number: int, kept: float) -> Tensor:
-    """The gradient at a layer's output where it writes a share of what it writes, (N, L, E)."""
+    """The gradient at a layer's output where it writes a share of what it writes, (1, L, E)."""
     watcher = _Scaled(number, kept)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
