@@ -38,8 +38,8 @@ T = TypeVar("T")
 RECIPES = ("paper", "published_code")
 
 
-class SSMAttribution(Attribution):
-    """Base of all methods.
+class Explainer:
+    """What all that explains runs of a model has in common.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or any function that
@@ -60,51 +60,10 @@ class SSMAttribution(Attribution):
         model: nn.Module | None = None,
         layers: Sequence[str | nn.Module] | None = None,
     ) -> None:
-        super().__init__(forward_func)
+        self.forward_func = forward_func
         self.model = model
         self.layers = layers
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "attribute" in vars(cls):
-            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name that Captum shows."""
-        return cls.name
-
-    def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered; Captum's remote methods alone have it."""
-        raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
-
-    def attribute_each(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        targets: Sequence[Any],
-        additional_forward_args: Any = None,
-        **options: Any,
-    ) -> Tensor:
-        """What ``attribute`` says of several targets, per token, at the cost of one forward run.
-
-        Args:
-            inputs, additional_forward_args: as in ``attribute``, with the same defaults.
-            targets: targets in Captum's forms, each for the whole batch.
-            **options: further arguments of ``attribute``, with the same defaults.
-
-        Returns:
-            (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
-
-        Raises:
-            TargetError: when ``targets`` is empty, or one of them does not fit.
-        """
-        each = each_of(targets)
-        tensor, _ = single_input(inputs)
-        found: Tensor = self.attribute(
-            tensor, each, additional_forward_args, per_token=True, **options
-        )
-        return found
 
     def _by_parts(
         self,
@@ -160,6 +119,55 @@ class SSMAttribution(Attribution):
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
+
+
+class SSMAttribution(Explainer, Attribution):
+    """Base of all methods.
+
+    Args:
+        forward_func, model, layers: as of any explainer.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "attribute" in vars(cls):
+            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name that Captum shows."""
+        return cls.name
+
+    def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered; Captum's remote methods alone have it."""
+        raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
+
+    def attribute_each(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        targets: Sequence[Any],
+        additional_forward_args: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """What ``attribute`` says of several targets, per token, at the cost of one forward run.
+
+        Args:
+            inputs, additional_forward_args: as in ``attribute``, with the same defaults.
+            targets: targets in Captum's forms, each for the whole batch.
+            **options: further arguments of ``attribute``, with the same defaults.
+
+        Returns:
+            (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
+
+        Raises:
+            TargetError: when ``targets`` is empty, or one of them does not fit.
+        """
+        each = each_of(targets)
+        tensor, _ = single_input(inputs)
+        found: Tensor = self.attribute(
+            tensor, each, additional_forward_args, per_token=True, **options
+        )
+        return found
 
 
 def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
