@@ -1,5 +1,6 @@
 """Methods, one file each: Captum Attribution classes over reduce and fold."""
 
+from .call.targets import Total
 from .comparison import compare
 from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
@@ -23,6 +24,7 @@ __all__ = [
     "MambaLRP",
     "SSMLLMAttribution",
     "SSMLLMAttributionResult",
+    "Total",
     "TransformerAttribution",
     "compare",
 ]

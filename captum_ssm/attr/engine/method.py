@@ -28,7 +28,15 @@ from ..call import checks
 from ..call.components import parse_components
 from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import as_asked, each_of, require_real_target, several, target_index
+from ..call.targets import (
+    Total,
+    as_asked,
+    contrasted,
+    each_of,
+    require_real_target,
+    several,
+    target_index,
+)
 from .fold import Options
 from .run import Question, Request, Run
 from .sharing import layout_of, run_of
@@ -257,7 +265,11 @@ class ImplicitMethod(SSMAttribution):
         for target in targets:
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
-            selected, taken = run.select(index) if self.needs_gradient else (None, None)
+            selected, taken = None, None
+            if self.needs_gradient and isinstance(target, Total):
+                selected, _ = contrasted(output, target)
+            elif self.needs_gradient:
+                selected, taken = run.select(index)
             weights = query_weights(query, output, index, tail, run.mask)
             if chain is not None and chain.output is not None:
                 weights = weights.index_select(1, chain.output.argsort().to(weights.device))
