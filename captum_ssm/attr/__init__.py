@@ -8,6 +8,7 @@ from .latim_alti import LatimALTI
 from .latim_logit import LatimLogit
 from .latim_norm import LatimNorm
 from .mamba_attribution import MambaAttribution
+from .memory import StateMemory
 from .rollout import ImplicitAttentionRollout
 from .text.llm import SSMLLMAttribution
 from .text.result import SSMLLMAttributionResult
@@ -24,6 +25,7 @@ __all__ = [
     "MambaLRP",
     "SSMLLMAttribution",
     "SSMLLMAttributionResult",
+    "StateMemory",
     "Total",
     "TransformerAttribution",
     "compare",
