@@ -1,4 +1,4 @@
-"""Adapters under the rules: whose constants are whose in a batch."""
+"""Adapters under the rules: whose constants are whose, and where gates are at rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.sessions import thorough
 from torch import Tensor
-from zoo import architectures, delta, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
+from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
 from zoo.mamba import randomise
 from zoo.networks import MASKED, NETWORKS
 
@@ -20,6 +20,7 @@ from captum_ssm.linear import FAMILY
 from captum_ssm.linear.mixer import through
 from captum_ssm.linear.mode import Linearising
 from captum_ssm.mixers import Call, LinearMixer
+from captum_ssm.operators import Diagonal
 from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.transformers5
@@ -42,6 +43,12 @@ def mamba2_simple(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(mixer, torch.randn(2, 9, 8))
 
 
+def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
+    options = {"num_heads": 2, "head_dim": 6, "output_gate_activation": "sigmoid"}
+    layer = fla_cpu.install(patch).layer("GatedDeltaNet", hidden_size=16, **options)
+    return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
@@ -50,6 +57,7 @@ CASES: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
+    "gated delta net with a sigmoid": of_sigmoids,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
 }
 
@@ -109,3 +117,17 @@ def test_so_they_do_beside_padding(name: str, monkeypatch: pytest.MonkeyPatch) -
     mask = torch.ones_like(case.inputs)
     mask[0, :3] = 0
     assert_each_has_its_constants(layers_of(case, mask))
+
+
+@pytest.mark.parametrize("name", thorough(CASES, ("mamba2", "minimax", "rwkv", "qwen3_next")))
+def test_a_gate_that_nothing_enters_is_at_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in layers_of(CASES[name](monkeypatch)):
+        with torch.no_grad():
+            for parameter, value in layer.mixer.module.named_parameters():
+                if parameter.endswith("bias"):
+                    value.zero_()
+            nothing = torch.zeros_like(layer.call.hidden_states, dtype=torch.float64)
+            leaves = list(linearized(layer, nothing).operator.leaves())
+        for gate in leaves:
+            if isinstance(gate, Diagonal) and gate.component == "gate":
+                assert torch.equal(gate.weight, torch.full_like(gate.weight, gate.at_rest))
