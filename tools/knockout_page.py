@@ -143,7 +143,8 @@ on images. To blame are the norms behind them: with their denominators held r is
 {both:.2f} with the coefficients of later mixers held, too. An estimate that goes some way towards
 the cut mends much of it, with {gradients} gradients of each layer in place of one: r is
 {shares:.2f} and {shares_images:.2f}, and signs agree for {share_signs:.0%} and
-{share_signs_images:.0%}. Hybrids read their answers by attention alone, but find them by both kinds of layers."""
+{share_signs_images:.0%}. Hybrids read their answers by attention
+alone, but find them by both kinds of layers."""
 
 _VERDICT = """\
 Here, in hybrids of one layer of each kind, the first holds in part and the second does not. The
