@@ -22,7 +22,6 @@ from helpers.insights_examples import (
 )
 from zoo.small import VOCABULARY, mamba_lm
 
-from captum_ssm import EdgeEffects, Edges, knock_out
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.insights.calculation import AttributionCalculation
 
@@ -492,56 +491,3 @@ def test_text_stands_out_from_every_colour(opened, page, scheme):
       });
     })()"""
     assert min(page.evaluate(contrast)) >= 4.5
-
-
-# --- cutting a message ---------------------------------------------------------------------------
-
-
-def test_a_message_between_words_is_cut_and_the_true_prediction_shown(opened):
-    words = [*HOSTILE[:4], *(f"w{i}" for i in range(VOCABULARY - 4))]
-    visualizer = prompts(words, [1, 0, 3, 5], [2, 4, 6, 8])
-    page = opened(visualizer)
-    assert page.count(".cutting") == 2
-    page.click(".cutting summary")
-    for number, value in enumerate(["1", "3", "1"]):
-        choose(page, f".cutting label:nth-of-type({number + 1}) select", value)
-    page.click(".cutting button")
-    page.wait_for("document.querySelector('.result p') !== null")
-    model, ids = visualizer.models[0], torch.tensor([[1, 0, 3, 5]])
-    with torch.no_grad():
-        before = model(ids).logits[0, -1].double()
-        with knock_out(model, Edges(1, 1, 3)):
-            without = model(ids).logits[0, -1].double()
-    best = int(before.argmax())
-    assert texts(page, ".result tbody tr:first-child > *") == [
-        words[best],
-        *(f"{float(x.softmax(-1)[best]):.3f}" for x in (before, without)),
-    ]
-    estimate = EdgeEffects(model).attribute(ids, (-1, best)).matrix(1)[0, 3, 1]
-    assert page.text(".result p") == (
-        f"The output for the class explained loses {float(before[best] - without[best]):.3f}; "
-        f"the estimate was {float(estimate):.3f}."
-    )
-    # what cannot be cut is told in the place of what was shown of another edge
-    choose(page, ".cutting label:nth-of-type(2) select", "0")
-    page.click(".cutting button")
-    page.wait_for("document.querySelector('.result .error') !== null")
-    assert "every target comes before its source" in page.text(".result")
-    assert page.count(".result table") == 0
-
-
-def test_a_message_is_cut_for_the_class_that_is_explained(opened):
-    visualizer = prompts([f"w{i}" for i in range(VOCABULARY)], [1, 0, 3, 5])
-    page = opened(visualizer)
-    page.click(".predicted button:nth-of-type(3)")
-    settled(page)
-    (chosen,) = pressed(page)
-    page.click(".cutting summary")
-    page.click(".cutting button")
-    page.wait_for("document.querySelector('.result p') !== null")
-    assert texts(page, ".result tbody tr:first-child th") == [chosen]
-
-
-def test_only_texts_of_models_with_mixers_have_messages_to_cut(opened):
-    page = opened(table(Always(1), [numbers(1)]))
-    assert page.count("article") == 1 and page.count(".cutting") == 0

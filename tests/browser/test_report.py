@@ -457,38 +457,3 @@ def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
     print(f"from mouse to next frame: median {np.median(took):.0f} ms, {max(took):.0f} at most")
     assert np.median(took) < 100
     assert page.errors == []
-
-
-def test_the_strongest_messages_are_listed(page: Page, tmp_path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(2, 9)
-    path = tmp_path / "edges.html"
-    report(model, ids, METHODS, tokens=[HOSTILE[:9], WORDS[:9]], edges=4, path=path)
-    page.goto(path)
-    for number, example in enumerate(read_page(path).facts["examples"]):
-        page.evaluate(
-            f"(() => {{ const e = document.querySelector('#example'); e.value = {number};"
-            " e.dispatchEvent(new Event('change')); })()"
-        )
-        shown = page.evaluate(
-            "[...document.querySelectorAll('#edges tbody tr')]"
-            ".map((row) => [...row.cells].map((cell) => cell.textContent))"
-        )
-        tokens = example["tokens"]
-        for cells, row in zip(shown, example["edges"]["rows"], strict=True):
-            source, target = row["source"], row["target"]
-            ends = [str(source), tokens[source], str(target), tokens[target]]
-            assert cells[:5] == [str(row["layer"]), *ends]
-            size = float(cells[5].replace("−", "-").replace("+", ""))
-            assert size == pytest.approx(row["effect"], rel=0.01)
-    head = page.evaluate("document.querySelector('#edges thead').textContent")
-    assert head.endswith("Estimated effect of cutting")
-    assert page.evaluate("document.querySelector('#edges-obstacle').hidden")
-    run = torch.no_grad()(lambda x: model(x).logits)
-    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
-    page.goto(path)
-    assert "records no gradients" in page.text("#edges-obstacle")
-    assert page.evaluate("document.querySelector('#edges table').hidden")
-    report(model, ids, METHODS, matrices=False, path=path)
-    page.goto(path)
-    assert page.evaluate("document.querySelector('#edges').hidden")
-    assert page.errors == []
