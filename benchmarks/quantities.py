@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from benchmarks import bounds, models, textbook
 from captum_ssm import (
+    EdgeEffects,
+    Edges,
     ImplicitAttentionRollout,
     LatimFlow,
     LatimLogit,
     LatimNorm,
     MambaAttribution,
+    knock_out,
     trace,
 )
 from captum_ssm.attr.call.components import PRESETS
@@ -143,6 +146,7 @@ def _of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     yield Quantity("LatimFlow", lambda: flow.attribute(x, **asked))
     centred = {**asked, "rule": "centred"}
     yield Quantity("LatimFlow, centred", lambda: flow.attribute(x, **centred))
+    yield from _of_edges(model, x, target)
     if isinstance(target, tuple):
         several = [(-1 - k, models.WORD) for k in range(TARGETS)]
         logit = LatimLogit(model)
@@ -156,6 +160,31 @@ def _of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
                 lambda o=options: logit.attribute(x, **o),
                 long=mixing == "alti",
             )
+
+
+def _of_edges(model: nn.Module, x: Tensor, target: Any) -> Iterator[Quantity]:
+    """Cutting messages in all layers, and what cutting them will do."""
+    tokens, effects = x.shape[1] if x.dim() < 4 else None, EdgeEffects(model)
+    source = 1 if tokens is None else tokens // 2
+
+    @torch.no_grad()
+    def cut() -> None:
+        with knock_out(model, Edges(sources=source, targets=-1)):
+            model(x)
+
+    @torch.no_grad()
+    def as_it_is() -> None:
+        with repaired_scans():
+            model(x)
+
+    def of_one() -> list[Tensor]:
+        found = effects.attribute(x, target)
+        return [found.rows([-1], layer) for layer in range(len(found.layers))]
+
+    yield Quantity("forward run", as_it_is)
+    yield Quantity("knock_out, all layers", cut)
+    yield Quantity("EdgeEffects, last token", of_one)
+    yield Quantity("EdgeEffects, all edges", lambda: effects.attribute(x, target).top(1))
 
 
 @torch.no_grad()

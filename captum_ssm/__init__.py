@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MambaAttribution,
         MambaLRP,
         SSMLLMAttribution,
+        StateMemory,
         TransformerAttribution,
         compare,
     )
@@ -42,6 +43,7 @@ _WHERE = {
     "MambaAttribution": "attr",
     "MambaLRP": "attr",
     "SSMLLMAttribution": "attr",
+    "StateMemory": "attr",
     "TransformerAttribution": "attr",
     "compare": "attr",
     "discard_smallest": "operators",
@@ -65,6 +67,7 @@ __all__ = [
     "MambaAttribution",
     "MambaLRP",
     "SSMLLMAttribution",
+    "StateMemory",
     "TransformerAttribution",
     "compare",
     "discard_smallest",

@@ -1,5 +1,6 @@
 """Methods, one file each: Captum Attribution classes over reduce and fold."""
 
+from .call.targets import Total
 from .comparison import compare
 from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
@@ -7,6 +8,7 @@ from .latim_alti import LatimALTI
 from .latim_logit import LatimLogit
 from .latim_norm import LatimNorm
 from .mamba_attribution import MambaAttribution
+from .memory import StateMemory
 from .rollout import ImplicitAttentionRollout
 from .text.llm import SSMLLMAttribution
 from .text.result import SSMLLMAttributionResult
@@ -23,6 +25,8 @@ __all__ = [
     "MambaLRP",
     "SSMLLMAttribution",
     "SSMLLMAttributionResult",
+    "StateMemory",
+    "Total",
     "TransformerAttribution",
     "compare",
 ]

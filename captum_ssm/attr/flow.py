@@ -5,10 +5,10 @@ MambaLRP: conservative layer-wise relevance propagation, for every supported arc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,8 +20,10 @@ from .call.inputs import BatchPart, single_input
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
 from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
-from .engine.linear_method import Explained, LinearMethod, Rules, decompositions
+from .engine.linear_method import Explained, LinearMethod, Rules, decompositions, in_turn
 from .engine.run import Request
+
+T = TypeVar("T")
 
 
 class LatimFlow(LinearMethod):
@@ -87,7 +89,8 @@ class LatimFlow(LinearMethod):
                 attention mask. Default: None.
             contrast: what the target is held against: None, nothing; a second target, whose output
                 is taken off; ``"mean"``, the mean of all entries; ``"others"``, the log-odds
-                against all other entries; ``"all"``, the log-probability. Default: None.
+                against all other entries; ``"all"``, the log-probability; ``"runner-up"``, the
+                greatest of all others. Default: None.
             rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
                 content it moves alone; ``"half"``, in equal parts to content and gates, the rule
                 of layer-wise relevance propagation; ``"equal"``, to keys and queries as well;
@@ -233,6 +236,41 @@ class LatimFlow(LinearMethod):
             ),
         )
         return list(map(stacked, found))
+
+    def answer_in_turn(
+        self,
+        inputs: Tensor,
+        positions: Sequence[int],
+        ask: Callable[[Callable[[], Tensor]], Generator[Against, Decomposition, T]],
+        additional_forward_args: Any = None,
+        *,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
+        zero_bias: bool = False,
+        verify: bool | float | None = None,
+    ) -> T:
+        """Questions to one forward run of which each may follow from the answers before.
+
+        Args:
+            inputs: one example.
+            positions: where the output is asked for.
+            ask: see :func:`~captum_ssm.attr.engine.linear_method.in_turn`.
+            additional_forward_args, rule, baselines, zero_bias, verify: as in :meth:`attribute`,
+                with the same defaults.
+
+        Returns:
+            What the questions come to.
+        """
+        rules = self._rules(rule, zero_bias, verify, by_layer=False)
+        start = out_of_tuple(baselines)
+        ((found,),) = self._by_parts(
+            inputs,
+            [None],
+            additional_forward_args,
+            None,
+            lambda request, _, cut: [in_turn(request, positions, ask, rules, start)],
+        )
+        return found
 
     @renamed(gate="rule")
     def compute_convergence_delta(

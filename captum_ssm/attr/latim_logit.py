@@ -103,7 +103,7 @@ class LatimLogit(LatimMethod, LinearMethod):
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             contrast: what the target is held against: None, nothing; a second target; ``"mean"``;
-                ``"others"``, for log-odds; ``"all"``, for the log-probability; see
+                ``"others"``, for log-odds; ``"all"``, for the log-probability; ``"runner-up"``; see
                 :meth:`LatimFlow.attribute`. Default: None.
             mixing: how tokens are traced back: ``"alti"``, the paper's, which needs every row of
                 the maps of all layers but the last, and so time quadratic in L, whatever the

@@ -25,10 +25,13 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
+  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
 _RULES = ("frozen", "half", "equal", "centred")
+#: The spans of an answer, likewise.
+_SPANS = ("token", "word", "sentence", "paragraph", "all")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
@@ -44,8 +47,8 @@ def add_to(commands: Any) -> None:
         >>> parser = argparse.ArgumentParser()
         >>> add_to(parser.add_subparsers())
         >>> options = parser.parse_args(["explain", "recall-mamba", "--text", "anna owns the"])
-        >>> options.model, options.text, str(options.out)
-        ('recall-mamba', ['anna owns the'], 'report.html')
+        >>> options.model, options.text, options.spans
+        ('recall-mamba', ['anna owns the'], None)
     """
     parser = commands.add_parser(
         "explain",
@@ -77,6 +80,23 @@ def add_to(commands: Any) -> None:
         help="what is explained: a class's name or number, or the next token's text, or its id as "
         "id:NUMBER; if left, what the model predicts",
     )
+    parser.add_argument(
+        "--generate", type=int, metavar="N", help="explain an answer of N tokens, span by span"
+    )
+    parser.add_argument("--answer", metavar="TEXT", help="explain this answer, span by span")
+    parser.add_argument(
+        "--spans",
+        choices=_SPANS,
+        help="the stretches of an answer that are explained, each as a whole; sentence if left",
+    )
+    parser.add_argument(
+        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; sentence if left"
+    )
+    parser.add_argument(
+        "--hops",
+        type=int,
+        help="how often relevance on the answer's own tokens goes on towards the prompt; 0 if left",
+    )
     parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
     parser.add_argument(
         "--maps",
@@ -86,7 +106,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="file to write: .html, .png or .json"
+        "--out",
+        type=Path,
+        help="file to write: .html, .png or .json; report.html, or answers.json, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
@@ -175,6 +197,10 @@ def run(options: argparse.Namespace) -> None:
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report
 
+    if _is_answer(options):
+        _run_on_answers(options)
+        return
+    options.out = options.out or Path("report.html")
     check_format(options.out)
     is_page = options.out.suffix.lower() == ".html"
     _check_maps(options, is_page)
@@ -212,6 +238,59 @@ def run(options: argparse.Namespace) -> None:
         images = None if isinstance(inputs, list) else inputs
         paths = write_pictures(found, images, title, options.out)
     for path in paths:
+        print(f"wrote {path}")
+
+
+def _is_answer(options: argparse.Namespace) -> bool:
+    """Whether spans of an answer are asked for."""
+    names = ("generate", "answer", "spans", "prompt_spans", "hops")
+    return any(getattr(options, name) is not None for name in names)
+
+
+def _run_on_answers(options: argparse.Namespace) -> None:
+    from ..explain.answers import FORMATS, explain_answers, told, write_answers
+    from ..explain.methods import method_classes, under_rules
+    from ..explain.writing import check_format
+
+    for name in ("target", "maps", "layers", "labels", "title"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name} is not for answers. Leave it out.")
+    if options.generate is not None and (options.answer is not None or options.generate < 1):
+        raise OptionError(
+            f"--generate {options.generate} must be at least 1, and goes without --answer."
+        )
+    methods = method_classes(options.method or ["LatimFlow"])
+    named, their_options = under_rules(methods, options.rule, options.baselines)
+    if len(named) > 1:
+        raise OptionError(
+            f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
+        )
+    ((name, method),) = named.items()
+    out = options.out or Path("answers.json")
+    check_format(out, FORMATS)
+    make_folder(out.parent)
+    loaded = loaded_by(options)
+    texts = _inputs(loaded, options)
+    assert isinstance(texts, list)
+    asked = dict(their_options.get(name, {}))
+    if hasattr(method, "answer_in_turn"):
+        asked["contrast"] = "all"  # log-probabilities of the spans
+    found = explain_answers(
+        loaded,
+        texts,
+        method,
+        answer=options.answer,
+        generate=options.generate,
+        spans=options.spans or "sentence",
+        prompt_spans=options.prompt_spans or "sentence",
+        hops=options.hops or 0,
+        options=asked,
+    )
+    print_any_letters()
+    for result in found:
+        print(f"The answer, and what it is due to by {name}:")
+        print(told(result))
+    for path in write_answers(found, options.model, out):
         print(f"wrote {path}")
 
 

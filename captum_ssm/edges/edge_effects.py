@@ -15,7 +15,7 @@ from ..attr.call.inputs import BatchPart, as_tuple, single_input
 from ..attr.call.targets import Against, contrasted, require_real_target, target_index
 from ..attr.engine.fold import verify_layer
 from ..attr.engine.linear_method import coefficients
-from ..attr.engine.method import SSMAttribution
+from ..attr.engine.method import Explainer
 from ..attr.engine.run import Request, Run, traced
 from ..errors import GradientModeError, OptionError
 from ..linear import FAMILY
@@ -25,7 +25,7 @@ from .pairs import Edges
 from .truth import Interventions, Truth, sampled
 
 
-class EdgeEffects(SSMAttribution):
+class EdgeEffects(Explainer):
     """What each message between tokens adds to an output: first-order effects of cutting it.
 
     One forward and one backward run give them for every layer, target and source.  By default the
@@ -71,11 +71,6 @@ class EdgeEffects(SSMAttribution):
     ) -> None:
         super().__init__(forward_func, model, layers)
         self.rule: Any = None if rule is None else checks.choice("rule", rule, FAMILY)
-
-    @property
-    def multiplies_by_inputs(self) -> bool:
-        """A message is a coefficient times what it carries."""
-        return True
 
     def attribute(
         self,

@@ -98,8 +98,8 @@ def test_bad_options(options):
     "method, zero_bias, rule, other",
     [
         (LatimFlow, False, "frozen", "centred"),
-        (LatimFlow, True, "frozen", "half"),
-        (MambaLRP, False, "half", "centred"),
+        pytest.param(LatimFlow, True, "frozen", "half", marks=pytest.mark.full),
+        pytest.param(MambaLRP, False, "half", "centred", marks=pytest.mark.full),
         (MambaLRP, True, "half", "frozen"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from captum.attr import InputXGradient, NoiseTunnel, Saliency
+from helpers.sessions import thorough
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -176,7 +177,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FUNCTIONS)
+@pytest.mark.parametrize("form", thorough(FUNCTIONS, list(FUNCTIONS)[::3]))
 def test_functions_that_refer_to_a_model(model, form):
     """The model is found, and the explanation is that with the model named beside it."""
     function, ids = FUNCTIONS[form](model), token_ids(2, 5)

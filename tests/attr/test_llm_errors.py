@@ -180,7 +180,7 @@ def test_models_that_cannot_generate():
     "gen_args", [{"max_new_tokens": 2, "num_return_sequences": 2, "do_sample": True}]
 )
 def test_several_generated_texts(gen_args):
-    fragments = ["gen_args=", "(2, 6)", "4 tokens"]
+    fragments = ["gen_args=", "(2, ", "4 tokens"]  # both may end with the next token
     check(lambda: explainer().attribute(PROMPT, gen_args=gen_args), ValueError, fragments)
 
 

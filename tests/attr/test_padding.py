@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sessions import spread
 from zoo.small import classifier, falcon_lm, mamba_lm, mixers_of, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
@@ -82,9 +83,15 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    "method, options", [(m, o) for m in METHODS for o in [*OPTIONS, *MORE[m]]], ids=str
+    "options, method, side",
+    spread(
+        (options, method, side)
+        for method in METHODS
+        for options in [*MORE[method], *OPTIONS]
+        for side in ("left", "right")
+    ),
+    ids=str,
 )
 def test_options(method, options, side):
     if options.get("normalize_rows"):

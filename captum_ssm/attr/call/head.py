@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ...errors import TargetError
 from ...tracing import runnable
-from .targets import CONTRASTS, Against, second_index, target_index
+from .targets import CONTRASTS, Against, Total, second_index, target_index
 
 #: What language models of transformers call the positions at which their head is to run.
 _ARGUMENT = "logits_to_keep"
@@ -57,12 +57,15 @@ class Kept:
         """
         whole = self.whole(output)
         if contrast is not None and not isinstance(contrast, str):
-            contrast = self._found(second_index(contrast, whole))
-        return self._found(target_index(target, whole)), contrast
+            contrast = self._found(contrast, second_index(contrast, whole))
+        return self._found(target, target_index(target, whole)), contrast
 
-    def _found(self, index: Tensor | None) -> Any:
+    def _found(self, target: Any, index: Tensor | None) -> Any:
         if index is None:
             return None
+        if isinstance(target, Total):
+            where = index[..., 0].cpu().contiguous()
+            return target.with_positions(torch.searchsorted(torch.tensor(self.positions), where))
         return [(self.positions.index(p), token) for p, token in index.tolist()]
 
 
@@ -101,7 +104,7 @@ def kept_positions(
         for index in indices:
             if index is None:
                 return None
-            found.update(index[:, 0].tolist())
+            found.update(index[..., 0].flatten().tolist())
     return Kept(tuple(sorted(found)), tokens) if 0 < len(found) < tokens else None
 
 

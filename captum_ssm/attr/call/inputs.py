@@ -17,7 +17,7 @@ from ...errors import InputError, PaddedExampleError
 from ...tracing import runnable
 from ...tracing.hooks import hooked
 from . import checks
-from .targets import Against
+from .targets import Against, Total
 
 #: What is accepted, for the end of an error's message.
 _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
@@ -246,6 +246,8 @@ class BatchPart:
     def target(self, target: Any) -> Any:
         if isinstance(target, Against):
             return Against(self.target(target.target), self.target(target.contrast))
+        if isinstance(target, Total):
+            return target.part(self)
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
             return target[self.part]

@@ -58,6 +58,11 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
     return positions.long()
 
 
+def _read_at(index: Tensor, keep: Tensor) -> Tensor:
+    """Where a target, or several, are predicted, of their indices (B, [n,] 2)."""
+    return _at(index[..., 0].reshape(len(index), -1), keep)
+
+
 def needs_readers(query: Query) -> bool:
     """Whether the query may have to be found from the tokens that the output reads."""
     return query is None or query == "cls"
@@ -90,7 +95,7 @@ def _chosen(
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
         require_real_target(index, output, keep)
-        return _last(keep) if index is None else _at(index[:, :1].to(keep.device), keep)
+        return _last(keep) if index is None else _read_at(index.to(keep.device), keep)
     if isinstance(query, str) and query == "mean":
         return keep
     if isinstance(query, str) and query == "last":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,73 @@ class Each:
     """Several targets, each in one of Captum's forms, to be explained from one forward run."""
 
     targets: Sequence[Any]
+
+
+class Total:
+    """A target that is a weighted sum over several tokens of a language model's output.
+
+    One number, and so one backward pass, however many tokens a text has.
+
+    Args:
+        positions: where the model predicts them (B, n), or (n,) for all examples alike.
+        tokens: which tokens, in the same shape.
+        weights: how often each counts, in the same shape. Default: None, once.
+
+    Raises:
+        TargetError: when they are not integers of one shape, or weights no numbers.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import LatimFlow
+        >>> from captum_ssm.attr import Total
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp .")])
+        >>> both = LatimFlow(model).attribute(ids, target=Total([2, 3], ids[0, 3:]))
+        >>> one, other = (LatimFlow(model).attribute(ids, (p, int(ids[0, p + 1]))) for p in (2, 3))
+        >>> torch.allclose(both, one + other, atol=1e-5)
+        True
+    """
+
+    def __init__(self, positions: Any, tokens: Any, weights: Any = None) -> None:
+        self.positions, self.tokens = _listed("positions", positions), _listed("tokens", tokens)
+        given = torch.ones(self.positions.shape) if weights is None else torch.as_tensor(weights)
+        self.weights = given[None] if given.dim() == 1 else given
+        shapes = [tuple(x.shape) for x in (self.positions, self.tokens, self.weights)]
+        if len(set(shapes)) > 1 or not self.positions.numel():
+            raise TargetError(
+                f"Total has positions {shapes[0]}, tokens {shapes[1]} and weights {shapes[2]}. "
+                "Pass as many of each, at least one."
+            )
+
+    def __repr__(self) -> str:
+        return f"Total({self.positions.tolist()}, {self.tokens.tolist()})"
+
+    def with_positions(self, positions: Tensor) -> Total:
+        """The same tokens elsewhere.
+
+        Args:
+            positions: where (B, n).
+        """
+        return Total(positions, self.tokens.expand_as(positions), self.weights.expand_as(positions))
+
+    def part(self, cut: Callable[[Tensor], Tensor]) -> Total:
+        """The same for a part of a batch.
+
+        Args:
+            cut: takes the part out of what has an entry for each example.
+        """
+        if len(self.positions) == 1:
+            return self
+        return Total(cut(self.positions), cut(self.tokens), cut(self.weights))
+
+
+def _listed(name: str, values: Any) -> Tensor:
+    """Integers (n,) or (B, n) as (B, n)."""
+    found = torch.as_tensor(values).detach().cpu()
+    if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
+        raise TargetError(f"Total takes {name} that are integers (n,) or (B, n), got {values!r}.")
+    return (found[None] if found.dim() == 1 else found).long()
 
 
 @dataclass(frozen=True)
@@ -81,6 +148,8 @@ def logits_of(output: Any) -> Tensor:
 def target_index(target: Any, output: Tensor) -> Tensor | None:
     """The target as indices (B, dims of one example), or None if there is no target.
 
+    A :class:`Total` has several for each example, (B, n, 2).
+
     Args:
         target: one of Captum's forms.
         output: what the model returned, (B, ...).
@@ -88,6 +157,8 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
     if target is None:
         return None
     batch, dims = output.shape[0], output.dim() - 1
+    if isinstance(target, Total):
+        return _indices(target, output)
     rows = _rows(target, output)
     for row in rows:
         if len(row) != dims:
@@ -97,6 +168,23 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
                 raise target_errors.is_outside(target, place, index, output)
     sizes = torch.tensor(output.shape[1:], device=output.device)
     return torch.tensor(rows, device=output.device).reshape(batch, dims) % sizes
+
+
+def _indices(target: Total, output: Tensor) -> Tensor:
+    batch = len(output)
+    if output.dim() != 3 or len(target.positions) not in (1, batch):
+        raise TargetError(
+            f"target={target!r} is of tokens of a language model's output (B, L, vocabulary), for "
+            f"{len(target.positions)} examples, but the output is {tuple(output.shape)}."
+        )
+    found = []
+    for place, values in enumerate((target.positions, target.tokens)):
+        size = output.shape[1 + place]
+        outside = values[(values < -size) | (values >= size)]
+        if len(outside):
+            raise target_errors.is_outside(target, place, int(outside[0]), output)
+        found.append((values % size).expand(batch, -1))
+    return torch.stack(found, -1).to(output.device)
 
 
 def last_real(mask: Tensor) -> Tensor:
@@ -113,7 +201,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     """Raise if the target names what a model returns at a padded token.
 
     Args:
-        index: the target's indices (B, dims of one example), or None.
+        index: the target's indices (B, [n,] dims of one example), or None.
         output: what the model returned, (B, ...); its positions are tokens where it is (B, L, V).
         mask: True for real tokens (B, L), or None.
 
@@ -123,7 +211,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
     index, mask = index.cpu(), mask.cpu()
-    padded = ~mask.gather(1, index[:, :1])[:, 0]  # (B,)
+    padded = ~mask.gather(1, index[..., 0].reshape(len(mask), -1)).all(1)  # (B,)
     if bool(padded.any()):
         raise target_errors.is_padded(index, padded, last_real(mask))
 
@@ -168,7 +256,7 @@ def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, 
     return tuple(found)
 
 
-CONTRASTS = ("mean", "others", "all")
+CONTRASTS = ("mean", "others", "all", "runner-up")
 
 
 def contrasted(
@@ -181,9 +269,9 @@ def contrasted(
         target: one of Captum's forms.
         contrast: None for the output itself; ``"mean"``, less the mean over the last dimension;
             ``"others"``, the log-odds against all other entries; ``"all"``, the log-probability;
-            or a second target, whose output is taken off. Logarithms are linear in the output
-            with the probabilities frozen; the entropy that this leaves is the constant.
-            Default: None.
+            ``"runner-up"``, less the greatest of all others; or a second target, whose output is
+            taken off. Logarithms are linear in the output with the probabilities frozen; the
+            entropy that this leaves is the constant. Default: None.
         kept: the positions that the output is of. Default: None, all.
 
     Raises:
@@ -205,28 +293,53 @@ def contrasted(
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
     index = target_index(target, output)
-    chosen = select(output, index)
+    if contrast is not None and not isinstance(contrast, str):
+        taken = second_index(contrast, output)
+        return _summed(output, target, index) - _summed(output, contrast, taken), None
     if contrast is None:
-        return chosen, None
-    if not isinstance(contrast, str):
-        return chosen - select(output, second_index(contrast, output)), None
+        return _summed(output, target, index), None
     if contrast not in CONTRASTS or index is None:
         raise OptionError(
             f"contrast={contrast!r} with target={target!r}: use None, a second target, or, with a "
             f"target, one of {CONTRASTS}."
         )
-    example = torch.arange(len(output), device=output.device)
-    entries = output[(example, *index[:, :-1].unbind(-1))]  # (B, V)
+    if contrast in ("others", "runner-up") and output.shape[-1] == 1:
+        raise OptionError(f"contrast={contrast!r}, but the output has one entry and no others.")
+    several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
+    example = torch.arange(len(output), device=output.device)[:, None]
+    entries = output[(example, *several[..., :-1].unbind(-1))]  # (B, n, V)
+    chosen = entries.gather(-1, several[..., -1:])[..., 0]
+    number, constant = _against(entries, several[..., -1:], chosen, contrast)
+    if not isinstance(target, Total):
+        return number[:, 0], None if constant is None else constant[:, 0]
+    weights = target.weights.to(number)
+    return (number * weights).sum(1), None if constant is None else (constant * weights).sum(1)
+
+
+def _against(
+    entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
+) -> tuple[Tensor, Tensor | None]:
+    """Entries (B, n) held against others of theirs (B, n, V), and their constant summands."""
     if contrast == "mean":
         return chosen - entries.mean(-1), None
     scores = entries.detach().to(torch.promote_types(entries.dtype, torch.float32))
-    if contrast == "others":
-        if entries.shape[-1] == 1:
-            raise OptionError("contrast='others', but the output has one entry and no others.")
-        scores = scores.scatter(1, index[:, -1:], float("-inf"))
+    if contrast != "all":
+        scores = scores.scatter(-1, tokens, float("-inf"))
+    if contrast == "runner-up":
+        return chosen - entries.gather(-1, scores.argmax(-1, keepdim=True))[..., 0], None
     shares = torch.softmax(scores, -1)
     entropy = torch.special.entr(shares).sum(-1)
     return chosen - (shares.to(entries) * entries).sum(-1) - entropy.to(entries), -entropy
+
+
+def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
+    """One number per example (B,), of a :class:`Total` the weighted sum."""
+    if not isinstance(target, Total):
+        return select(output, index)
+    assert index is not None
+    example = torch.arange(len(output), device=output.device)[:, None]
+    chosen = output[(example, *index.unbind(-1))]
+    return (chosen * target.weights.to(chosen)).sum(1)
 
 
 def second_index(contrast: Any, output: Tensor) -> Tensor | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..call.head import Kept, kept_positions
 from ..call.inputs import BatchPart, batch_parts, single_input
 from ..call.targets import (
     Against,
+    Total,
     as_asked,
     contrasted,
     require_real_target,
@@ -36,6 +37,8 @@ from .decompose import (
 )
 from .method import SSMAttribution
 from .run import Request
+
+T = TypeVar("T")
 
 
 class LinearMethod(SSMAttribution):
@@ -150,6 +153,51 @@ def decompositions(
             asked = list(map(cut.target, questions))
             parts.append(decompositions(one, asked, rules, cut(baselines)))
     return [stacked(each) for each in zip(*parts, strict=True)]
+
+
+def in_turn(
+    request: Request,
+    positions: Sequence[int],
+    ask: Callable[[Callable[[], Tensor]], Generator[Against, Decomposition, T]],
+    rules: Rules,
+    baselines: Baselines = None,
+) -> T:
+    """One forward run of a network made linear, and questions that follow from earlier answers.
+
+    Args:
+        request: what is run, of one example.
+        positions: where the model's output is asked for, all of them, counted from the end.
+        ask: from a function that returns the output there (n, V) to the questions; it is sent the
+            answer to each.
+        rules: how the network is made linear.
+        baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
+
+    Returns:
+        What the questions come to.
+    """
+    # every token is looked up, whichever; none is known before the output is
+    known = Against(Total(positions, torch.zeros(len(positions)).long()), None)
+    kept = kept_positions(request.forward_func, request.inputs, request.additional, [known])
+    for chosen in (kept, None):
+        with _linear_run(replace(request, kept=chosen), rules) as (network, output):
+            if chosen is not None and not chosen.fit(output):
+                continue
+            where = torch.tensor(positions) % (output.shape[1] if chosen is None else chosen.tokens)
+            if chosen is not None:
+                where = torch.searchsorted(torch.tensor(chosen.positions), where)
+            asked_for = output.detach()[0, where.to(output.device)]
+            questions = ask(lambda logits=asked_for: logits)  # type: ignore[misc]
+            answer: Decomposition | None = None
+            while True:
+                try:
+                    question = next(questions) if answer is None else questions.send(answer)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                (answer,) = _each_decomposed(network, output, chosen, [question], rules, baselines)
+                if not exact(answer):
+                    raise not_linear(output)
+    raise AssertionError("the last run keeps all positions")
 
 
 def _each_decomposed(

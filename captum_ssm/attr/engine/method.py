@@ -28,7 +28,15 @@ from ..call import checks
 from ..call.components import parse_components
 from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from ..call.query import Query, check_query, needs_readers, query_weights
-from ..call.targets import as_asked, each_of, require_real_target, several, target_index
+from ..call.targets import (
+    Total,
+    as_asked,
+    contrasted,
+    each_of,
+    require_real_target,
+    several,
+    target_index,
+)
 from .fold import Options
 from .run import Question, Request, Run
 from .sharing import layout_of, run_of
@@ -38,8 +46,8 @@ T = TypeVar("T")
 RECIPES = ("paper", "published_code")
 
 
-class SSMAttribution(Attribution):
-    """Base of all methods.
+class Explainer:
+    """What all that explains runs of a model has in common.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or any function that
@@ -60,51 +68,10 @@ class SSMAttribution(Attribution):
         model: nn.Module | None = None,
         layers: Sequence[str | nn.Module] | None = None,
     ) -> None:
-        super().__init__(forward_func)
+        self.forward_func = forward_func
         self.model = model
         self.layers = layers
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "attribute" in vars(cls):
-            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name that Captum shows."""
-        return cls.name
-
-    def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered; Captum's remote methods alone have it."""
-        raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
-
-    def attribute_each(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        targets: Sequence[Any],
-        additional_forward_args: Any = None,
-        **options: Any,
-    ) -> Tensor:
-        """What ``attribute`` says of several targets, per token, at the cost of one forward run.
-
-        Args:
-            inputs, additional_forward_args: as in ``attribute``, with the same defaults.
-            targets: targets in Captum's forms, each for the whole batch.
-            **options: further arguments of ``attribute``, with the same defaults.
-
-        Returns:
-            (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
-
-        Raises:
-            TargetError: when ``targets`` is empty, or one of them does not fit.
-        """
-        each = each_of(targets)
-        tensor, _ = single_input(inputs)
-        found: Tensor = self.attribute(
-            tensor, each, additional_forward_args, per_token=True, **options
-        )
-        return found
 
     def _by_parts(
         self,
@@ -160,6 +127,55 @@ class SSMAttribution(Attribution):
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             yield run
+
+
+class SSMAttribution(Explainer, Attribution):
+    """Base of all methods.
+
+    Args:
+        forward_func, model, layers: as of any explainer.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "attribute" in vars(cls):
+            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name that Captum shows."""
+        return cls.name
+
+    def attribute_future(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered; Captum's remote methods alone have it."""
+        raise NotImplementedError(f"{self.name} has no asynchronous form; call attribute().")
+
+    def attribute_each(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        targets: Sequence[Any],
+        additional_forward_args: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """What ``attribute`` says of several targets, per token, at the cost of one forward run.
+
+        Args:
+            inputs, additional_forward_args: as in ``attribute``, with the same defaults.
+            targets: targets in Captum's forms, each for the whole batch.
+            **options: further arguments of ``attribute``, with the same defaults.
+
+        Returns:
+            (len(targets), B, L), or for images what ``per_token=True`` gives of each target.
+
+        Raises:
+            TargetError: when ``targets`` is empty, or one of them does not fit.
+        """
+        each = each_of(targets)
+        tensor, _ = single_input(inputs)
+        found: Tensor = self.attribute(
+            tensor, each, additional_forward_args, per_token=True, **options
+        )
+        return found
 
 
 def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +265,11 @@ class ImplicitMethod(SSMAttribution):
         for target in targets:
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
-            selected, taken = run.select(index) if self.needs_gradient else (None, None)
+            selected, taken = None, None
+            if self.needs_gradient and isinstance(target, Total):
+                selected, _ = contrasted(output, target)
+            elif self.needs_gradient:
+                selected, taken = run.select(index)
             weights = query_weights(query, output, index, tail, run.mask)
             if chain is not None and chain.output is not None:
                 weights = weights.index_select(1, chain.output.argsort().to(weights.device))

@@ -67,6 +67,27 @@ class Codec:
         spans = getattr(found, "offsets", None)  # the tokenizers library tells them
         return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
 
+    def read(self, ids: Tensor) -> tuple[str, list[Span]]:
+        """What tokens (L,) read as, and the first and last character of each, half open."""
+        listed = ids.tolist()
+        text = self.text_of(ids)
+        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
+        marks.discard(getattr(self._tokenizer, "unk_token_id", None))
+        try:
+            return text, find_spans(text, listed, self._tokenizer.decode, marks)
+        except InputError as error:
+            raise InputError(
+                f"Which characters each token stands for cannot be told from what {self._name} "
+                f"decodes. {error} Pass ranges of tokens as spans."
+            ) from None
+
+    def text_of(self, ids: Tensor) -> str:
+        """What tokens (L,) read as, without marks of the tokenizer's own."""
+        decode, options = self._tokenizer.decode, {}
+        if _accepts(decode, "skip_special_tokens"):
+            options["skip_special_tokens"] = True
+        return str(decode(ids.tolist(), **options))
+
     def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
         marks = set(getattr(self._tokenizer, "all_special_ids", ()))
         marks.discard(getattr(self._tokenizer, "unk_token_id", None))  # stands for a word

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,16 @@ from torch import Tensor, nn
 
 from ...errors import InputError, OptionError, OutputError, TargetError
 from ...tracing import find_model
+from ..call import checks
+from ..call.inputs import call_model
+from ..call.targets import Against, Total, logits_of
+from ..engine.linear_method import LinearMethod
 from .codec import Codec
+from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
-from .result import SSMLLMAttributionResult
+from .result import SSMLLMAttributionResult, less, result_of_spans
+from .resume import counted, fingerprint, kept
+from .spans import Spans, read_spans, with_spans
 
 #: How many tokens are generated if nothing else is said.
 _NEW_TOKENS = 25
@@ -77,6 +86,12 @@ class SSMLLMAttribution(Attribution):
         inp: Any,
         target: Any = None,
         *,
+        spans: Spans | None = None,
+        prompt_spans: Spans | Tensor | None = None,
+        hops: int = 0,
+        against: Any = None,
+        resume: str | Path | None = None,
+        show_progress: bool = False,
         skip_tokens: SkipTokens = None,
         gen_args: Mapping[str, Any] | None = None,
         **options: Any,
@@ -91,6 +106,26 @@ class SSMLLMAttribution(Attribution):
                 space where the tokenizer wants one; token ids as for the prompt; or a list of
                 either, for several texts, each of which costs a forward run. Default: None, what
                 the model generates.
+            spans: the stretches of the text that are explained, each as a whole, by one backward
+                pass: ``"token"``, ``"word"``, ``"sentence"``, ``"paragraph"``, ``"all"``, a
+                compiled pattern of what stands between them, or ranges of the text's tokens. What
+                is explained is the sum of what the method explains of each token; with
+                ``contrast="all"`` that is the log-probability of the span. Default: None, each
+                token, and no sums of constants.
+            prompt_spans: the same for what the prompt's features are, or ``"turn"`` for the
+                messages of a chat, or Captum's feature mask, integers (L,). Default: None, its
+                tokens.
+            hops: how often relevance that went to the text's own tokens goes on along their own
+                explanations, towards the prompt; each hop of a span is one backward pass. Default:
+                0, it stays on the text.
+            against: a second text, in the forms of the target and of any length: relevance is that
+                of the text less that of this one, each in a run of its own; with ``spans="all"``.
+                Default: None, of the text alone.
+            resume: a folder that takes the answer to each span and hop as soon as it is found, so
+                that a call that was ended goes on from there; with ``spans``. Default: None, no
+                folder.
+            show_progress: show a progress bar over spans and hops, or if the method has one the
+                method's own. Default: False.
             skip_tokens: ids or strings of tokens whose relevance is left out of the result, such
                 as the tokenizer's own. Default: None.
             gen_args: arguments of the model's ``generate``, for a target of None. Default: None,
@@ -106,28 +141,61 @@ class SSMLLMAttribution(Attribution):
         Raises:
             InputError: for a prompt or text without tokens, or with ids that the model does not
                 embed.
-            OptionError: for options that are set here, or a ``generate`` that adds nothing.
+            OptionError: for options that are set here, spans of no known form, hops with a method
+                whose parts have no sum, or a ``generate`` that adds nothing.
             TargetError: when the model's output has no logits (B, L, vocabulary).
         """
         for name in _FIXED:
             if name in options:
                 raise OptionError(f"{name}={options[name]!r} cannot be set here; leave it out.")
         prompt = read_prompt(inp, self.codec, skip_tokens)
+        if prompt_spans is not None:
+            prompt = with_spans(prompt, prompt_spans, self.codec, inp)
+        if checks.integer("hops", hops) < 0:
+            raise OptionError(f"hops={hops} must be at least 0.")
+        if hops and not _adds_up(self.attr_method):
+            raise OptionError(
+                f"hops={hops} needs a method whose parts add up to the output, such as LatimFlow, "
+                f"but attr_method is {type(self.attr_method).__name__}."
+            )
         self._check_ids(prompt.ids)
+        checks.flags(show_progress=show_progress)
+        if against is not None and spans != "all":
+            raise OptionError(
+                f"against= holds whole texts against each other, not spans={spans!r}."
+            )
+        if resume is not None and (spans is None or not _adds_up(self.attr_method)):
+            raise OptionError("resume= is for spans, and a method whose parts add up.")
+        asked = _Asked(
+            spans if spans is not None or not hops else "token",
+            hops,
+            None if against is None else self._read_target(against),
+            None if resume is None else Path(resume),
+            show_progress,
+        )
         if target is None:
-            return self._explained(prompt, self._generated(prompt.ids, gen_args), options)
+            return self._explained(prompt, self._generated(prompt.ids, gen_args), asked, options)
         if gen_args is not None:
             raise OptionError("gen_args is for generating a target, but target is given as well.")
         if not _is_several(target):
-            return self._explained(prompt, self._read_target(target), options)
+            return self._explained(prompt, self._read_target(target), asked, options)
         texts = [self._read_target(text) for text in target]
-        return [self._explained(prompt, text, options) for text in texts]
+        return [self._explained(prompt, text, asked, options) for text in texts]
 
     def _explained(
-        self, prompt: Prompt, text: Tensor, options: Mapping[str, Any]
+        self, prompt: Prompt, text: Tensor, asked: _Asked, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
         length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts nothing
+        if asked.spans is not None:
+            found = self._of_spans(prompt, text, ids, asked, options)
+            if asked.against is None:
+                return found
+            resume = None if asked.resume is None else asked.resume / "against"
+            other = replace(asked, against=None, resume=resume)
+            return less(found, self._explained(prompt, asked.against, other, options))
+        if asked.show_progress:
+            options = {**options, "show_progress": True}
         # counted from the end: models may put virtual tokens in front
         targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:
@@ -146,6 +214,73 @@ class SSMLLMAttribution(Attribution):
             input_tokens=prompt.names,
             output_tokens=self.codec.names(text),
         )
+
+    def _of_spans(
+        self, prompt: Prompt, text: Tensor, ids: Tensor, asked: _Asked, options: Mapping[str, Any]
+    ) -> SSMLLMAttributionResult:
+        """The text's spans, each as a whole."""
+        spans = read_spans("spans", asked.spans, text, self.codec)  # type: ignore[arg-type]
+        length, method, given = len(prompt.ids), self.attr_method, dict(options)
+        positions = [i - len(text) for i in range(len(text))]
+        contrast = given.pop("contrast", None)
+
+        def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[Hop]]:
+            questions = follow(text, spans, length, contrast, asked.hops, logits)
+            if asked.show_progress:
+                questions = counted(questions, method.name, len(spans) * (1 + asked.hops))
+            if asked.resume is None:
+                return questions
+            name = type(method).__name__
+            told = ids, text, spans, contrast, asked.hops, name, vars(method).get("rule")
+            return kept(questions, asked.resume, fingerprint(self.model, options, *told))
+
+        if hasattr(method, "answer_in_turn"):
+            hops = method.answer_in_turn(ids, positions, ask, **given)
+        elif _adds_up(method):
+            hops = self._one_by_one(ids, ask, positions, given)
+        else:
+            hops = [self._without_sums(ids, text, spans, length, options)]
+        names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
+        return result_of_spans(prompt, hops, spans, names)
+
+    def _one_by_one(
+        self, ids: Tensor, ask: Any, positions: list[int], options: Mapping[str, Any]
+    ) -> list[Hop]:
+        """Questions to a method that runs the model anew for each."""
+
+        def logits() -> Tensor:
+            with torch.no_grad():
+                return logits_of(call_model(self.forward_func, ids, ()))[0, positions]
+
+        questions = ask(logits)
+        answer = None
+        while True:
+            try:
+                question = next(questions) if answer is None else questions.send(answer)
+            except StopIteration as stop:
+                found: list[Hop] = stop.value
+                return found
+            answer = self.attr_method.decompose(
+                ids, question.target, contrast=question.contrast, **options
+            )
+
+    def _without_sums(
+        self,
+        ids: Tensor,
+        text: Tensor,
+        spans: Sequence[range],
+        length: int,
+        options: Mapping[str, Any],
+    ) -> Hop:
+        """Spans by a method whose parts have no sum."""
+        several = [torch.arange(span.start, span.stop) for span in spans]
+        targets = [Total(some - len(text), text[some]) for some in several]
+        rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()
+        if not getattr(self.attr_method, "needs_gradient", True):  # rows are means over positions
+            rows = rows * torch.tensor([len(span) for span in spans]).to(rows)[:, None]
+        rows = rows.double()
+        on_text = F.pad(rows[:, length:], (0, 1))
+        return Hop(rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows)))
 
     def _read_target(self, target: Any) -> Tensor:
         if not isinstance(target, str):
@@ -199,6 +334,22 @@ class SSMLLMAttribution(Attribution):
                 f"Token id {int(ids.max())} is none of the {size} that the model embeds. Does the "
                 "tokenizer belong to this model?"
             )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How a text is explained: by which spans, over how many hops, against what, kept where."""
+
+    spans: Spans | None
+    hops: int
+    against: Tensor | None
+    resume: Path | None
+    show_progress: bool
+
+
+def _adds_up(method: Any) -> bool:
+    """Whether a method's parts add up to the output, with what belongs to no token."""
+    return isinstance(method, LinearMethod) and hasattr(method, "decompose")
 
 
 def _check_head(model: nn.Module) -> None:

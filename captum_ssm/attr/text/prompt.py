@@ -34,11 +34,13 @@ class Prompt:
         ids: its token ids (L,).
         names: what its features are called.
         features: relevance of its tokens (..., L) to relevance of its features (..., names).
+        kept: which tokens are of a feature (L,).
     """
 
     ids: Tensor
     names: list[str]
     features: Callable[[Tensor], Tensor]
+    kept: Tensor
 
 
 def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
@@ -74,7 +76,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
             f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
             "tokens to explain. Skip fewer."
         )
-    return Prompt(ids, [names[i] for i in places.tolist()], lambda x: x[..., places])
+    return Prompt(ids, [names[i] for i in places.tolist()], lambda x: x[..., places], keep)
 
 
 def read_ids(value: Any, what: str) -> Tensor:
@@ -159,7 +161,7 @@ def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
         found: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
         return found
 
-    return Prompt(ids, list(prompt.values), features)
+    return Prompt(ids, list(prompt.values), features, shares.sum(0) > 0)
 
 
 def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:

@@ -2,12 +2,163 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from captum.attr import LLMAttributionResult
 from torch import Tensor
+
+from .hops import Hop
+from .prompt import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class SpanHop:
+    """Where the relevance of S spans stands after some hops; all of it adds up to their outputs.
+
+    Attributes:
+        prompt: on each feature of the prompt (S, n_in).
+        text: on each span of the text, to go on from there (S, S).
+        unresolved: on each span of the text, where it stays: the tokens' own explanations have no
+            sum (S, S).
+        constants: on biases, and on tokens of the prompt and the text that are of no feature or
+            span (S,).
+    """
+
+    prompt: Tensor
+    text: Tensor
+    unresolved: Tensor
+    constants: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """All of it (S,)."""
+        return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
+
+
+@dataclass(frozen=True, eq=False)
+class SpanParts:
+    """What the spans of a text are due to.
+
+    Attributes:
+        ranges: the text's tokens that each of them is.
+        names: what they read.
+        features: the names of the prompt's features.
+        hops: where their relevance stands after 0, 1, ... hops.
+    """
+
+    ranges: Sequence[range]
+    names: list[str]
+    features: list[str]
+    hops: list[SpanHop]
+
+    @property
+    def outputs(self) -> Tensor:
+        """The explained number of each span (S,); 0s and relevance alone where there is no sum."""
+        return self.hops[0].total
+
+    @property
+    def delta(self) -> Tensor:
+        """How far the last hop is off the spans' outputs (S,): 0, but for rounding."""
+        return self.outputs - self.hops[-1].total
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry for each span, part and hop, as ``pandas.DataFrame(...)`` takes them."""
+        found = []
+        for number, hop in enumerate(self.hops):
+            kinds = (
+                ("prompt", self.features, hop.prompt),
+                ("text", self.names, hop.text),
+                ("unresolved", self.names, hop.unresolved),
+                ("constants", [""], hop.constants[:, None]),
+            )
+            for s, span in enumerate(self.names):
+                start = {"hop": number, "span": s, "of": span}
+                found += [
+                    {**start, "kind": kind, "from": name, "relevance": x}
+                    for kind, names, values in kinds
+                    for name, x in zip(names, values[s].tolist(), strict=True)
+                ]
+        return found
+
+    def to_json(self) -> str:
+        """The same with the totals, as JSON."""
+        return json.dumps(
+            {
+                "spans": [[span.start, span.stop] for span in self.ranges],
+                "names": self.names,
+                "features": self.features,
+                "outputs": self.outputs.tolist(),
+                "delta": self.delta.tolist(),
+                "hops": [
+                    {name: value.tolist() for name, value in vars(hop).items()} for hop in self.hops
+                ],
+            }
+        )
+
+
+def result_of_spans(
+    prompt: Prompt, hops: Sequence[Hop], spans: Sequence[range], names: list[str]
+) -> SSMLLMAttributionResult:
+    """The result of spans, of where relevance stands by token.
+
+    Args:
+        prompt: the prompt.
+        hops: by token of the prompt and the text.
+        spans: the ranges of the text's tokens.
+        names: what the spans read.
+    """
+
+    def by_span(on_text: Tensor) -> Tensor:
+        return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
+
+    found = []
+    for hop in hops:
+        features = prompt.features(hop.prompt)
+        text, unresolved = by_span(hop.text), by_span(hop.unresolved)
+        named = features.sum(1) + text.sum(1) + unresolved.sum(1)
+        found.append(SpanHop(features, text, unresolved, hop.total - named))
+    parts = SpanParts(tuple(spans), names, prompt.names, found)
+    last = found[-1]
+    return SSMLLMAttributionResult(
+        seq_attr=last.prompt.sum(0).float(),
+        token_attr=last.prompt.float(),
+        generated_attr=(hops[-1].text + hops[-1].unresolved).float(),
+        input_tokens=prompt.names,
+        output_tokens=names,
+        spans=parts,
+    )
+
+
+def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
+    """A text held against another: relevance of the prompt is the difference.
+
+    What the other text's own words and constants are due to counts as a constant.
+
+    Args:
+        one: the text, as a single span.
+        other: the other one, likewise.
+    """
+    assert one.spans is not None and other.spans is not None
+    count = max(len(one.spans.hops), len(other.spans.hops))
+    found = []
+    for number in range(count):
+        mine, theirs = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
+        rest = theirs.total - theirs.prompt.sum(1)
+        prompt = mine.prompt - theirs.prompt
+        found.append(SpanHop(prompt, mine.text, mine.unresolved, mine.constants - rest))
+    return SSMLLMAttributionResult(
+        seq_attr=found[-1].prompt.sum(0).float(),
+        token_attr=found[-1].prompt.float(),
+        generated_attr=one.generated_attr,
+        input_tokens=one.input_tokens,
+        output_tokens=one.output_tokens,
+        spans=replace(one.spans, hops=found),
+    )
 
 
 class SSMLLMAttributionResult(LLMAttributionResult):
@@ -28,6 +179,9 @@ class SSMLLMAttributionResult(LLMAttributionResult):
             from the diagonal on.
         input_tokens: the names of the prompt's features.
         output_tokens: the names of the text's tokens.
+        spans: what the text's spans are due to, where they were explained as wholes; the rows of
+            ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of these
+            then. Default: None.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
@@ -41,9 +195,12 @@ class SSMLLMAttributionResult(LLMAttributionResult):
         False
     """
 
-    def __init__(self, *, generated_attr: Tensor, **parts: Any) -> None:
+    def __init__(
+        self, *, generated_attr: Tensor, spans: SpanParts | None = None, **parts: Any
+    ) -> None:
         super().__init__(**parts)
         self.generated_attr = generated_attr
+        self.spans = spans
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """A heat map of ``token_attr``; see Captum's LLMAttributionResult.
