@@ -20,7 +20,8 @@ from ..tracing import Mixer, find_mixers, find_model
 from ..tracing.observe import Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
-from .cutting import Replacement, knock_out
+from .cut import Replacement
+from .cutting import knock_out
 from .messages import is_attention
 from .pairs import Edges, OneLayer, Tokens
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import contrasted, logits_of, target_index
 from ..edges import Edge, EdgeEffects, Edges, knock_out
-from ..edges.cutting import Replacement
+from ..edges.cut import Replacement
 from ..errors import OptionError
 from ..tracing import find_model
 
