@@ -111,6 +111,25 @@ def add_to(commands: Any) -> None:
         help="file to write: .html, .png or .json; report.html, or answers.json, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
+    add_source_to(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=run)
+
+
+def add_source_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how MODEL is loaded.
+
+    Args:
+        parser: of a command.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.explain import add_source_to
+        >>> parser = argparse.ArgumentParser()
+        >>> add_source_to(parser)
+        >>> parser.parse_args(["--hub"]).hub
+        True
+    """
     parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")
@@ -118,8 +137,34 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.set_defaults(run=run)
+
+
+def loaded_by(options: argparse.Namespace) -> Loaded:
+    """The model that a command names.
+
+    Args:
+        options: ``model``, and what :func:`add_source_to` adds.
+
+    Returns:
+        The model, where it is to run.
+
+    Raises:
+        CaptumSSMError: when there is none, or it cannot be loaded.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.explain import add_source_to, loaded_by
+        >>> parser = argparse.ArgumentParser()
+        >>> parser.add_argument("model")  # doctest: +ELLIPSIS
+        _StoreAction(...)
+        >>> add_source_to(parser)
+        >>> loaded_by(parser.parse_args(["recall-mamba"])).is_language
+        True
+    """
+    from ..explain.loading import Source, load
+
+    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
+    return load(source).on(options.device, options.dtype)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -146,7 +191,6 @@ def run(options: argparse.Namespace) -> None:
         >>> example["tokens"], list(example["relevance"])
         (['anna', 'owns', 'the'], ['LATIM Flow'])
     """
-    from ..explain.loading import Source, load
     from ..explain.methods import method_classes, under_rules
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
@@ -164,8 +208,7 @@ def run(options: argparse.Namespace) -> None:
     methods, their_options = under_rules(
         method_classes(options.method), options.rule, options.baselines
     )
-    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
-    loaded = load(source).on(options.device, options.dtype)
+    loaded = loaded_by(options)
     labels = loaded.labels
     if options.labels is not None:
         labels = _read("--labels", options.labels).splitlines()
@@ -206,7 +249,6 @@ def _is_answer(options: argparse.Namespace) -> bool:
 
 def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
-    from ..explain.loading import Source, load
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format
 
@@ -227,8 +269,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     out = options.out or Path("answers.json")
     check_format(out, FORMATS)
     make_folder(out.parent)
-    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
-    loaded = load(source).on(options.device, options.dtype)
+    loaded = loaded_by(options)
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
     asked = dict(their_options.get(name, {}))
@@ -245,7 +286,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
         hops=options.hops or 0,
         options=asked,
     )
-    _print_any_letter()
+    print_any_letters()
     for result in found:
         print(f"The answer, and what it is due to by {name}:")
         print(told(result))
@@ -253,21 +294,26 @@ def _run_on_answers(options: argparse.Namespace) -> None:
         print(f"wrote {path}")
 
 
-def _print_any_letter() -> None:
-    """Tokens may have letters that a terminal lacks."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _tell(found: list[Explanation]) -> None:
     """Print what is explained, and the most relevant tokens by each method."""
     from ..explain.writing import largest
 
-    _print_any_letter()
+    print_any_letters()
     for explanation in found:
         print(f"Explained is {explanation.facts['explained']}. Most relevant:")
         for method in explanation.facts["methods"]:
             print(largest(explanation.facts, method))
+
+
+def print_any_letters() -> None:
+    """Let tokens be printed whose letters a terminal lacks.
+
+    Example:
+        >>> from captum_ssm.cli.explain import print_any_letters
+        >>> print_any_letters()
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:

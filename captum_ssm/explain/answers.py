@@ -58,9 +58,9 @@ def explain_answers(
         >>> from captum_ssm.explain.answers import explain_answers
         >>> from captum_ssm.explain.loading import Source, load
         >>> asked = "anna owns the lamp . ? anna owns the"
-        >>> (found,) = explain_answers(load(Source("recall-mamba")), [asked], LatimFlow, generate=2)
+        >>> (found,) = explain_answers(load(Source("recall-mamba")), [asked], LatimFlow, generate=1)
         >>> found.output_tokens
-        ['lamp .']
+        ['lamp']
     """
     if not loaded.is_language or loaded.tokenizer is None:
         raise OptionError("--generate, --answer and --spans are for models that write texts.")
