@@ -117,7 +117,9 @@ The gradient against the model as it is, of the edges of each layer; of some the
 ## Hybrids in parts
 
 [A study of RecurrentGemma and Jamba](https://arxiv.org/abs/2510.19861) finds that retrieval hangs
-on their attention alone, and that few of its heads are enough. {verdict}
+on their attention alone, and that few of its heads are enough.
+
+{verdict}
 
 {parts}
 
@@ -347,7 +349,12 @@ def picture(results: Sequence[Result]) -> Figure:
         axis.tick_params(labelsize=6)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower right", fontsize=8)
+    figure.legend(
+        *axes.flat[0].get_legend_handles_labels(),
+        loc="outside lower right",
+        fontsize=8,
+        markerscale=3,
+    )
     figure.supxlabel("estimated loss of the answer's logit", fontsize=9)
     figure.supylabel("true loss", fontsize=9)
     return figure
