@@ -118,6 +118,7 @@ The gradient against the model as it is, of the edges of each layer; of some the
 
 [A study of RecurrentGemma and Jamba](https://arxiv.org/abs/2510.19861) finds that retrieval hangs
 on their attention alone, and that few of its heads are enough.
+{{py:func}}`~captum_ssm.edges.parts_off` asks the same of other models.
 
 {verdict}
 

@@ -22,7 +22,7 @@ from captum_ssm.bench.experiments.knockout.held import scale_of
 from captum_ssm.bench.experiments.knockout.parts import CHANCE, WHOLE
 from captum_ssm.bench.experiments.knockout.paths import STEPS, mean_up_to
 from captum_ssm.cli import main
-from captum_ssm.edges import Edge, Edges
+from captum_ssm.edges import Edge, Edges, parts_off
 from captum_ssm.models import load_bundled
 
 KNOCKOUT, PARTS = EXPERIMENTS["knockout"], EXPERIMENTS["hybrid-parts"]
@@ -245,6 +245,24 @@ def test_heads_alone_are_what_the_others_leave(seed: int) -> None:
     right = (logits.argmax(-1) == batch.targets.tokens).double().mean()
     assert found["layer 1, head 02"]["right"] == pytest.approx(float(right))
     assert len(PARTS.measure(model, batch, Cell("one head off", "ssm"))) == 8
+
+
+def test_parts_are_those_of_the_function_for_all_models(seed: int) -> None:
+    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
+    model, batch = subject.load(torch.device("cpu")), PARTS.example(subject, 1, seed)
+    (query,), (token,) = batch.targets.queries, batch.targets.tokens
+    off = parts_off(
+        model, lambda: model(batch.input_ids).logits[0, query].softmax(-1)[token], heads=True
+    )
+
+    def probabilities(cell: Cell) -> list[float]:
+        return [numbers["probability"] for numbers in PARTS.measure(model, batch, cell).values()]
+
+    assert probabilities(WHOLE) == pytest.approx([float(off.plain)], abs=1e-6)
+    for (kind, value), heads in zip(off.kinds.items(), reversed(off.heads.values()), strict=True):
+        assert probabilities(Cell("off", kind)) == pytest.approx([float(value)], abs=1e-6)
+        found = probabilities(Cell("one head off", kind))
+        assert found == pytest.approx(heads.tolist(), abs=1e-6)
 
 
 # --- the command -----------------------------------------------------------------------------
