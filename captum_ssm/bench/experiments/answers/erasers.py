@@ -61,6 +61,7 @@ class Erasers(LinkedTexts):
     columns = (
         Column("R2", ("true", "true squared", "error squared"), "high", r_squared),
         Column("named first", ("first",)),
+        Column("blindly", ("blindly",), ""),
         Column("change", ("true",), ""),
         Column("predicted", ("predicted",), ""),
         Column("held", ("held",), ""),
@@ -70,7 +71,8 @@ class Erasers(LinkedTexts):
         "Held is the size of a source's share in the state at the end of the text, of what it was "
         "when it was written; change is by how much that is more without the eraser. R2 is that of "
         "the predicted changes, of which nothing is fitted. Named first: of all tokens behind the "
-        "source, taking out the one that is named as main eraser returns most."
+        "source, taking out the one that is named as main eraser returns most; blindly: how often "
+        "that would be any of them."
     )
 
     def cells(self) -> Sequence[Cell]:
@@ -88,28 +90,42 @@ class Erasers(LinkedTexts):
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         memory, ids = StateMemory(model), example.ids.to(device_of(model))
         source, end = example.source, ids.shape[1] - 1
-        layers = memory.of(ids)
-        between = torch.arange(source + 1, end + 1)
-        without = memory.of(torch.cat([_without(ids, at) for at in between.tolist()]))
-        rows = {}
-        for number, layer in enumerate(layers):
+        rows: dict[str, Numbers] = {}
+        for number, layer in enumerate(memory.of(ids)):
             written = layer.held(source)[0, source]
             held = layer.held(end)[0, source] / written
-            erased = layer.erased(source, end)[0]
-            eraser = int(erased.argmax())
+            eraser = int(layer.erased(source, end)[0].argmax())
             if cell == TAKEN_OUT:
-                left = without[number].held(end - 1)[:, source] / written
-                true, first = left[eraser - source - 1], float(left.argmax()) == eraser - source - 1
                 step = None
+                left = held_without(memory, ids, source, number) / written
+                true = left[eraser - source - 1]
+                first = float(int(left.argmax()) == eraser - source - 1)
+                blindly = 1 / len(left)
             else:
                 step = _other(ids[0], source, eraser, example.draw)
                 exchanged = ids.clone()
                 exchanged[0, eraser] = ids[0, step]
                 true = memory.of(exchanged)[number].held(end)[0, source] / written
-                first = float("nan")
+                first = blindly = float("nan")
             predicted = held_with(layer, source, end, eraser, step) / written
-            rows[f"layer {number}"] = _numbers(held, true, predicted, float(first))
+            numbers = _numbers(held, true, predicted)
+            rows[f"layer {number}"] = {**numbers, "first": first, "blindly": blindly}
         return rows
+
+
+def held_without(memory: StateMemory, ids: Tensor, source: int, number: int) -> Tensor:
+    """How much of a source the last state of a layer holds without each token behind it, (n,).
+
+    Args:
+        memory: of the model.
+        ids: the text (1, L).
+        source: the token that wrote.
+        number: of the layer.
+    """
+    texts = [
+        torch.cat([ids[:, :at], ids[:, at + 1 :]], 1) for at in range(source + 1, ids.shape[1])
+    ]
+    return memory.of(torch.cat(texts))[number].held(-1)[:, source]
 
 
 def held_with(layer: LayerMemory, source: int, end: int, eraser: int, step: int | None) -> Tensor:
@@ -126,8 +142,8 @@ def held_with(layer: LayerMemory, source: int, end: int, eraser: int, step: int 
     changed = memory._replace(
         log_decay=_exchanged(memory.log_decay, eraser, step), erases=_erases(memory, eraser, step)
     )
-    sizes = changed.sizes(end)  # (1, H, L)
-    return sizes[0, :, source].norm()
+    size: Tensor = changed.sizes(end)[0, :, source].norm()
+    return size
 
 
 def _erases(memory: Memory, eraser: int, step: int | None) -> tuple[Tensor, Tensor] | None:
@@ -144,10 +160,6 @@ def _exchanged(steps: Tensor, eraser: int, step: int | None) -> Tensor:
     return found
 
 
-def _without(ids: Tensor, at: int) -> Tensor:
-    return torch.cat([ids[:, :at], ids[:, at + 1 :]], 1)
-
-
 def _other(ids: Tensor, source: int, eraser: int, draw: float) -> int:
     """A token of the text that is another word than the eraser and the source."""
     words = ids.tolist()
@@ -156,7 +168,7 @@ def _other(ids: Tensor, source: int, eraser: int, draw: float) -> int:
     return places[int(draw * len(places))]
 
 
-def _numbers(held: Tensor, true: Tensor, predicted: Tensor, first: float) -> Numbers:
+def _numbers(held: Tensor, true: Tensor, predicted: Tensor) -> Numbers:
     change, expected = float(true - held), float(predicted - held)
     return {
         "held": float(held),
@@ -164,5 +176,4 @@ def _numbers(held: Tensor, true: Tensor, predicted: Tensor, first: float) -> Num
         "true squared": change**2,
         "error squared": (expected - change) ** 2,
         "predicted": expected,
-        "first": first,
     }

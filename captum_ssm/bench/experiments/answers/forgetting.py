@@ -17,6 +17,8 @@ from ...harness.records import Numbers, Rows
 from ..linked_texts import LinkedTexts, device_of
 
 MEMORY = Cell("StateMemory")
+#: Steps that a token reaches through the convolution in front of the recurrence, its own the first.
+REACH = 4
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,7 @@ class ForgottenPasskeys(LinkedTexts):
     """
 
     columns = (
-        Column(
-            "correlation", ("share", "right", "both", "share squared", "right"), "", correlation
-        ),
+        Column("correlation", ("share", "right", "both", "share squared"), "", correlation),
         Column("where right", ("both", "right"), "", share_of),
         Column("where wrong", ("lost", "wrong"), "", share_of),
         Column("answered right", ("right",), ""),
@@ -68,8 +68,9 @@ class ForgottenPasskeys(LinkedTexts):
     examples = 200
     note = (
         "Correlation of the share of the digit with whether it is answered. Read is the digit's "
-        "share of what the asking token takes from the state; held the size of its share in the "
-        "state, of the sizes of all shares; distance how many tokens lie between, of all."
+        "share of what the asking token takes from the state; held the size of what its step and "
+        f"the {REACH - 1} behind it, which read it, too, have in the state, of the sizes of all; "
+        "distance how many tokens lie between, of all."
     )
 
     def cells(self) -> Sequence[Cell]:
@@ -92,7 +93,7 @@ class ForgottenPasskeys(LinkedTexts):
             held = layer.held(-1)[0]
             shares = {
                 "read": float(layer.read(-1)[0, source]),
-                "held": float(held[source] / held.sum()),
+                "held": float(held[source : source + REACH].sum() / held.sum()),
                 "distance": 1 - source / ids.shape[1],
             }
             rows |= {f"{row}, layer {number}": _numbers(x, right) for row, x in shares.items()}

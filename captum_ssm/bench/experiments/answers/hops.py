@@ -54,7 +54,7 @@ class ChainedAnswers(LinkedTexts):
         Column("chain", ("chain",)),
     )
     examples = 200
-    baselines = (ALONE, SUMMED, CHANCE.method)
+    baselines = (CHANCE.method,)
     note = (
         "By hops the last fact is the one with most relevance before any hop, the link the one "
         "that gains most by the first, the root by the second; without hops they are the first, "
@@ -63,7 +63,7 @@ class ChainedAnswers(LinkedTexts):
     )
 
     def cells(self) -> Sequence[Cell]:
-        return [CHANCE, *(Cell(each, rule) for each in (ALONE, SUMMED, HOPS) for rule in RULES)]
+        return [CHANCE, *(Cell(LatimFlow.__name__, rule) for rule in RULES)]
 
     def example(self, subject: Subject, index: int, seed: int) -> ChainExample:
         task = cast(ChainsTask, self._tasks[subject.name])
@@ -75,10 +75,16 @@ class ChainedAnswers(LinkedTexts):
         if cell == CHANCE:
             return {row: _by_chance(len(facts_of(text))) for row, text in example.texts.items()}
         explain = SSMLLMAttribution(LatimFlow(model), example.task.vocabulary)
-        return {
-            row: _read[cell.method](relevance_of(explain, text, cell.formulation), links_of(text))
-            for row, text in example.texts.items()
-        }
+        rows: dict[str, Numbers] = {}
+        for row, text in example.texts.items():
+            words, hops = relevance_of(explain, text, cell.formulation)
+            links = links_of(text)
+            rows |= {
+                f"{row}, {HOPS}": by_hops(hops, links),
+                f"{row}, {ALONE}": by_rank(hops[0], links),
+                f"{row}, {SUMMED}": by_rank(words.sum(0), links),
+            }
+        return rows
 
 
 def facts_of(text: LinkedText) -> list[range]:
@@ -91,50 +97,49 @@ def links_of(text: LinkedText) -> list[int]:
     return [source // WORDS for _, source in text.sure]
 
 
-def relevance_of(explain: SSMLLMAttribution, text: LinkedText, rule: str) -> Tensor:
-    """Of each word that is written, what every fact has after 0, 1, ... hops, (H, words, F).
+def relevance_of(explain: SSMLLMAttribution, text: LinkedText, rule: str) -> tuple[Tensor, Tensor]:
+    """The relevance of facts to every written word, and to the last one after 0, 1, ... hops.
 
     Args:
         explain: what explains texts.
         text: facts, and questions; all behind the first asked symbol is written.
         rule: of the method.
+
+    Returns:
+        (words, F) and (H, F).
     """
     start = text.context.stop + 2
-    found = explain.attribute(
-        " ".join(text.words[:start]),
-        " ".join(text.words[start:]),
-        spans="token",
-        prompt_spans=facts_of(text),
-        hops=LINKS - 1,
-        contrast="all",
-        rule=rule,
-    )
-    assert not isinstance(found, list) and found.spans is not None
-    hops = [hop.prompt for hop in found.spans.hops]
-    hops += hops[-1:] * (LINKS - len(hops))  # hops end where nothing is left to go on
-    return torch.stack(hops)
+    prompt, written = " ".join(text.words[:start]), " ".join(text.words[start:])
+    last = len(text.words) - start - 1
+
+    def hops_of(spans: Any, hops: int) -> list[Tensor]:
+        found = explain.attribute(
+            prompt,
+            written,
+            spans=spans,
+            prompt_spans=facts_of(text),
+            hops=hops,
+            contrast="all",
+            rule=rule,
+        )
+        assert not isinstance(found, list) and found.spans is not None
+        return [hop.prompt for hop in found.spans.hops]
+
+    (words,) = hops_of("token", 0)
+    of_last = torch.cat(hops_of([(last, last + 1)], LINKS - 1))
+    # hops end where nothing is left to go on
+    return words, torch.cat([of_last, of_last[-1:].expand(LINKS - len(of_last), -1)])
 
 
 def by_hops(relevance: Tensor, links: Sequence[int]) -> Numbers:
-    """What hops name of the last word."""
-    of_last = relevance[:, -1]
-    gains = torch.cat([of_last[:1], of_last.diff(dim=0)])
-    return _numbers(gains.argmax(-1).tolist(), of_last[-1], links)
+    """What hops (H, F) name: the first fact before any, then what gains most by each."""
+    gains = torch.cat([relevance[:1], relevance.diff(dim=0)])
+    return _numbers(gains.argmax(-1).tolist(), relevance[-1], links)
 
 
-def alone(relevance: Tensor, links: Sequence[int]) -> Numbers:
-    """What the last word names by itself, without hops."""
-    found = relevance[0, -1]
-    return _numbers(found.topk(LINKS).indices.tolist(), found, links)
-
-
-def summed(relevance: Tensor, links: Sequence[int]) -> Numbers:
-    """What all words name, each explained by itself."""
-    found = relevance[0].sum(0)
-    return _numbers(found.topk(LINKS).indices.tolist(), found, links)
-
-
-_read = {HOPS: by_hops, ALONE: alone, SUMMED: summed}
+def by_rank(relevance: Tensor, links: Sequence[int]) -> Numbers:
+    """What relevance (F,) names: the first fact by it, the second and the third."""
+    return _numbers(relevance.topk(LINKS).indices.tolist(), relevance, links)
 
 
 def _numbers(named: Sequence[int], whole: Tensor, links: Sequence[int]) -> Numbers:
