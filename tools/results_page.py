@@ -26,7 +26,7 @@ from captum_ssm.bench.published.on_tokens import TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results.md", "results"
-OWN_PAGES = ("causal", "roles")
+OWN_PAGES = ("causal", "roles", "answers", "erasers", "forgotten-passkeys")
 
 Results = Mapping[str, Sequence[Result]]
 

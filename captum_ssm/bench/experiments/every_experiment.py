@@ -54,7 +54,7 @@ _OF_STATES = (
     "pairs-griffin",
 )
 #: Tokens of texts that models begin to fail at.
-_FAILING = {"passkey-mamba": 640, "passkey-mamba2": 2048, "passkey-gated-deltanet": 4096}
+FAILING = {"passkey-mamba": 640, "passkey-mamba2": 2048, "passkey-gated-deltanet": 4096}
 
 _ON_TEXTS: tuple[Experiment, ...] = (
     *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
@@ -93,7 +93,7 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "Shares of a passkey in the state, where it is answered and where it is lost",
         {
             name: replace(ONE_PASSKEY, shortest=length, longest=length)
-            for name, length in _FAILING.items()
+            for name, length in FAILING.items()
         },
     ),
 )

@@ -67,13 +67,21 @@ def test_the_true_change_is_that_of_the_text_without_the_eraser(seed: int) -> No
         assert numbers["true"] == pytest.approx(true - before, rel=1e-3, abs=1e-5)
         assert numbers["first"] == float(true == max(left))
         assert numbers["blindly"] == 1 / len(left)
+        undone = [
+            float(held_with(layer, source, ids.shape[1] - 1, eraser=source + 1 + place))
+            for place in range(len(left))
+        ]
+        assert numbers["undone first"] == float(undone.index(max(undone)) == left.index(max(left)))
+        assert numbers["predicted"] == pytest.approx(
+            undone[eraser - source - 1] / float(written) - before, rel=1e-3, abs=1e-5
+        )
 
 
 def test_how_well_changes_are_predicted() -> None:
     """R2 of 1, 2, 4 predicted as 1, 2, 3: all but 1 of a spread of 14 / 3."""
     results = []
     for example, (true, predicted) in enumerate(((1.0, 1.0), (2.0, 2.0), (4.0, 3.0))):
-        numbers = dict.fromkeys(("held", "first", "blindly"), 0.0) | {
+        numbers = dict.fromkeys(("held", "first", "undone first", "blindly"), 0.0) | {
             "true": true,
             "true squared": true**2,
             "error squared": (predicted - true) ** 2,

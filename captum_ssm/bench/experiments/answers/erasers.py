@@ -61,6 +61,7 @@ class Erasers(LinkedTexts):
     columns = (
         Column("R2", ("true", "true squared", "error squared"), "high", r_squared),
         Column("named first", ("first",)),
+        Column("undone first", ("undone first",)),
         Column("blindly", ("blindly",), ""),
         Column("change", ("true",), ""),
         Column("predicted", ("predicted",), ""),
@@ -71,8 +72,9 @@ class Erasers(LinkedTexts):
         "Held is the size of a source's share in the state at the end of the text, of what it was "
         "when it was written; change is by how much that is more without the eraser. R2 is that of "
         "the predicted changes, of which nothing is fitted. Named first: of all tokens behind the "
-        "source, taking out the one that is named as main eraser returns most; blindly: how often "
-        "that would be any of them."
+        "source, taking out the one that is named as main eraser returns most; undone first: it is "
+        "the one whose step undone is predicted to return most that does; blindly: how often that "
+        "would be any of them."
     )
 
     def cells(self) -> Sequence[Cell]:
@@ -96,20 +98,25 @@ class Erasers(LinkedTexts):
             held = layer.held(end)[0, source] / written
             eraser = int(layer.erased(source, end)[0].argmax())
             if cell == TAKEN_OUT:
-                step = None
                 left = held_without(memory, ids, source, number) / written
-                true = left[eraser - source - 1]
-                first = float(int(left.argmax()) == eraser - source - 1)
-                blindly = 1 / len(left)
+                undone = [held_with(layer, source, end, at) for at in range(source + 1, end + 1)]
+                expected = torch.stack(undone) / written
+                named = eraser - source - 1
+                true, predicted = left[named], expected[named]
+                most = int(left.argmax())
+                choice = {
+                    "first": float(named == most),
+                    "undone first": float(int(expected.argmax()) == most),
+                    "blindly": 1 / len(left),
+                }
             else:
-                step = _other(ids[0], source, eraser, example.draw)
+                other = _other(ids[0], source, eraser, example.draw)
                 exchanged = ids.clone()
-                exchanged[0, eraser] = ids[0, step]
+                exchanged[0, eraser] = ids[0, other]
                 true = memory.of(exchanged)[number].held(end)[0, source] / written
-                first = blindly = float("nan")
-            predicted = held_with(layer, source, end, eraser, step) / written
-            numbers = _numbers(held, true, predicted)
-            rows[f"layer {number}"] = {**numbers, "first": first, "blindly": blindly}
+                predicted = held_with(layer, source, end, eraser, other) / written
+                choice = dict.fromkeys(("first", "undone first", "blindly"), float("nan"))
+            rows[f"layer {number}"] = _numbers(held, true, predicted) | choice
         return rows
 
 
@@ -128,7 +135,9 @@ def held_without(memory: StateMemory, ids: Tensor, source: int, number: int) -> 
     return memory.of(torch.cat(texts))[number].held(-1)[:, source]
 
 
-def held_with(layer: LayerMemory, source: int, end: int, eraser: int, step: int | None) -> Tensor:
+def held_with(
+    layer: LayerMemory, source: int, end: int, eraser: int, step: int | None = None
+) -> Tensor:
     """How much of a source a state holds, had a token done what another one did.
 
     Args:
@@ -136,7 +145,7 @@ def held_with(layer: LayerMemory, source: int, end: int, eraser: int, step: int 
         source: the token that wrote.
         end: the token after which the state is looked at.
         eraser: the token whose step is another.
-        step: the token whose step it is. None: it leaves the state as it was.
+        step: the token whose step it is. Default: None, it leaves the state as it was.
     """
     (memory,) = memories_of(layer.linear.operator, layer.linear.values)
     changed = memory._replace(
@@ -161,14 +170,17 @@ def _exchanged(steps: Tensor, eraser: int, step: int | None) -> Tensor:
 
 
 def _other(ids: Tensor, source: int, eraser: int, draw: float) -> int:
-    """A token of the text that is another word than the eraser and the source."""
+    """A token of the text that is another word than the eraser and the source.
+
+    Not the first one: before it there is nothing, and its step may leave nothing.
+    """
     words = ids.tolist()
     known = (words[eraser], words[source])
-    places = [at for at, word in enumerate(words) if word not in known]
+    places = [at for at, word in enumerate(words) if at and word not in known]
     return places[int(draw * len(places))]
 
 
-def _numbers(held: Tensor, true: Tensor, predicted: Tensor) -> Numbers:
+def _numbers(held: Tensor, true: Tensor, predicted: Tensor) -> dict[str, float]:
     change, expected = float(true - held), float(predicted - held)
     return {
         "held": float(held),
