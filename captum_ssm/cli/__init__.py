@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import CaptumSSMError
-from . import architectures, demo, evaluate, explain, methods, serve, train
+from . import architectures, demo, evaluate, explain, knockout, methods, serve, train
 
 #: Each adds its parser, which holds as ``run`` what is done with the options.
-_COMMANDS = (demo, architectures, explain, methods, serve, evaluate, train)
+_COMMANDS = (demo, architectures, explain, knockout, methods, serve, evaluate, train)
 
 #: Errors that speak for themselves; of others, their kind is told, and how to see where.
 _EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)

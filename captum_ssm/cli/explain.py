@@ -25,10 +25,13 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
+  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
 _RULES = ("frozen", "half", "equal", "centred")
+#: The spans of an answer, likewise.
+_SPANS = ("token", "word", "sentence", "paragraph", "all")
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
@@ -44,8 +47,8 @@ def add_to(commands: Any) -> None:
         >>> parser = argparse.ArgumentParser()
         >>> add_to(parser.add_subparsers())
         >>> options = parser.parse_args(["explain", "recall-mamba", "--text", "anna owns the"])
-        >>> options.model, options.text, str(options.out)
-        ('recall-mamba', ['anna owns the'], 'report.html')
+        >>> options.model, options.text, options.spans
+        ('recall-mamba', ['anna owns the'], None)
     """
     parser = commands.add_parser(
         "explain",
@@ -77,6 +80,23 @@ def add_to(commands: Any) -> None:
         help="what is explained: a class's name or number, or the next token's text, or its id as "
         "id:NUMBER; if left, what the model predicts",
     )
+    parser.add_argument(
+        "--generate", type=int, metavar="N", help="explain an answer of N tokens, span by span"
+    )
+    parser.add_argument("--answer", metavar="TEXT", help="explain this answer, span by span")
+    parser.add_argument(
+        "--spans",
+        choices=_SPANS,
+        help="the stretches of an answer that are explained, each as a whole; sentence if left",
+    )
+    parser.add_argument(
+        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; sentence if left"
+    )
+    parser.add_argument(
+        "--hops",
+        type=int,
+        help="how often relevance on the answer's own tokens goes on towards the prompt; 0 if left",
+    )
     parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
     parser.add_argument(
         "--maps",
@@ -86,9 +106,30 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="file to write: .html, .png or .json"
+        "--out",
+        type=Path,
+        help="file to write: .html, .png or .json; report.html, or answers.json, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
+    add_source_to(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=run)
+
+
+def add_source_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how MODEL is loaded.
+
+    Args:
+        parser: of a command.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.explain import add_source_to
+        >>> parser = argparse.ArgumentParser()
+        >>> add_source_to(parser)
+        >>> parser.parse_args(["--hub"]).hub
+        True
+    """
     parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")
@@ -96,8 +137,34 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.set_defaults(run=run)
+
+
+def loaded_by(options: argparse.Namespace) -> Loaded:
+    """The model that a command names.
+
+    Args:
+        options: ``model``, and what :func:`add_source_to` adds.
+
+    Returns:
+        The model, where it is to run.
+
+    Raises:
+        CaptumSSMError: when there is none, or it cannot be loaded.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.explain import add_source_to, loaded_by
+        >>> parser = argparse.ArgumentParser()
+        >>> parser.add_argument("model")  # doctest: +ELLIPSIS
+        _StoreAction(...)
+        >>> add_source_to(parser)
+        >>> loaded_by(parser.parse_args(["recall-mamba"])).is_language
+        True
+    """
+    from ..explain.loading import Source, load
+
+    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
+    return load(source).on(options.device, options.dtype)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -124,13 +191,16 @@ def run(options: argparse.Namespace) -> None:
         >>> example["tokens"], list(example["relevance"])
         (['anna', 'owns', 'the'], ['LATIM Flow'])
     """
-    from ..explain.loading import Source, load
     from ..explain.methods import method_classes, under_rules
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report
 
+    if _is_answer(options):
+        _run_on_answers(options)
+        return
+    options.out = options.out or Path("report.html")
     check_format(options.out)
     is_page = options.out.suffix.lower() == ".html"
     _check_maps(options, is_page)
@@ -138,8 +208,7 @@ def run(options: argparse.Namespace) -> None:
     methods, their_options = under_rules(
         method_classes(options.method), options.rule, options.baselines
     )
-    source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
-    loaded = load(source).on(options.device, options.dtype)
+    loaded = loaded_by(options)
     labels = loaded.labels
     if options.labels is not None:
         labels = _read("--labels", options.labels).splitlines()
@@ -172,16 +241,79 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {path}")
 
 
+def _is_answer(options: argparse.Namespace) -> bool:
+    """Whether spans of an answer are asked for."""
+    names = ("generate", "answer", "spans", "prompt_spans", "hops")
+    return any(getattr(options, name) is not None for name in names)
+
+
+def _run_on_answers(options: argparse.Namespace) -> None:
+    from ..explain.answers import FORMATS, explain_answers, told, write_answers
+    from ..explain.methods import method_classes, under_rules
+    from ..explain.writing import check_format
+
+    for name in ("target", "maps", "layers", "labels", "title"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name} is not for answers. Leave it out.")
+    if options.generate is not None and (options.answer is not None or options.generate < 1):
+        raise OptionError(
+            f"--generate {options.generate} must be at least 1, and goes without --answer."
+        )
+    methods = method_classes(options.method or ["LatimFlow"])
+    named, their_options = under_rules(methods, options.rule, options.baselines)
+    if len(named) > 1:
+        raise OptionError(
+            f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
+        )
+    ((name, method),) = named.items()
+    out = options.out or Path("answers.json")
+    check_format(out, FORMATS)
+    make_folder(out.parent)
+    loaded = loaded_by(options)
+    texts = _inputs(loaded, options)
+    assert isinstance(texts, list)
+    asked = dict(their_options.get(name, {}))
+    if hasattr(method, "answer_in_turn"):
+        asked["contrast"] = "all"  # log-probabilities of the spans
+    found = explain_answers(
+        loaded,
+        texts,
+        method,
+        answer=options.answer,
+        generate=options.generate,
+        spans=options.spans or "sentence",
+        prompt_spans=options.prompt_spans or "sentence",
+        hops=options.hops or 0,
+        options=asked,
+    )
+    print_any_letters()
+    for result in found:
+        print(f"The answer, and what it is due to by {name}:")
+        print(told(result))
+    for path in write_answers(found, options.model, out):
+        print(f"wrote {path}")
+
+
 def _tell(found: list[Explanation]) -> None:
     """Print what is explained, and the most relevant tokens by each method."""
     from ..explain.writing import largest
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # tokens may have letters that a terminal lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
+    print_any_letters()
     for explanation in found:
         print(f"Explained is {explanation.facts['explained']}. Most relevant:")
         for method in explanation.facts["methods"]:
             print(largest(explanation.facts, method))
+
+
+def print_any_letters() -> None:
+    """Let tokens be printed whose letters a terminal lacks.
+
+    Example:
+        >>> from captum_ssm.cli.explain import print_any_letters
+        >>> print_any_letters()
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:

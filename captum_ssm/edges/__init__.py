@@ -3,7 +3,19 @@
 from .cutting import knock_out
 from .edge_effects import EdgeEffects
 from .effects import Edge, Effects
+from .experiments import KnockoutWindows, PartScores, knockout_windows, parts_off
 from .pairs import Edges
 from .truth import Truth
 
-__all__ = ["Edge", "EdgeEffects", "Edges", "Effects", "Truth", "knock_out"]
+__all__ = [
+    "Edge",
+    "EdgeEffects",
+    "Edges",
+    "Effects",
+    "KnockoutWindows",
+    "PartScores",
+    "Truth",
+    "knock_out",
+    "knockout_windows",
+    "parts_off",
+]

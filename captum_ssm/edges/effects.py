@@ -119,7 +119,17 @@ class LayerEffects:
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
 
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
-        """The effect of cutting edges together, (B,)."""
+        """The effect of cutting edges together, (B,).
+
+        Raises:
+            OptionError: for edges with ``selection``.
+        """
+        if edges.selection:
+            raise OptionError(
+                "selection=True takes the sources out of coefficients as well, of which nothing is "
+                "estimated: a message is all that a gradient at the mixer's output knows of. Leave "
+                "it out, or run the model in knock_out."
+            )
         share = share_of(edges)
         if not edges.is_of_kind(is_attention(self.linear)):
             return self.gradient.new_zeros(len(self.gradient))

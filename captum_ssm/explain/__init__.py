@@ -1,1 +1,1 @@
-"""``captum-ssm explain`` and ``captum-ssm methods``."""
+"""``captum-ssm explain``, ``knockout`` and ``methods``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 FORMATS = {".html": "a report", ".png": "pictures of each example", ".json": "numbers"}
 
 
-def check_format(out: Path) -> None:
+def check_format(out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS)) -> None:
     """Raise unless the file's ending says what it is to hold.
 
     Args:
         out: the file.
+        formats: the endings, and what they say. Default: :data:`FORMATS`.
 
     Raises:
-        OptionError: when the ending is not one of :data:`FORMATS`.
+        OptionError: when the ending is none of them.
 
     Example:
         >>> from pathlib import Path
@@ -37,8 +39,8 @@ def check_format(out: Path) -> None:
         >>> for ending in FORMATS:
         ...     check_format(Path(f"lamp{ending}"))
     """
-    if out.suffix.lower() not in FORMATS:
-        known = ", ".join(f"{end} ({what})" for end, what in FORMATS.items())
+    if out.suffix.lower() not in formats:
+        known = ", ".join(f"{end} ({what})" for end, what in formats.items())
         raise OptionError(f"--out {out}: what to write is said by the ending: {known}.")
 
 

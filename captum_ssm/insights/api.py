@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from ..edges import Edges
 from ..errors import OptionError
 from .dataset import Example
 from .filters import FilterConfig
@@ -45,13 +46,14 @@ class Api:
         """What is asked for.  Questions wait for each other, so that choices do not mix.
 
         Args:
-            question: ``"config"``, ``"examples"`` or ``"relevance"``.
+            question: ``"config"``, ``"examples"``, ``"relevance"`` or ``"cut"``.
             request: what the page sent with it.
         """
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
             "examples": self._examples,
             "relevance": self._relevance,
+            "cut": self._cut,
         }
         with self._lock:
             return questions[question](request)
@@ -61,6 +63,7 @@ class Api:
         return {
             **visualizer.get_insights_config(),
             "models": [type(model).__name__ for model in visualizer.models],
+            "layers": visualizer.layers(),
             "obstacles": visualizer.obstacles(),
             "filter": visualizer.config,
         }
@@ -81,6 +84,22 @@ class Api:
     def _relevance(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
         visualizer.config = _filter(request)
+        example, model, target = self._asked(request)
+        return self._told(model, lambda: visualizer.explain(example, model, target)) or {}
+
+    def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        example, model, target = self._asked(request)
+        layer, *ends = (request.get(key) for key in ("layer", "from", "to"))
+        if not isinstance(layer, str):
+            raise OptionError(f"layer={layer!r} is no name of a layer.")
+        source, receiver = map(_position, ends)
+        edges = Edges(layer, source, receiver)
+        cut = self._visualizer.cut
+        return self._told(model, lambda: cut(example, model, target, edges)) or {}
+
+    def _asked(self, request: Mapping[str, Any]) -> tuple[Example, int, int]:
+        """The example, the model and the class that are asked about."""
+        visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
         if type(identity) is not int or identity not in self._shown:
             raise OptionError("this example is not remembered any more. Show examples again.")
@@ -88,8 +107,7 @@ class Api:
             raise OptionError(f"model={model!r} is none of the {len(visualizer.models)} models.")
         if type(target) is not int or not 0 <= target < len(visualizer.classes):
             raise OptionError(f"target={target!r} is no class.")
-        example = self._shown[identity]
-        return self._told(model, lambda: visualizer.explain(example, model, target)) or {}
+        return self._shown[identity], model, target
 
     def _view(self, example: Example, model: int) -> dict[str, Any] | None:
         return self._told(model, lambda: self._visualizer.view(example, model))
@@ -125,6 +143,12 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         return [plain(inner) for inner in value]
     return str(value)
+
+
+def _position(given: Any) -> int:
+    if type(given) is not int:
+        raise OptionError(f"from and to are positions of words, not {given!r}.")
+    return given
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import logits_of
 from ..attr.engine.method import SSMAttribution
-from ..errors import InputError, OptionError
+from ..edges import EdgeEffects, Edges
+from ..errors import CaptumSSMError, InputError, OptionError
+from ..explain.knockout import Cut, cut_edges
+from ..tracing import find_mixers, find_model
 from ..viz.html.parts import decomposition, roles_of, tells_roles
 from .applicability import obstacle
 from .dataset import Example
@@ -196,7 +199,7 @@ class AttributionCalculation:
             model, inputs, additional, target, name, arguments: as in :meth:`relevance`.
         """
         kind, chosen = ATTRIBUTION_NAMES_TO_METHODS[name], self._options(name, inputs, arguments)
-        if [feature.visualization_type() for feature in self.features] != ["text"]:
+        if not self._is_one_text:
             return {}
         if not tells_roles(kind, chosen, inputs[0]):
             return {}
@@ -206,6 +209,40 @@ class AttributionCalculation:
         found = roles_of(decomposition(method, *given, options=chosen, roles=True))
         end = max((float(x.abs().max()) for x in found.values()), default=1.0)
         return {role: (x[0].double() / end * 100).tolist() for role, x in found.items()}
+
+    @property
+    def _is_one_text(self) -> bool:
+        return [feature.visualization_type() for feature in self.features] == ["text"]
+
+    def layers(self, model: Any) -> list[str]:
+        """The names of the mixers between whose words messages can be cut; none without a text."""
+        if not self._is_one_text:
+            return []
+        try:
+            return [mixer.name for mixer in find_mixers(find_model(model))]
+        except CaptumSSMError:  # a model of another kind
+            return []
+
+    def cut(self, model: Any, example: Example, target: int, edges: Edges) -> Cut:
+        """What a model predicts of a text without messages between its words.
+
+        Args:
+            model: one of the models.
+            example: a batch of one.
+            target: the class that effects are on.
+            edges: the messages.
+        """
+        if not self._is_one_text:
+            raise OptionError("messages are cut between the words of one text, which this is not.")
+        inputs = self.transformed(example)
+        asked = self.predict(model, inputs, example.additional).target(target)
+        asked = asked if self.use_label_for_attr else None
+        method, additional = EdgeEffects(model), example.additional or None
+
+        def label(index: int, output: Tensor) -> str:
+            return self.score(0.0, index).label
+
+        return cut_edges(method, inputs[0], asked, edges, label, additional=additional)
 
     def _options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any]

@@ -48,6 +48,7 @@ _QUESTIONS = {
     "/api/config": ("GET", "config"),
     "/api/examples": ("POST", "examples"),
     "/api/relevance": ("POST", "relevance"),
+    "/api/cut": ("POST", "cut"),
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

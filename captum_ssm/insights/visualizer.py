@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from captum.log import log_usage
 from torch import Tensor
 
+from ..edges import Edges
 from ..errors import OptionError
+from ..explain.knockout import Cut
 from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
 from .dataset import Example, Found, Seen, Stream, search
@@ -183,6 +185,23 @@ class AttributionVisualizer:
             return explanation(
                 self.attribution_calculation, self.config, example, model_index, target, filtered
             )
+
+    def layers(self) -> list[list[str]]:
+        """By model, the names of the layers in which messages between words can be cut."""
+        return [self.attribution_calculation.layers(model) for model in self.models]
+
+    def cut(self, example: Example, model_index: int, target: int, edges: Edges) -> Cut:
+        """What a model predicts of a text without messages between its words.
+
+        Args:
+            example: a batch of one.
+            model_index: which of the models.
+            target: the class that effects are on.
+            edges: the messages, as :func:`~captum_ssm.knock_out` takes them.
+        """
+        with _RUNNING:
+            model = self.models[model_index]
+            return self.attribution_calculation.cut(model, example, target, edges)
 
     @property
     def url(self) -> str:

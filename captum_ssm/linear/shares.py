@@ -40,16 +40,17 @@ class Share:
     """What a role gets.
 
     Attributes:
-        reference: what its factors are compared with: nothing at all, their mean over the tokens
-            up to each, or themselves, so that their derivative is that where they are.
+        reference: what its factors are compared with: what they are at rest, where what they
+            follow from is nothing; their mean over the tokens up to each; or themselves, so that
+            their derivative is that where they are.
         share: factor on the average derivative.
     """
 
-    reference: Literal["zero", "mean", "own"]
+    reference: Literal["rest", "mean", "own"]
     share: float
 
 
-_ALL, _ABOVE_MEAN, _AS_IT_IS = Share("zero", 1.0), Share("mean", 0.5), Share("own", 0.5)
+_ALL, _ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 0.5), Share("own", 0.5)
 
 #: The family: what each role gets, by rule; those that are not named get nothing.
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
@@ -198,7 +199,7 @@ class _Outer:
                 continue
             factor = leaf.live[name].detach()
             at = nodes.view(-1, *(1,) * factor.dim())
-            start = torch.zeros_like(factor)
+            start = torch.full_like(factor, leaf.at_rest)
             if reference == "mean":
                 start = running_mean(factor, masks[leaf])
             moved.setdefault(leaf, {})[name] = torch.lerp(start, factor, at)

@@ -9,7 +9,7 @@ Rotations, norms of queries and keys, latent keys and values and adapters around
 are thereby the module's own, whichever attention function (eager, sdpa, flash, flex) the model
 itself uses.
 
-Frozen: the probabilities, and the gate where a model has one.
+Frozen: the probabilities, and the gate, a sigmoid, where a model has one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
     gate = as_heads(factor, values.shape[2])
     operator = core
     if not bool((gate == 1).all()):
-        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate"), core)
+        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), core)
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
 
     def project(y: Tensor) -> Tensor:

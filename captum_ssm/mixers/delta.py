@@ -26,6 +26,7 @@ from .parts.common import (
     causal_conv,
     hf_entering,
     masked,
+    output_gate,
     refuse_packed,
     run,
 )
@@ -126,7 +127,7 @@ def _linearize(
     if bias is not None:
         bias = bias[:, :, -width:].reshape(*bias.shape[:2], heads, per_head)
     operator = Chain(
-        Diagonal(_activation(getattr(norm, "activation", "silu"))(z), shape, "gate"),
+        output_gate(_activation(getattr(norm, "activation", "silu")), z),
         Diagonal(rms * norm.weight.to(rms), shape, "norm"),
         scan,
         Diagonal(ratio[:, :, -width:].view(shape), shape, "activation"),

@@ -45,8 +45,9 @@ def lightning_attention(module: Any, call: Call) -> LinearMixer:
     mixed = scan.apply(value)
     square = mixed.square().mean((-1, -2), keepdim=True)
     weight = module.norm.weight.to(u).view(heads, per_head)
+    gate = torch.sigmoid(run(module.output_gate, hidden))
     operator = Chain(
-        Diagonal(as_heads(torch.sigmoid(run(module.output_gate, hidden)), heads), shape, "gate"),
+        Diagonal(as_heads(gate, heads), shape, "gate", at_rest=0.5),
         Diagonal(weight * torch.rsqrt(square + module.norm.variance_epsilon), shape, "norm"),
         scan,
         *masked(mask, shape, u),

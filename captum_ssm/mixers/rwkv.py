@@ -43,7 +43,7 @@ def rwkv4(module: Any, call: Call) -> LinearMixer:
     values = as_heads(run(module.value, shifted(module.time_mix_value)))  # (B, L, D, 1)
     gate = torch.sigmoid(run(module.receptance, shifted(module.time_mix_receptance)))
     operator = Chain(
-        Diagonal(as_heads(gate), Shape(*values.shape), "gate"),
+        Diagonal(as_heads(gate), Shape(*values.shape), "gate", at_rest=0.5),
         WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key)),
     )
     return LinearMixer(values, operator, lambda y: run(module.output, y.flatten(2)))

@@ -29,7 +29,7 @@ from ..operators import (
     VectorDecayHeads,
 )
 from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, linear, masked, run
+from .parts.common import as_heads, frozen, linear, masked, output_gate, run
 from .parts.fla import entering, steps
 
 
@@ -54,7 +54,7 @@ def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
     )
     core = Chain(scan, *masked(mask, shape, values))
     operator = Chain(
-        Diagonal(as_heads(module.gate_fn(g), heads), shape, "gate"),
+        output_gate(module.gate_fn, as_heads(g, heads)),
         *_group_norm(module.g_norm, core.affine(values), shape),
         core,
     )

@@ -43,7 +43,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
     operator, keep = softmax_attention(query, key, values, module.scale, mask)
     if getattr(module, "gate", None) is not None:
         gate = as_heads(torch.sigmoid(run(module.gate, hidden)), module.num_heads)
-        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate"), operator)
+        operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), operator)
 
     def project(y: Tensor) -> Tensor:
         return run(module.proj, y.flatten(2))

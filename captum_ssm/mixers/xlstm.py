@@ -49,7 +49,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
     weight = frozen(norm.weight, values).view(heads, -1, 1)
     bias = None if norm.bias is None else frozen(norm.bias, values).view(1, 1, heads, -1)
     operator = Chain(
-        Diagonal(torch.sigmoid(output_gate), shape, "gate"),
+        Diagonal(torch.sigmoid(output_gate), shape, "gate", at_rest=0.5),
         ShortConv(weight, shape, bias, component="norm"),  # one tap: the affine part
         Diagonal(1 / deviation, shape, "norm"),
         HeadCentering(shape, values),

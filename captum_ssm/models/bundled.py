@@ -39,7 +39,8 @@ def load_bundled(
             ``"mamba2"``, answer the questions of ``ONE_PASSKEY``, ``TWO_PASSKEYS`` and
             ``FREQUENT_WORD``, all of :mod:`captum_ssm.bench.tasks`.
             Of further architectures, see :class:`~captum_ssm.models.small.ModelSize`,
-            ``"copying-bamba"`` and ``"translation-gated-deltanet"`` have learned the same;
+            ``"copying-bamba"``, ``"translation-gated-deltanet"`` and ``"translation-rwkv"`` have
+            learned the same;
             ``"pairs-"`` with ``"mamba"``, ``"mamba2"``, ``"gated-deltanet"`` and ``"bamba"``
             answer with the value of a key in ``PAIRS``, with ``"rwkv"`` and ``"griffin"`` in
             ``FEW_PAIRS``; ``"chains-mamba"`` and ``"chains-mamba2"`` write the chains of

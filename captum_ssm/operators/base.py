@@ -135,6 +135,7 @@ class Operator:
         roles: what those of its coefficients do that may follow from the input, by their names in
             :meth:`tensors`; see :mod:`.coefficients`. Default: none do.
         live: those of them that came with their graph. Default: none did.
+        at_rest: what those that are gates are where what they follow from is nothing. Default: 0.
 
     Example:
         >>> import torch
@@ -159,6 +160,7 @@ class Operator:
     shape: Shape
     roles: Mapping[str, Role] = MappingProxyType({})
     live: Mapping[str, Tensor] = MappingProxyType({})
+    at_rest: float = 0.0
     #: Whether whole matrices of heads are quicker made than rows of all channels.
     quick_heads = False
     #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.

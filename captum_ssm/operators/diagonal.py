@@ -26,6 +26,8 @@ class Diagonal(Operator):
         component: name of the part it stands for. Default: None, a structural part such as a mask.
         data_dependent: whether the factors follow from the input. Default: None, they do if
             ``weight`` has a factor for each example or each token.
+        at_rest: what a gate is where nothing enters it: 1/2 if it is a sigmoid. Rules that divide
+            what a mixer does compare the gate with it. Default: 0.0, as of SiLU.
 
     Example:
         >>> import torch
@@ -44,12 +46,14 @@ class Diagonal(Operator):
         shape: Shape,
         component: str | None = None,
         data_dependent: bool | None = None,
+        at_rest: float = 0.0,
     ) -> None:
         self.weight = weight.detach()
         self.roles = {"weight": _ROLES[component]} if component in _ROLES else {}
         self.live = with_graphs({"weight": weight} if self.roles else {})
         self.shape = shape
         self.component = component
+        self.at_rest = at_rest
         common = weight.shape[0] == weight.shape[1] == 1
         self._data_dependent = not common if data_dependent is None else data_dependent
 
@@ -68,7 +72,7 @@ class Diagonal(Operator):
         return self.weight * u
 
     def at(self, coefficients: Mapping[str, Tensor]) -> Diagonal:
-        return Diagonal(coefficients["weight"], self.shape, self.component, self._data_dependent)
+        return self._with(coefficients["weight"])
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_weight = (values * gradient).sum_to_size(self.weight.shape)
@@ -107,8 +111,7 @@ class Diagonal(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         weight = self.weight if self.weight.shape[2] == 1 else some_heads(self.weight, heads)
-        shape = self.shape._replace(heads=len(heads))
-        return Diagonal(weight, shape, self.component, self._data_dependent)
+        return self._with(weight, heads=len(heads))
 
     def reordered(self, order: Tensor) -> Diagonal:
         """The diagonal whose token t has the factor of this one's token ``order[t]``.
@@ -118,8 +121,7 @@ class Diagonal(Operator):
         """
         if self.weight.shape[1] == 1:
             return self
-        weight = self.weight.index_select(1, order)
-        return Diagonal(weight, self.shape, self.component, self._data_dependent)
+        return self._with(self.weight.index_select(1, order))
 
     def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
         """What is asked of an operator, if its rows times this diagonal's factors are wanted.
@@ -133,8 +135,11 @@ class Diagonal(Operator):
 
     def mean_of_channels(self) -> Diagonal:
         """The diagonal of the mean over the value channels of each head, alike for them all."""
-        weight = self.weight.mean(-1, keepdim=True)
-        return Diagonal(weight, self.shape, self.component, self._data_dependent)
+        return self._with(self.weight.mean(-1, keepdim=True))
+
+    def _with(self, weight: Tensor, **sizes: int) -> Diagonal:
+        shape = self.shape._replace(**sizes)
+        return Diagonal(weight, shape, self.component, self._data_dependent, self.at_rest)
 
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}

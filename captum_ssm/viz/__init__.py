@@ -2,6 +2,7 @@
 
 from .captum_pictures import captum_image, captum_text, image_arrays
 from .curves import plot_curves, plot_perturbed
+from .edges import plot_edges, plot_windows
 from .html.report import report
 from .intervals import plot_intervals
 from .layers import plot_decomposition_errors, plot_layers
@@ -20,6 +21,7 @@ __all__ = [
     "plot_curves",
     "plot_decomposition_errors",
     "plot_depths",
+    "plot_edges",
     "plot_image",
     "plot_intervals",
     "plot_layers",
@@ -27,5 +29,6 @@ __all__ = [
     "plot_perturbed",
     "plot_roles",
     "plot_text",
+    "plot_windows",
     "report",
 ]

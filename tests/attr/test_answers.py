@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from captum_ssm import (
     TransformerAttribution,
 )
 from captum_ssm.attr import Total
+from captum_ssm.attr.engine import linear_method
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.models import load_bundled
 
@@ -317,3 +319,66 @@ def test_results_in_other_forms() -> None:
 def test_hops_need_sums() -> None:
     with pytest.raises(OptionError, match="hops=2 needs"):
         explainer(MambaAttribution).attribute(PROMPT, TEXT, hops=2)
+
+
+# --- against another text, and in several sittings ------------------------------------------------
+
+
+@pytest.mark.parametrize("hops", [0, 2])
+def test_a_text_against_another_of_any_length(hops: int) -> None:
+    explain, asked = explainer(), {"spans": "all", "contrast": "all", "hops": hops}
+    found = explain.attribute(PROMPT, "lamp .", against="kite . ? anna", **asked)
+    one, other = (explain.attribute(PROMPT, text, **asked) for text in ("lamp .", "kite . ? anna"))
+    assert near(found.token_attr, one.token_attr - other.token_attr)
+    assert near(found.spans.outputs, one.spans.outputs - other.spans.outputs, 1e-5)
+    assert near(found.spans.hops[-1].total, found.spans.outputs, 1e-5)
+    with pytest.raises(OptionError, match="against="):
+        explain.attribute(PROMPT, "lamp .", against="kite .", spans="token")
+
+
+def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"spans": "sentence", "contrast": "all", "hops": 2}
+    explain = explainer()
+    whole = explain.attribute(PROMPT, TEXT, **asked)
+    answered = []
+    own = linear_method._each_decomposed
+
+    def ended(*args: Any) -> Any:
+        if len(answered) == 4:
+            raise KeyboardInterrupt
+        answered.append(args)
+        return own(*args)
+
+    monkeypatch.setattr(linear_method, "_each_decomposed", ended)
+    with pytest.raises(KeyboardInterrupt):
+        explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+    assert len(list((tmp_path / "run").glob("*.pt"))) == 4
+    answered.clear()
+    monkeypatch.setattr(
+        linear_method, "_each_decomposed", lambda *args: (answered.append(args), own(*args))[1]
+    )
+    found = explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+    assert near(found.token_attr, whole.token_attr, 1e-6)
+    assert near(found.generated_attr, whole.generated_attr, 1e-6)
+    left = len(answered)
+    answered.clear()
+    explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **asked)
+    assert not answered
+    assert left == len(list((tmp_path / "run").glob("*.pt"))) - 4
+    for other in ({"rule": "half"}, {"hops": 1}, {"spans": "all"}, {"contrast": "mean"}):
+        with pytest.raises(OptionError, match="another"):
+            explain.attribute(PROMPT, TEXT, resume=tmp_path / "run", **{**asked, **other})
+    model, vocabulary = load_bundled()
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+    with pytest.raises(OptionError, match="another"):
+        SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(
+            PROMPT, TEXT, resume=tmp_path / "run", **asked
+        )
+    with pytest.raises(OptionError, match="resume="):
+        explain.attribute(PROMPT, TEXT, resume=tmp_path / "run")
+
+
+def test_progress_over_spans(capsys: pytest.CaptureFixture[str]) -> None:
+    explainer().attribute(PROMPT, TEXT, spans="sentence", show_progress=True)
+    assert "LATIM Flow" in capsys.readouterr().err

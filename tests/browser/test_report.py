@@ -285,7 +285,7 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
 def test_no_place_is_left_empty(opened: Page) -> None:
     """From the map to what follows it is not far, and beside it stands what will be there."""
     gap = opened.evaluate(
-        "document.querySelector('#numbers').getBoundingClientRect().top"
+        "document.querySelector('#edges').getBoundingClientRect().top"
         " - document.querySelector('#overview').getBoundingClientRect().bottom"
     )
     assert 0 < gap < 150

@@ -174,6 +174,13 @@ def test_truth_of_chosen_edges_and_probabilities() -> None:
             "samples",
         ),
         (
+            lambda m, ids: (
+                EdgeEffects(m).attribute(ids, (-1, 3)).of(Edges(1, 1, 2, selection=True))
+            ),
+            OptionError,
+            "selection",
+        ),
+        (
             lambda m, ids: EdgeEffects(m).against_truth(ids, (-1, 3), edges=[Edges(9)]),
             OptionError,
             "layers names 9",

@@ -9,10 +9,21 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers.insights_examples import CLASSES, Always, cnn, numbers, photos, table, table_model
+from helpers.insights_examples import (
+    CLASSES,
+    Always,
+    cnn,
+    numbers,
+    photos,
+    softmax,
+    table,
+    table_model,
+)
+from zoo.small import mamba_lm
 
+from captum_ssm import EdgeEffects, Edges, knock_out
 from captum_ssm.errors import OptionError
-from captum_ssm.insights import Batch, FilterConfig
+from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.insights.api import Api, encoded, plain
 
 
@@ -72,6 +83,75 @@ def test_examples_and_another_class_of_one_of_them():
     assert [each["number"] for each in again["examples"]] == [3]
     # an example that another page still shows can be asked about
     assert api.answer("relevance", request) == told
+
+
+def texts(model, words):
+    """A visualizer of one text of five words."""
+    feature = TextFeature("text", None, None, lambda ids: [words[i] for i in ids[0]])
+    batch = Batch(torch.tensor([[3, 1, 4, 1, 5]]), None)
+    return AttributionVisualizer(model, words, feature, [batch], softmax)
+
+
+def test_the_prediction_without_a_message():
+    model = mamba_lm()
+    words = [f"w{i}" for i in range(model.config.vocab_size)]
+    api, ids = Api(texts(model, words)), torch.tensor([[3, 1, 4, 1, 5]])
+    (layers,) = api.answer("config", {})["layers"]
+    assert layers == [f"backbone.layers.{i}.mixer" for i in range(3)]
+    (shown,) = api.answer("examples", {})["examples"]
+    request = {"id": shown["id"], "model": 0, "target": 7, "layer": layers[1], "from": 2, "to": 4}
+    found = json.loads(encoded(api.answer("cut", request)))
+    with torch.no_grad():
+        before = model(ids).logits[0, -1].double()
+        with knock_out(model, Edges(1, 2, 4)):
+            without = model(ids).logits[0, -1].double()
+    for name, x in (("before", before), ("without", without)):
+        assert found[name] == pytest.approx(float(x[7]), abs=1e-5)
+    effects = EdgeEffects(model).attribute(ids, (-1, 7))
+    assert found["estimated"] == pytest.approx(float(effects.matrix(1)[0, 4, 2]), rel=1e-4)
+    named = {answer["label"]: answer for answer in found["answers"]}
+    likeliest = {int(k) for x in (before, without) for k in x.topk(3).indices}
+    assert set(named) == {words[k] for k in likeliest | {7}}
+    for k in likeliest:
+        assert named[words[k]]["before"] == pytest.approx(float(before.softmax(-1)[k]), abs=1e-6)
+        assert named[words[k]]["without"] == pytest.approx(float(without.softmax(-1)[k]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"id": 99}, "not remembered"),
+        ({"model": 1}, "model=1"),
+        ({"target": None}, "target=None"),
+        ({"layer": 1}, "layer=1 is no name"),
+        ({"layer": "nowhere"}, "'nowhere', which is no mixer"),
+        ({"from": "w1"}, "positions of words, not 'w1'"),
+        ({"to": True}, "positions of words, not True"),
+        ({"to": 5}, "position 5, outside the sequence of 5"),
+        ({"from": 4, "to": 2}, "every target comes before its source"),
+    ],
+)
+def test_messages_that_cannot_be_cut(changed, said):
+    model = mamba_lm()
+    api = Api(texts(model, [f"w{i}" for i in range(model.config.vocab_size)]))
+    (shown,) = api.answer("examples", {})["examples"]
+    request = {"id": shown["id"], "model": 0, "target": 7, "from": 2, "to": 4}
+    request["layer"] = "backbone.layers.1.mixer"
+    try:
+        error = api.answer("cut", request | changed)["error"]
+    except OptionError as refused:  # what no page asks for
+        error = str(refused)
+    assert said in error
+
+
+def test_only_models_of_one_text_have_messages_to_cut():
+    api = Api(table([Always(1)], [numbers(1)]))
+    assert api.answer("config", {})["layers"] == [[]]
+    (shown,) = api.answer("examples", {})["examples"]
+    request = {"id": shown["id"], "model": 0, "target": 1, "layer": "x", "from": 0, "to": 0}
+    assert "words of one text" in api.answer("cut", request)["error"]
+    embedding = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Flatten())
+    assert texts(embedding, ["w"] * 7).layers() == [[]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -91,7 +91,13 @@ def test_all_answers_forbid_what_the_page_does_not_need(visualizer):
 
 # --- what is not ---------------------------------------------------------------------------------
 
-QUESTIONS = [("/", None), ("/api/config", None), ("/api/examples", {}), ("/api/relevance", {})]
+QUESTIONS = [
+    ("/", None),
+    ("/api/config", None),
+    ("/api/examples", {}),
+    ("/api/relevance", {}),
+    ("/api/cut", {}),
+]
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "token=", "%c3%a9", "%00", "%ff"])

@@ -78,9 +78,10 @@ def rwkv(patch: pytest.MonkeyPatch) -> Alone:
     return of(architectures.rwkv(patch).model, "RwkvSelfAttention")
 
 
-def gla(patch: pytest.MonkeyPatch) -> Alone:
-    options = {"hidden_size": 16, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0}
-    return Alone(fla_cpu.install(patch).layer("GatedLinearAttention", mode="chunk", **options))
+def gla(patch: pytest.MonkeyPatch, **options: Any) -> Alone:
+    sizes = {"hidden_size": 16, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0}
+    layer = fla_cpu.install(patch).layer("GatedLinearAttention", mode="chunk", **sizes, **options)
+    return Alone(layer)
 
 
 MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer]]]] = {
@@ -93,11 +94,13 @@ MIXERS: dict[str, tuple[Make, Callable[..., tuple[by_hand.Factors, by_hand.Outer
     "rg_lru": (rg_lru, by_hand.rg_lru),
     "rwkv": (rwkv, by_hand.rwkv4),
     "gla": (gla, by_hand.gla),
+    "gla with a sigmoid": (lambda patch: gla(patch, gate_fn="sigmoid"), by_hand.gla),
     "attention": (
         lambda patch: of(architectures.vit(patch).model, "ViTAttention"),
         by_hand.softmax_attention,
     ),
 }
+OF_SIGMOIDS = ("rwkv", "gla", "gla with a sigmoid")
 MASKED = ("mamba", "mamba2", "qwen3_next")
 
 
@@ -136,7 +139,7 @@ def test_relevance_is_that_of_the_averaged_function(
     hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)
     found = explained(model, hidden, seed, rule)
     entering = hidden.clone().requires_grad_()
-    options = {"tangents": rule in DIVIDING} if name == "rwkv" else {}
+    options = {"tangents": rule in DIVIDING} if name in OF_SIGMOIDS else {}
     factors = factors_of(model.mixer, entering, **options)
     assert_same(found, by_hand.divided(*factors, entering, seed, rule))
 

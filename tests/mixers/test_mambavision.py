@@ -14,14 +14,18 @@ from helpers.pages import read_page
 from helpers.sessions import full
 from oracles import PRESETS, relative_error
 from oracles import mambavision as oracle
+from oracles.messages import run_without
 from torch import Tensor, nn
 from zoo.mamba import randomise
 
 from captum_ssm import (
+    EdgeEffects,
+    Edges,
     ImplicitAttention,
     ImplicitAttentionRollout,
     LatimFlow,
     MambaAttribution,
+    knock_out,
     report,
     trace,
 )
@@ -400,3 +404,43 @@ def test_a_report(mambavision: Any, size: tuple[int, int], tmp_path: Path) -> No
         for layer, matrix in zip(layers, exact, strict=True):
             limit = matrix[0].abs().amax(-1, keepdim=True).numpy() / 254
             assert (abs(page.matrix(layer)[0] - matrix[0].numpy()) <= limit * 1.01 + 1e-6).all()
+
+
+# --- single messages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [WHOLE, FILLED_UP])
+def test_messages_within_maps_are_cut(mambavision: Any, size: tuple[int, int]) -> None:
+    """Positions number the tokens of a mixer's own map."""
+    model, images = small_model(mambavision), torch.randn(2, 3, *size)
+    with torch.no_grad(), trace(model) as record:
+        model(images)
+    for number in (0, len(record.layers) - 1):
+        layer = record.layers[number]
+        tokens = layer.operator.shape.tokens
+        zeroed = torch.zeros(2, tokens, tokens, dtype=torch.bool)
+        zeroed[:, 1, 0] = zeroed[1, tokens - 1, tokens - 1] = True
+        expected, _ = run_without(model, images, {number: zeroed})
+        own = torch.zeros(2, tokens, dtype=torch.bool)
+        own[1, -1] = True
+        with torch.no_grad(), knock_out(model, Edges(number, 0, 1), Edges(number, own, own)):
+            found = model(images)
+        assert relative_error(found, expected) <= FLOAT32
+    with torch.no_grad(), knock_out(model, Edges("attention"), Edges("ssm")):
+        silent = model(images)
+    assert relative_error(silent, model(images).detach()) > FLOAT32
+
+
+def test_effects_of_messages_within_maps(mambavision: Any) -> None:
+    model, images = small_model(mambavision), torch.randn(2, 3, *FILLED_UP)
+    effects = EdgeEffects(model).attribute(images, target=1)
+    with trace(model, graph="outputs") as record:
+        number = model(images)[:, 1]
+    layer = record.layers[0]
+    (gradient,) = torch.autograd.grad(number.sum(), layer.output)
+    written = layer.linear.output() - layer.linear.project(layer.linear.bias)
+    expected = (layer.in_order(gradient) * written).sum(-1)
+    assert relative_error(effects.by_target(0), expected) <= 10 * FLOAT32
+    assert relative_error(effects.matrix(0).sum(2), expected) <= 10 * FLOAT32
+    with pytest.raises(InputError, match="no sum"):
+        effects.matrix()

@@ -72,7 +72,10 @@ def run_without(
             layer = record.layers[number]
             out = cut_output(layer, zeroed[number], change)
             outputs.append(out)
-            returned = layer.map.windows.cut(out[..., None])[..., 0] if layer.map else out
+            returned = out
+            if layer.map is not None:  # places that hold no token keep what they hold
+                lost = layer.in_order(layer.output) - out
+                returned = layer.output - layer.map.windows.cut(lost[..., None])[..., 0]
             hook = layer.mixer.module.register_forward_hook(_returning(returned))
             stack.callback(hook.remove)
         return model(inputs), outputs

@@ -23,10 +23,14 @@ from . import token_loops
 DIVIDED = {
     "frozen": {"content": ("zero", 1.0)},
     "half": {"content": ("zero", 1.0), "gate": ("zero", 1.0)},
-    "equal": {role: ("zero", 1.0) for role in ("content", "gate", "key", "query")},
+    "equal": {
+        **{role: ("zero", 1.0) for role in ("content", "gate", "key", "query")},
+        "sigmoid gate": ("one half", 1.0),
+    },
     "centred": {
         "content": ("zero", 1.0),
         "gate": ("zero", 1.0),
+        "sigmoid gate": ("one half", 1.0),
         "key": ("mean", 0.5),
         "query": ("mean", 0.5),
         "step": ("own", 0.5),
@@ -99,12 +103,12 @@ def divided(
 
 
 def _start(x: Tensor, reference: str, mask: Tensor | None) -> Tensor:
-    """Nothing, the factor itself, or the mean over the real tokens up to each."""
+    """Nothing, one half, the factor itself, or the mean over the real tokens up to each."""
     if reference == "own":
         return x
     out = torch.zeros_like(x)
-    if reference == "zero":
-        return out
+    if reference in ("zero", "one half"):
+        return out if reference == "zero" else out + 0.5
     for example in range(len(x)):
         for t in range(x.shape[1]):
             real = [j for j in range(t + 1) if mask is None or mask[example, j]]
@@ -292,12 +296,14 @@ def rwkv4(module: Any, entering: Tensor, *, tangents: bool) -> tuple[Factors, Ou
             out.append((weights * v[:, : i + 1]).sum(1) / weights.sum(1))
         return module.output(z * torch.stack(out, 1))
 
-    given = _with_roles(factors)
-    return given if tangents else {**given, "z": (factors["z"].detach(), "none")}, returned
+    return _with_sigmoid_gate(factors, tangents), returned
 
 
-def gla(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
-    """fla's GatedLinearAttention, without convolutions and a feature map."""
+def gla(module: Any, entering: Tensor, *, tangents: bool) -> tuple[Factors, Outer]:
+    """fla's GatedLinearAttention, without convolutions and a feature map.
+
+    Where the gate is a sigmoid, that follows its derivative, or is a coefficient.
+    """
     heads = module.num_heads
     query, key, v, z = (
         project(entering).unflatten(-1, (heads, -1))
@@ -306,7 +312,7 @@ def gla(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
     step = F.logsigmoid(module.gk_proj(entering)) / module.gate_logit_normalizer
     factors = {
         "v": v,
-        "z": silu(z),
+        "z": silu(z) if module.fuse_norm_and_gate else torch.sigmoid(z),
         "key": key,
         "query": query * module.head_k_dim**-0.5,
         "step": step.unflatten(-1, (heads, -1)),
@@ -319,11 +325,13 @@ def gla(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
     real = attention(**{name: x.detach() for name, x in factors.items() if name != "z"})
 
     def returned(z: Tensor, **others: Tensor) -> Tensor:
-        norm = module.g_norm_swish_gate
+        norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
         normed = _rms_norm(attention(**others), real, norm.weight, norm.eps)
         return module.o_proj((z * normed).flatten(2))
 
-    return _with_roles(factors), returned
+    if module.fuse_norm_and_gate:
+        return _with_roles(factors), returned
+    return _with_sigmoid_gate(factors, tangents), returned
 
 
 def softmax_attention(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
@@ -345,3 +353,8 @@ def softmax_attention(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
 def _with_roles(factors: dict[str, Tensor]) -> Factors:
     roles = {"v": "content", "z": "gate", "write": "step"}
     return {name: (x, roles.get(name, name)) for name, x in factors.items()}
+
+
+def _with_sigmoid_gate(factors: dict[str, Tensor], tangents: bool) -> Factors:
+    gate = (factors["z"], "sigmoid gate") if tangents else (factors["z"].detach(), "none")
+    return {**_with_roles(factors), "z": gate}

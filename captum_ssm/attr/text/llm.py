@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ..engine.linear_method import LinearMethod
 from .codec import Codec
 from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
-from .result import SSMLLMAttributionResult, result_of_spans
+from .result import SSMLLMAttributionResult, less, result_of_spans
+from .resume import counted, fingerprint, kept
 from .spans import Spans, read_spans, with_spans
 
 #: How many tokens are generated if nothing else is said.
@@ -87,6 +89,9 @@ class SSMLLMAttribution(Attribution):
         spans: Spans | None = None,
         prompt_spans: Spans | Tensor | None = None,
         hops: int = 0,
+        against: Any = None,
+        resume: str | Path | None = None,
+        show_progress: bool = False,
         skip_tokens: SkipTokens = None,
         gen_args: Mapping[str, Any] | None = None,
         **options: Any,
@@ -113,6 +118,14 @@ class SSMLLMAttribution(Attribution):
             hops: how often relevance that went to the text's own tokens goes on along their own
                 explanations, towards the prompt; each hop of a span is one backward pass. Default:
                 0, it stays on the text.
+            against: a second text, in the forms of the target and of any length: relevance is that
+                of the text less that of this one, each in a run of its own; with ``spans="all"``.
+                Default: None, of the text alone.
+            resume: a folder that takes the answer to each span and hop as soon as it is found, so
+                that a call that was ended goes on from there; with ``spans``. Default: None, no
+                folder.
+            show_progress: show a progress bar over spans and hops, or if the method has one the
+                method's own. Default: False.
             skip_tokens: ids or strings of tokens whose relevance is left out of the result, such
                 as the tokenizer's own. Default: None.
             gen_args: arguments of the model's ``generate``, for a target of None. Default: None,
@@ -146,7 +159,20 @@ class SSMLLMAttribution(Attribution):
                 f"but attr_method is {type(self.attr_method).__name__}."
             )
         self._check_ids(prompt.ids)
-        asked = _Asked(spans if spans is not None or not hops else "token", hops)
+        checks.flags(show_progress=show_progress)
+        if against is not None and spans != "all":
+            raise OptionError(
+                f"against= holds whole texts against each other, not spans={spans!r}."
+            )
+        if resume is not None and (spans is None or not _adds_up(self.attr_method)):
+            raise OptionError("resume= is for spans, and a method whose parts add up.")
+        asked = _Asked(
+            spans if spans is not None or not hops else "token",
+            hops,
+            None if against is None else self._read_target(against),
+            None if resume is None else Path(resume),
+            show_progress,
+        )
         if target is None:
             return self._explained(prompt, self._generated(prompt.ids, gen_args), asked, options)
         if gen_args is not None:
@@ -162,7 +188,14 @@ class SSMLLMAttribution(Attribution):
         length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts nothing
         if asked.spans is not None:
-            return self._of_spans(prompt, text, ids, asked, options)
+            found = self._of_spans(prompt, text, ids, asked, options)
+            if asked.against is None:
+                return found
+            resume = None if asked.resume is None else asked.resume / "against"
+            other = replace(asked, against=None, resume=resume)
+            return less(found, self._explained(prompt, asked.against, other, options))
+        if asked.show_progress:
+            options = {**options, "show_progress": True}
         # counted from the end: models may put virtual tokens in front
         targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:
@@ -192,7 +225,14 @@ class SSMLLMAttribution(Attribution):
         contrast = given.pop("contrast", None)
 
         def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[Hop]]:
-            return follow(text, spans, length, contrast, asked.hops, logits)
+            questions = follow(text, spans, length, contrast, asked.hops, logits)
+            if asked.show_progress:
+                questions = counted(questions, method.name, len(spans) * (1 + asked.hops))
+            if asked.resume is None:
+                return questions
+            name = type(method).__name__
+            told = ids, text, spans, contrast, asked.hops, name, vars(method).get("rule")
+            return kept(questions, asked.resume, fingerprint(self.model, options, *told))
 
         if hasattr(method, "answer_in_turn"):
             hops = method.answer_in_turn(ids, positions, ask, **given)
@@ -298,10 +338,13 @@ class SSMLLMAttribution(Attribution):
 
 @dataclass(frozen=True)
 class _Asked:
-    """How a text is explained: by which spans, and over how many hops."""
+    """How a text is explained: by which spans, over how many hops, against what, kept where."""
 
     spans: Spans | None
     hops: int
+    against: Tensor | None
+    resume: Path | None
+    show_progress: bool
 
 
 def _adds_up(method: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,6 +131,33 @@ def result_of_spans(
         input_tokens=prompt.names,
         output_tokens=names,
         spans=parts,
+    )
+
+
+def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
+    """A text held against another: relevance of the prompt is the difference.
+
+    What the other text's own words and constants are due to counts as a constant.
+
+    Args:
+        one: the text, as a single span.
+        other: the other one, likewise.
+    """
+    assert one.spans is not None and other.spans is not None
+    count = max(len(one.spans.hops), len(other.spans.hops))
+    found = []
+    for number in range(count):
+        mine, theirs = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
+        rest = theirs.total - theirs.prompt.sum(1)
+        prompt = mine.prompt - theirs.prompt
+        found.append(SpanHop(prompt, mine.text, mine.unresolved, mine.constants - rest))
+    return SSMLLMAttributionResult(
+        seq_attr=found[-1].prompt.sum(0).float(),
+        token_attr=found[-1].prompt.float(),
+        generated_attr=one.generated_attr,
+        input_tokens=one.input_tokens,
+        output_tokens=one.output_tokens,
+        spans=replace(one.spans, hops=found),
     )
 
 

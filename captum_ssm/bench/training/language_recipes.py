@@ -141,6 +141,9 @@ FURTHER_RECIPES = {
     "translation-gated-deltanet": LanguageRecipe(
         NUMBER_WORDS, _DELTA, steps=(500,), lasting_from=0
     ),
+    "translation-rwkv": LanguageRecipe(
+        NUMBER_WORDS, ModelSize("rwkv"), steps=(2500,), learning_rate=4e-3
+    ),
 }
 
 #: Those of further architectures that roles are counted on, and nothing else.

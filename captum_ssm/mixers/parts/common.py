@@ -155,6 +155,17 @@ def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]
 
 
+def output_gate(act: Callable[[Tensor], Tensor], z: Tensor) -> Diagonal:
+    """The gate act(z), for an activation that a model may choose.
+
+    Args:
+        act: the activation.
+        z: its input (B, L, H, P).
+    """
+    at_rest = float(act(z.new_zeros(1, 1)))
+    return Diagonal(act(z), Shape(*z.shape), "gate", at_rest=at_rest)
+
+
 def causal_conv(
     conv: nn.Conv1d, values: Tensor, mask: Tensor | None, shape: Shape
 ) -> tuple[ShortConv, Tensor]:

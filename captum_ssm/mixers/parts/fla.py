@@ -16,7 +16,15 @@ from torch import Tensor
 from ...errors import InputError
 from ...operators import Chain, Diagonal, Operator, Shape, ShortConv
 from ..base import Call, LinearMixer
-from .common import as_heads, masked, padding_mask, refuse_packed, run, working_dtype
+from .common import (
+    as_heads,
+    masked,
+    output_gate,
+    padding_mask,
+    refuse_packed,
+    run,
+    working_dtype,
+)
 
 
 def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -120,9 +128,8 @@ def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
     norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if module.use_output_gate:
-        g = run(module.g_proj, hidden)
-        g = F.silu(g) if module.fuse_norm_and_gate else module.gate_fn(g)
-        parts.insert(0, Diagonal(as_heads(g, o.shape[2]), Shape(*o.shape), "gate"))
+        g = as_heads(run(module.g_proj, hidden), o.shape[2])
+        parts.insert(0, output_gate(F.silu if module.fuse_norm_and_gate else module.gate_fn, g))
     return parts
 
 
@@ -131,9 +138,8 @@ def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
     norm = module.o_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
     if module.use_gate:
-        g = run(module.g_proj, hidden)
-        g = torch.sigmoid(g) if norm.activation == "sigmoid" else F.silu(g)
-        parts.insert(0, Diagonal(as_heads(g, o.shape[2]), Shape(*o.shape), "gate"))
+        g = as_heads(run(module.g_proj, hidden), o.shape[2])
+        parts.insert(0, output_gate(torch.sigmoid if norm.activation == "sigmoid" else F.silu, g))
     return parts
 
 

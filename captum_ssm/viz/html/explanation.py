@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...attr import compare
 from ...attr.catalogue import METHODS
-from ...errors import InputError
+from ...edges import EdgeEffects
+from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
@@ -42,6 +43,7 @@ class Wanted:
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
+        edges: how many of the strongest edges are listed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
         show_progress: show progress bars.
@@ -52,6 +54,7 @@ class Wanted:
     maps: Sequence[str]
     shown_layers: Sequence[int]
     kept: int
+    edges: int
     accounts: bool
     show_progress: bool
 
@@ -122,6 +125,7 @@ def explain(
         "direction": _direction("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
         "image": _image(example, known),
+        "edges": _edges(subject, example, known, wanted.edges),
         "maps": [],
     }
     blocks: dict[str, bytes] = {}
@@ -155,6 +159,31 @@ def _parts(
         accounts[spelled(name)] = account(found)
         roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
     return accounts if wanted.accounts else {}, roles
+
+
+def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
+    """The edges whose cutting is estimated to do most, or why there is no estimate."""
+    told: dict[str, Any] = {"rows": [], "obstacle": None}
+    if count == 0:
+        return told
+    method = EdgeEffects(subject.forward_func, subject.module, subject.layers)
+    try:
+        effects = method.attribute(example.inputs, known.target, example.additional or None)
+    except CaptumSSMError as error:  # which leaves all else to be shown
+        return told | {"obstacle": str(error)}
+    place = {token: number for number, token in enumerate(known.real)}
+    told["rows"] = [
+        {
+            "layer": edge.layer,
+            "module": edge.name,
+            "source": place[edge.source],
+            "target": place[edge.target],
+            "effect": float(f"{edge.effect:.5g}"),
+        }
+        for edge in effects.top(count)[0]
+        if edge.source in place and edge.target in place
+    ]
+    return told
 
 
 def _listed(methods: Methods) -> list[Any]:

@@ -151,15 +151,22 @@ def _said(subject: Subject, output: Tensor, index: Tensor | None) -> tuple[str, 
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
     predictions = [
-        Prediction(_label(subject, k, output), float(logits[k]), float(chances[k]))
+        Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k]))
         for k in dict.fromkeys([*best, chosen])
     ]
-    label = _label(subject, chosen, output)
+    label = label_of(subject, chosen, output)
     where = f", predicted after token {place[0]}" if output.dim() == 3 else ""
     return f"the logit of “{label}”{where}", predictions
 
 
-def _label(subject: Subject, index: int, output: Tensor) -> str:
+def label_of(subject: Subject, index: int, output: Tensor) -> str:
+    """What a class, or a token, is called.
+
+    Args:
+        subject: the model.
+        index: of the class or token.
+        output: what the model returned, (B, ...).
+    """
     if subject.labels is not None and index < len(subject.labels):
         return str(subject.labels[index])
     if output.dim() == 3 and subject.codec is not None:

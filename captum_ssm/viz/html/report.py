@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._files import make_folder, write_whole
+from ...attr.call import checks
 from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
 from ...attr.engine.fold import shown
@@ -20,6 +21,9 @@ from .explanation import Explanation, Methods, Wanted, explain
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .page import page
+
+#: So many edges are listed beside maps.
+_EDGES = 10
 
 
 def report(
@@ -38,6 +42,7 @@ def report(
     matrices: bool | Sequence[str] = True,
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
+    edges: int | None = None,
     names: Sequence[str] | None = None,
     title: str = "Explanation",
     path: str | Path = "report.html",
@@ -46,7 +51,9 @@ def report(
     """Explain examples by several methods and write one HTML file that needs nothing else.
 
     The page shows the model's predictions; the relevance of every token, or patch of an image, by
-    every method; and from token to token, layer by layer, what a token takes from each other one.
+    every method; from token to token, layer by layer, what a token takes from each other one; and
+    the messages between tokens whose cutting would change most, by
+    :class:`~captum_ssm.EdgeEffects`' estimate.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
@@ -79,6 +86,8 @@ def report(
             negative ones count from the end. Default: None, all.
         megabytes: how much the maps may add to the file; where all of their entries do not fit,
             the strongest of each row are kept, and the page says how many. Default: 12.
+        edges: how many of the strongest edges are listed with the estimated effect of cutting each;
+            0 for none. Default: None, 10 beside maps, and none without.
         names: what the examples are called. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write; its folder is made if it is missing. Default: ``"report.html"``.
@@ -119,6 +128,7 @@ def report(
         matrices=matrices,
         shown_layers=shown_layers,
         megabytes=megabytes,
+        edges=edges,
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):
@@ -135,6 +145,7 @@ def explain_all(
     matrices: bool | Sequence[str] = True,
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
+    edges: int | None = None,
     accounts: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
@@ -143,11 +154,14 @@ def explain_all(
     Args:
         subject: the model.
         examples: the examples.
-        methods, options, matrices, shown_layers, megabytes, show_progress: as in :func:`report`,
-            with the same defaults.
+        methods, options, matrices, shown_layers, megabytes, edges, show_progress: as in
+            :func:`report`, with the same defaults.
         accounts: also say what else the explained number is made of. Default: False.
     """
     kinds = _kinds(matrices)
+    listed = _EDGES * bool(kinds) if edges is None else checks.integer("edges", edges)
+    if listed < 0:
+        raise OptionError(f"edges={edges} must be at least 0, or None.")
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
     parts = list(zip(batch_parts(len(examples), 1), examples, strict=True))
@@ -157,7 +171,7 @@ def explain_all(
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
     kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, accounts, show_progress)
+    asked = Wanted(methods, options, kinds, chosen, kept, listed, accounts, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)

@@ -74,6 +74,7 @@ CARDS = {
     "pairs-bamba": Card(),
     "copying-bamba": Card(sequences=0.96, strayed=0.15, hardest=0.93, exchanged=24),
     "translation-gated-deltanet": Card(),
+    "translation-rwkv": Card(),
     "passkey-gated-deltanet": Card(strayed=0.3),
     "two-passkeys-gated-deltanet": Card(strayed=0.25),
     "chains-mamba": Card(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from zoo.language import word_tokenizer
 from zoo.small import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
+    EdgeEffects,
     ImplicitAttention,
     ImplicitAttentionRollout,
     LatimFlow,
@@ -272,6 +274,47 @@ def test_one_number_from_embeddings(path: Path) -> None:
 def test_other_precisions(path: Path, dtype: torch.dtype) -> None:
     report(mamba_lm().to(dtype), token_ids(1, 7), METHODS, path=path)
     assert len(read_page(path).facts["examples"][0]["methods"]) == 2
+
+
+def test_the_strongest_edges_are_estimated(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    for given in ({"target": (-1, 4)}, {"target": (-1, 4), "edges": 3}):
+        report(model, ids, METHODS, additional_forward_args=_masking(mask), path=path, **given)
+        for b, example in enumerate(read_page(path).facts["examples"]):
+            real = mask[b].bool()
+            alone = EdgeEffects(model).attribute(ids[b : b + 1, real], (-1, 4))
+            expected = alone.top(given.get("edges", 10))[0]
+            found = example["edges"]["rows"]
+            assert example["edges"]["obstacle"] is None
+            effects = [row["effect"] for row in found]
+            np.testing.assert_allclose(effects, [edge.effect for edge in expected], rtol=1e-3)
+            at = [(row["layer"], row["module"], row["source"], row["target"]) for row in found]
+            assert at == [(e.layer, e.name, e.source, e.target) for e in expected]
+
+
+def _masking(mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Further arguments of a transformers Mamba up to its attention mask."""
+    names = list(inspect.signature(mamba_lm().forward).parameters)
+    return (*[None] * (names.index("attention_mask") - 1), mask)
+
+
+def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
+    model, ids = mamba_lm(), token_ids(1, 6)
+    for options in ({"matrices": False}, {"edges": 0}):
+        report(model, ids, METHODS, path=path, **options)
+        (example,) = read_page(path).facts["examples"]
+        assert example["edges"] == {"rows": [], "obstacle": None}
+    report(model, ids, METHODS, matrices=False, edges=2, path=path)
+    assert len(read_page(path).facts["examples"][0]["edges"]["rows"]) == 2
+    run = torch.no_grad()(lambda x: model(x).logits)
+    report(run, ids, [ImplicitAttentionRollout], model=model, path=path)
+    (example,) = read_page(path).facts["examples"]
+    assert example["edges"]["rows"] == []
+    assert "records no gradients" in example["edges"]["obstacle"]
+    with pytest.raises(OptionError, match="edges=-1"):
+        report(model, ids, METHODS, edges=-1, path=path)
 
 
 def test_refusals(path: Path) -> None:

@@ -54,19 +54,22 @@ CHOOSING = (
     "frequent-word-mamba2",
     "pairs-gated-deltanet",
     "pairs-bamba",
+    "pairs-rwkv",
     "valence-mamba",
     "valence-bert",
 )
 #: The models that what was chosen is confirmed on.  They were named before anything was chosen, and
 #: are looked at once it is: of six kinds of mixers (Mamba, Mamba-2, RWKV-4's average, RG-LRU, the
-#: gated delta rule, Mamba-2 with attention) and four tasks.
+#: gated delta rule, Mamba-2 with attention) and four tasks.  What a gate that is a sigmoid is
+#: compared with was chosen on pairs-rwkv, which was one of these before; translation-rwkv, made
+#: after that, is in its place.
 CONFIRMING = (
     "pairs-mamba",
     "pairs-mamba2",
-    "pairs-rwkv",
     "pairs-griffin",
     "copying-bamba",
     "translation-gated-deltanet",
+    "translation-rwkv",
     "valence-rwkv",
 )
 #: Those of images, the first to choose on and the others to confirm.

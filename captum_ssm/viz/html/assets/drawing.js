@@ -162,8 +162,47 @@ function verdict(output) {
   return best.index === output.actual.index ? ', correct' : ', incorrect';
 }
 
+/** A choice among labels, by number. */
+function choice(caption, labels, chosen) {
+  const list = make('select', {}, ...labels.map((label, i) => new Option(`${i} ${readable(label)}`, i)));
+  list.value = chosen;
+  return [make('label', {}, caption, list), () => Number(list.value)];
+}
+
+/** What the model predicts without a message, and what cutting it did. */
+function drawCut({ answers, before: whole, without: rest, estimated, error }) {
+  if (error !== undefined) return [make('p', { className: 'error' }, readable(error))];
+  const numbers = ({ label, before, without }) => [readable(label), number(before), number(without)];
+  const cells = (tag, [label, ...rest]) => [
+    make('th', { scope: tag === 'th' ? 'col' : 'row', dir: 'auto' }, label),
+    ...rest.map((text) => make(tag, { className: 'number' }, text)),
+  ];
+  const head = make('thead', {}, make('tr', {}, ...cells('th', ['Probability', 'as it is', 'without'])));
+  const body = make('tbody', {}, ...answers.map((each) => make('tr', {}, ...cells('td', numbers(each)))));
+  const said = `The output for the class explained loses ${number(whole - rest)}; the estimate was ${number(estimated)}.`;
+  return [...(answers.length ? [make('table', {}, head, body)] : []), make('p', {}, said)];
+}
+
+/** A message from a word to a word to choose; `cut` is called with its layer and ends. */
+function drawCutting(words, layers, cut) {
+  const last = words.length - 1;
+  const [from, source] = choice('From', words, Math.max(0, last - 1));
+  const [to, target] = choice('To', words, last);
+  const [layer, index] = choice('Layer', layers, layers.length - 1);
+  const result = make('div', { className: 'result' });
+  const form = make('form', {}, from, to, layer, make('button', {}, 'Cut'));
+  form.addEventListener('submit', async (event) => {
+    event.preventDefault();
+    result.replaceChildren();
+    const answer = await cut({ layer: layers[index()], from: source(), to: target() });
+    if (answer !== undefined) result.replaceChildren(...drawCut(answer));
+  });
+  const summary = make('summary', {}, 'Cut a message');
+  return make('details', { className: 'cutting' }, summary, form, result);
+}
+
 /** What a model says of an example; `explain` is called with the index of a class. */
-function drawModel(output, title, explain) {
+function drawModel(output, title, layers, explain, cut) {
   const made = make('section', {});
   made.setAttribute('aria-label', title);
   if (output === undefined) {
@@ -180,25 +219,30 @@ function drawModel(output, title, explain) {
       ...shares(output.feature_outputs),
       ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
       ...drawRoles(output),
+      ...(layers.length
+        ? [drawCutting(output.feature_outputs[0].base, layers, (edge) => cut(output.active_index, edge))]
+        : []),
     );
   }
   return made;
 }
 
 /** An example, with a section for each model. */
-function drawExample(example, models, explain) {
+function drawExample(example, models, explain, cut) {
   const labelled = example.models.find((output) => output.actual);
   const label = labelled ? `: ${readable(labelled.actual.label)}` : '';
-  const sections = models.map((name, index) => {
+  const sections = models.map(({ name, layers }, index) => {
     const title = models.length > 1 ? `Model ${index + 1}, ${name}` : name;
     const draw = (output) => {
-      const section = drawModel(output, title, async (target) => {
+      const explained = async (target) => {
         const answer = await explain(example.id, index, target);
         if (answer === undefined) return;
         const renewed = draw(answer);
         section.replaceWith(renewed);
         renewed.querySelector('[aria-pressed="true"]')?.focus();
-      });
+      };
+      const cutOf = (target, edge) => cut({ id: example.id, model: index, target, ...edge });
+      const section = drawModel(output, title, layers, explained, cutOf);
       return section;
     };
     return draw(example.models.find((output) => output.model_index === index));

@@ -59,7 +59,14 @@ function showExamples(answer, models, filter) {
       say('Explained.');
       return output;
     });
-  const drawn = answer.examples.map((each) => drawExample(each, models, explain));
+  const cut = (request) =>
+    alone(async () => {
+      say('Cutting …');
+      const output = await ask('cut', request);
+      say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
+      return output;
+    });
+  const drawn = answer.examples.map((each) => drawExample(each, models, explain, cut));
   byId('examples').replaceChildren(...drawn);
   byId('overlay-label').hidden = byId('examples').querySelector('.stack') === null;
   say(summary(answer));
@@ -69,7 +76,9 @@ function fetchExamples(controls, again) {
   return alone(async () => {
     say('Searching …');
     const filter = controls.read();
-    showExamples(await ask('examples', { filter, again }), controls.config.models, filter);
+    const { models, layers } = controls.config;
+    const known = models.map((name, index) => ({ name, layers: layers[index] }));
+    showExamples(await ask('examples', { filter, again }), known, filter);
   });
 }
 

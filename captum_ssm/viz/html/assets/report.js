@@ -247,6 +247,7 @@ function showExample() {
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
+  showEdges(byId('edges'), example());
   showNumbers();
   showMap();
 }

@@ -53,6 +53,22 @@ function showPartners(table, tokens, values) {
   );
 }
 
+/** The edges whose cutting is estimated to do most, or why there is no estimate. */
+function showEdges(section, { tokens, edges: { rows, obstacle } }) {
+  const [note] = section.getElementsByClassName('note');
+  const [table] = section.getElementsByTagName('table');
+  section.hidden = !rows.length && obstacle === null;
+  note.hidden = obstacle === null;
+  note.textContent = `There is no estimate: ${obstacle}`;
+  table.hidden = !rows.length;
+  fillRows(
+    table.tBodies[0],
+    rows.map(({ layer, source, target, effect }) => [
+      { number: layer }, { number: source }, tokens[source], { number: target }, tokens[target], effect,
+    ]),
+  );
+}
+
 /** One row per token, one column per view: a method, or a role. */
 function numbersTable(example, views) {
   const table = make('table');

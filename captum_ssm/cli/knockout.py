@@ -1,0 +1,308 @@
+"""``captum-ssm knockout``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+from .explain import add_source_to, loaded_by, print_any_letters
+
+if TYPE_CHECKING:
+    from ..edges import EdgeEffects, Edges
+    from ..explain.knockout import Cut, Held
+    from ..explain.loading import Loaded
+    from ..viz.html.example import Example, Subject
+    from ..viz.html.outline import Outline
+
+_DESCRIPTION = """Run a model on a text without some of the messages between its tokens, and say
+what that does to the prediction.  Without --from and --to, the strongest edges are found and each
+is cut by itself.  MODEL is what captum-ssm explain takes.
+
+Tokens are named by words of the text, or by positions from 0, also from the end as -1, or as a
+slice, such as 0:4, or : for all.
+
+Examples:
+  captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the"
+  captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the" \\
+      --layers 1 --from lamp --to -1"""
+
+#: The components, said again so that the command's help loads no torch.
+_COMPONENTS = ("activation", "conv", "gate", "norm", "scan", "skip")
+_NUMBER = re.compile(r"-?\d+")
+#: Of edges that --from and --to name.
+_OF_NAMED = ("heads", "component", "selection", "replace")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers.
+
+    Args:
+        commands: what ``add_subparsers`` of a parser returns.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.knockout import add_to
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> asked = ["knockout", "recall-mamba", "anna owns the", "--from", "anna", "--to", "-1"]
+        >>> options = parser.parse_args(asked)
+        >>> options.text, options.sources, options.targets
+        ('anna owns the', ['anna'], ['-1'])
+    """
+    parser = commands.add_parser(
+        "knockout",
+        help="cut messages between tokens: what the model then predicts",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("text", metavar="TEXT")
+    parser.add_argument(
+        "--target",
+        help="whose logit effects are on: a class's name or number, or the next token's text, or "
+        "its id as id:NUMBER; if left, what the model predicts",
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        metavar="L",
+        help="numbers or names of mixers, or the name of a family, attention or ssm; all if left",
+    )
+    parser.add_argument(
+        "--from", nargs="+", dest="sources", metavar="T", help="tokens that send; if left, "
+        "all that the mixers write to those of --to goes, biases too"
+    )  # fmt: skip
+    parser.add_argument(
+        "--to", nargs="+", dest="targets", metavar="T", help="tokens that receive; all if left"
+    )
+    parser.add_argument(
+        "--heads", nargs="+", type=int, help="of these heads (of Mamba-1: channels) alone"
+    )
+    parser.add_argument(
+        "--component", nargs="+", choices=_COMPONENTS, help="only what these components carry"
+    )
+    parser.add_argument(
+        "--selection",
+        action="store_true",
+        help="take what the sources do to B, C, steps and gates away as well",
+    )
+    parser.add_argument(
+        "--replace",
+        metavar="mean|TEXT",
+        help="what comes in place of messages: what the mean token would send, or what is sent in "
+        "a run on another text of as many tokens; nothing if left",
+    )
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=8,
+        metavar="N",
+        help="how many edges are listed without --from and --to; 8 if left",
+    )
+    parser.add_argument("--json", action="store_true", help="print numbers as JSON")
+    add_source_to(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run ``captum-ssm knockout``: load, cut, and print what the model then says.
+
+    Args:
+        options: as parsed by what :func:`add_to` adds.
+
+    Raises:
+        CaptumSSMError: when an option or the text cannot be used; the message names it.
+
+    Example:
+        >>> import argparse
+        >>> from captum_ssm.cli.knockout import add_to, run
+        >>> parser = argparse.ArgumentParser()
+        >>> add_to(parser.add_subparsers())
+        >>> text = "anna owns the lamp . bob owns the kite . ? anna owns the"
+        >>> asked = ["knockout", "recall-mamba", text, "--layers", "1", "--from", "lamp"]
+        >>> run(parser.parse_args(asked))  # doctest: +ELLIPSIS
+        Explained is the logit of “lamp”, predicted after token 13.
+        ...
+    """
+    named = options.sources is not None or options.targets is not None
+    for name in () if named else _OF_NAMED:
+        if getattr(options, name):
+            raise OptionError(
+                f"--{name} says what is cut of edges that --from or --to name. Name some, or leave "
+                "it out."
+            )
+    if options.top < 1:
+        raise OptionError(f"--top {options.top}: at least 1 edge is to be found.")
+    loaded = loaded_by(options)
+    if loaded.tokenizer is None:
+        raise OptionError(f"{options.model} reads images; knockout takes a text.")
+    from ..edges import EdgeEffects
+    from ..explain.typed_target import read_target
+    from ..viz.html.example import find_subject, read_examples
+    from ..viz.html.outline import outline
+
+    subject = find_subject(loaded.model, None, None, loaded.tokenizer, loaded.labels)
+    target = None
+    if options.target is not None:
+        target = read_target(subject, options.target, language=loaded.is_language)
+    (example,) = read_examples(subject, options.text, target, None, None)
+    known, method = outline(subject, example), EdgeEffects(loaded.model)
+    facts = {"model": options.model, "explained": known.explained, "tokens": example.names}
+    if named:
+        cut = _cut(options, loaded, subject, example, known, method)
+        told, facts = _said_of_cut(cut), facts | _facts_of_cut(cut)
+    else:
+        from ..explain.knockout import strongest_edges
+
+        layers = None if options.layers is None else _layers(options.layers)
+        found = strongest_edges(method, example.inputs, known.target, options.top, layers)
+        told = _said_of_edges(found, example.names or [], known)
+        facts |= {"edges": [held.edge._asdict() | {"true": held.true} for held in found]}
+    print_any_letters()
+    if options.json:
+        print(json.dumps(facts, indent=1, allow_nan=False))
+    else:
+        print(f"Explained is {known.explained}.")
+        print("\n".join(told))
+
+
+def _cut(
+    options: argparse.Namespace,
+    loaded: Loaded,
+    subject: Subject,
+    example: Example,
+    known: Outline,
+    method: EdgeEffects,
+) -> Cut:
+    from ..explain.knockout import cut_edges
+    from ..viz.html.outline import label_of
+
+    return cut_edges(
+        method,
+        example.inputs,
+        known.target,
+        _edges(options, example),
+        lambda index, output: label_of(subject, index, output),
+        replace=_replacement(options.replace, subject, example),
+    )
+
+
+def _edges(options: argparse.Namespace, example: Example) -> Edges:
+    from ..edges import Edges
+    from ..explain.knockout import read_tokens
+
+    def tokens(option: str, given: list[str] | None) -> Any:
+        names = example.names or []
+        return None if given is None else read_tokens(option, given, names, options.text)
+
+    return Edges(
+        None if options.layers is None else _layers(options.layers),
+        tokens("--from", options.sources),
+        tokens("--to", options.targets),
+        heads=options.heads,
+        component=options.component,
+        selection=options.selection,
+    )
+
+
+def _layers(given: list[str]) -> Any:
+    """Numbers, and names, in the forms of ``Edges.layers``."""
+    found = [int(one) if _NUMBER.fullmatch(one) else one for one in given]
+    return found[0] if len(found) == 1 else found
+
+
+def _replacement(given: str | None, subject: Subject, example: Example) -> Any:
+    """What comes in place of messages, as :func:`captum_ssm.knock_out` takes it."""
+    if given is None or given == "mean":
+        return given
+    from ..viz.html.example import read_examples
+
+    (other,) = read_examples(subject, given, None, None, None)
+    counts = [each.inputs.shape[1] for each in (other, example)]
+    if counts[0] != counts[1]:
+        raise OptionError(
+            f"--replace {given!r} has {counts[0]} tokens, the text has {counts[1]}: "
+            f"{', '.join(other.names or ())} in place of {', '.join(example.names or ())}. Use a "
+            "text of as many."
+        )
+    return other.inputs
+
+
+def _facts_of_cut(cut: Cut) -> dict[str, Any]:
+    return {
+        "before": cut.before,
+        "without": cut.without,
+        "estimated": cut.estimated,
+        "true": cut.true,
+        "answers": [answer._asdict() for answer in cut.answers],
+    }
+
+
+def _said_of_cut(cut: Cut) -> list[str]:
+    rows = [(_word(a.label), f"{a.before:.4f}", f"{a.without:.4f}") for a in cut.answers]
+    lines = _table(("probability of", "as it is", "without"), rows) if rows else []
+    effect = f"Its logit loses {cut.true:.4g}"
+    if not cut.answers:
+        effect = (
+            f"The output goes from {cut.before:.4g} to {cut.without:.4g}: it loses {cut.true:.4g}"
+        )
+    if cut.estimated is None:
+        return [*lines, f"{effect}; of --selection and --replace there is no estimate."]
+    return [*lines, f"{effect}; the estimate beforehand was {cut.estimated:.4g}."]
+
+
+def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
+    if not found:
+        return ["No edge has any effect on it."]
+    chances = [
+        f"{_word(answer.label)} {answer.probability:.4f}" for answer in known.predictions[:3]
+    ]
+    rows = [
+        (
+            str(edge.layer),
+            f"{_word(names[edge.source])} ({edge.source})",
+            f"{_word(names[edge.target])} ({edge.target})",
+            f"{edge.effect:+.4g}",
+            f"{true:+.4g}",
+        )
+        for edge, true in found
+    ]
+    return [
+        *([f"Probabilities: {', '.join(chances)}."] if chances else []),
+        "What it loses when each of the strongest edges is cut:",
+        *_table(("layer", "from", "to", "estimated", "true"), rows),
+    ]
+
+
+def _word(name: str) -> str:
+    """A token as it is printed in a line."""
+    from ..viz.labels import spelled
+
+    return spelled(name).strip()
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of columns, all of them numbers but for words on the left."""
+    columns = list(zip(head, *rows, strict=True))
+    wide = [max(map(len, column)) for column in columns]
+    words = [not _is_number(column[1]) for column in columns]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(size) if left else cell.rjust(size)
+            for cell, size, left in zip(row, wide, words, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,359 @@
+"""Published experiments on cut edges, as functions: windows of layers, and parts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..attr.call.inputs import as_tuple, call_model, single_input
+from ..attr.call.targets import contrasted, logits_of, require_real_target, target_index
+from ..errors import NoMixerError, OptionError, TargetError
+from ..mixers.base import Call
+from ..operators.kernels.arithmetic import full_precision
+from ..tracing import Mixer, find_mixers, find_model
+from ..tracing.observe import Watcher, observe
+from ..tracing.offload import linearize
+from ..tracing.record import none_ran
+from .cut import Replacement
+from .cutting import knock_out
+from .messages import is_attention
+from .pairs import Edges, OneLayer, Tokens
+
+#: Layers, in the forms of ``Edges.layers``.
+Layers = OneLayer | slice | range | Sequence[OneLayer] | None
+
+
+@dataclass(frozen=True, eq=False)
+class KnockoutWindows:
+    """Probabilities of an answer without edges from kinds of tokens, by window of layers.
+
+    Attributes:
+        kinds: the names of the K kinds of tokens.
+        layers: the names of the N layers, in the order in which they ran; a window has each of them
+            in its middle.
+        window: how many layers a window holds, but for those at the ends.
+        plain: the probability of the answer in the model as it is (B,).
+        probabilities: the same without a kind's edges in a window's layers (K, N, B).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.edges import KnockoutWindows
+        >>> plain, without = torch.tensor([0.5]), torch.tensor([[[0.25], [0.5]]])
+        >>> found = KnockoutWindows(("subject",), ("first", "last"), 1, plain, without)
+        >>> found.change.tolist(), found.layers_of(1)
+        ([[[-50.0], [0.0]]], ('last',))
+    """
+
+    kinds: tuple[str, ...]
+    layers: tuple[str, ...]
+    window: int
+    plain: Tensor
+    probabilities: Tensor
+
+    @property
+    def change(self) -> Tensor:
+        """By how many percent of itself the probability rises, as published (K, N, B)."""
+        return 100 * (self.probabilities / self.plain - 1)
+
+    @property
+    def difference(self) -> Tensor:
+        """By how much the probability rises (K, N, B)."""
+        return self.probabilities - self.plain
+
+    def layers_of(self, number: int) -> tuple[str, ...]:
+        """The names of the layers of a window.
+
+        Args:
+            number: of the layer in its middle.
+        """
+        return tuple(self.layers[i] for i in _window(number, self.window, len(self.layers)))
+
+
+def knockout_windows(
+    forward_func: Callable[..., Any],
+    inputs: Tensor | tuple[Tensor, ...],
+    target: Any,
+    kinds: Mapping[str, Tokens],
+    *,
+    targets: Tokens = -1,
+    window: int = 9,
+    layers: Layers = None,
+    model: nn.Module | None = None,
+    additional_forward_args: Any = None,
+    component: str | Sequence[str] | None = None,
+    selection: bool = False,
+    replace: Replacement = None,
+    verify: bool | float = True,
+) -> KnockoutWindows:
+    """The probability of an answer without the edges from kinds of tokens, by window of layers.
+
+    For every kind of tokens, such as those of a question's subject, and every layer, the edges from
+    them to the tokens that answer are cut in a window of layers around it: Mamba Knockout
+    (arXiv:2505.24244), and for attention Geva et al. (arXiv:2304.14767).
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
+            such tensor.
+        target: the answer, in Captum's forms: a class, or for outputs (B, L, V) a tuple
+            (position, token).
+        kinds: by name, the tokens that send, in the forms of :attr:`Edges.sources`.
+        targets: the tokens that receive, in the same forms: those that the answer is read from.
+            Default: -1, the last.
+        window: how many layers; those at the ends have fewer. With an even number, one more of
+            them comes before the middle. Default: 9.
+        layers: of which windows are taken, in the forms of :attr:`Edges.layers`; of a hybrid,
+            ``"attention"`` or ``"ssm"``. Default: None, all.
+        model: the module, where forward_func does not reveal it. Default: None.
+        additional_forward_args: further positional arguments of forward_func. Default: None.
+        component, selection: what is cut of an edge, as in :class:`Edges`. Default: None and
+            False, the whole message.
+        replace, verify: as in :func:`~captum_ssm.knock_out`. Default: None, nothing comes in place
+            of messages; and True.
+
+    Returns:
+        The probabilities, with and without the edges.
+
+    Raises:
+        OptionError: for kinds that are no mapping or empty, and options that are not known.
+        TargetError: when the target does not name one of several classes or tokens, or one at a
+            padded position.
+        InputError, NoMixerError, QueryError, ReconstructionError: as in
+            :func:`~captum_ssm.knock_out`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.edges import knockout_windows
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
+        >>> ids = torch.tensor([vocabulary.encode(prompt)])
+        >>> kinds = {"other thing": 8, "thing": 3}
+        >>> found = knockout_windows(model, ids, (-1, vocabulary.id_of("lamp")), kinds, window=1)
+        >>> found.kinds, tuple(found.probabilities.shape)
+        (('other thing', 'thing'), (2, 2, 1))
+        >>> [[round(float(one)) for one in change] for change in found.change]  # percent, by layer
+        [[0, 0], [0, -85]]
+    """
+    if not isinstance(kinds, Mapping) or not kinds:
+        raise OptionError(
+            f"kinds={kinds!r} must be a mapping with at least one kind of tokens, such as "
+            '{"subject": [2, 3], "last": -1}.'
+        )
+    if checks.count("window", window) is None:
+        raise OptionError("window=None must be an integer, at least 1.")
+    verify = checks.tolerance("verify", verify)
+    tensor, _ = single_input(inputs)
+    additional, module = as_tuple(additional_forward_args), find_model(forward_func, model)
+
+    def run() -> Any:
+        return logits_of(call_model(forward_func, tensor, additional))
+
+    with torch.inference_mode(False), torch.no_grad():
+        output, parts = _looked_on(module, run)
+        index = _answer(target, output)
+        mask = next((part.mask for part in parts.values() if part.mask is not None), None)
+        require_real_target(index, output, mask)
+        chosen = _chosen(module, parts, layers)
+        found = []
+        for sources in kinds.values():
+            for i in range(len(chosen)):
+                names = [chosen[j].name for j in _window(i, window, len(chosen))]
+                cut = Edges(names, sources, targets, component=component, selection=selection)
+                with knock_out(module, cut, replace=replace, verify=verify):
+                    found.append(_probabilities(run(), index))
+    return KnockoutWindows(
+        kinds=tuple(map(str, kinds)),
+        layers=tuple(mixer.name for mixer in chosen),
+        window=window,
+        plain=_probabilities(output, index),
+        probabilities=torch.stack(found).view(len(kinds), len(chosen), -1),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PartScores:
+    """A user's score of a model without some of its parts, each a number () or (B,).
+
+    Attributes:
+        plain: of the model as it is.
+        kinds: without all mixers of a kind, ``"attention"`` or ``"ssm"``, of those that there are.
+        layers: without one mixer, by its name.
+        heads: without one head (for Mamba-1: one channel), by its mixer's name, (H,) or (H, B);
+            empty if they were not asked for.
+    """
+
+    plain: Tensor
+    kinds: Mapping[str, Tensor]
+    layers: Mapping[str, Tensor]
+    heads: Mapping[str, Tensor]
+
+
+def parts_off(
+    model: nn.Module | Callable[..., Any],
+    score: Callable[[], Any],
+    *,
+    layers: Layers = None,
+    heads: bool = False,
+) -> PartScores:
+    """A user's score of a model with parts of it switched off: kinds of mixers, layers and heads.
+
+    A mixer that is off writes nothing.  Which mixers there are is seen in the first run, of the
+    model as it is.
+
+    Args:
+        model: a module, wrapped or not, or whatever runs one.
+        score: a function without arguments that runs the model, on as many batches as it likes, and
+            returns a number, such as its accuracy, or a tensor with one per example.
+        layers: those that are switched off one by one, in the forms of :attr:`Edges.layers`.
+            Default: None, all.
+        heads: whether the heads of these layers are, too. A Mamba-1 has as many as channels.
+            Default: False.
+
+    Returns:
+        The scores by part.
+
+    Raises:
+        OptionError: when score is no function, or returns anything else.
+        NoMixerError: when the model has no mixer, or score runs none.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.edges import parts_off
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled("pairs-bamba")  # a Mamba-2 layer, then attention
+        >>> ids = torch.tensor([vocabulary.encode(prompt) for prompt in ("a K c M a", "a K c M c")])
+        >>> answers = torch.tensor([vocabulary.id_of("K"), vocabulary.id_of("M")])
+        >>> def accuracy():
+        ...     return (model(ids).logits[:, -1].argmax(-1) == answers).float().mean()
+        >>> found = parts_off(model, accuracy)
+        >>> float(found.plain), list(found.kinds), list(found.layers)
+        (1.0, ['attention', 'ssm'], ['model.layers.0.mamba', 'model.layers.1.self_attn'])
+        >>> float(found.kinds["attention"]) < 1
+        True
+    """
+    if not callable(score):
+        raise OptionError(f"score={score!r} must be a function without arguments.")
+    checks.flags(heads=heads)
+    module = find_model(model)
+    with torch.inference_mode(False), torch.no_grad():
+        given, parts = _looked_on(module, score)
+        plain = _score(given)
+
+        def without(*edges: Edges) -> Tensor:
+            with knock_out(module, *edges):
+                return _score(score())
+
+        kinds: dict[str, list[str]] = {}
+        for mixer, part in parts.items():
+            kinds.setdefault("attention" if part.is_attention else "ssm", []).append(mixer.name)
+        by_kind = {kind: without(Edges(names)) for kind, names in sorted(kinds.items())}
+        chosen = _chosen(module, parts, layers)
+        by_layer = {mixer.name: without(Edges(mixer.name)) for mixer in chosen}
+        by_head = {
+            mixer.name: torch.stack(
+                [without(Edges(mixer.name, heads=head)) for head in range(parts[mixer].heads)]
+            )
+            for mixer in (chosen if heads else ())
+        }
+    return PartScores(plain, by_kind, by_layer, by_head)
+
+
+class _Part(NamedTuple):
+    """What is known of a mixer that ran.
+
+    Attributes:
+        is_attention: whether it is softmax attention.
+        heads: how many it has.
+        mask: True for real tokens (B, L), or None.
+    """
+
+    is_attention: bool
+    heads: int
+    mask: Tensor | None
+
+
+class _Looker(Watcher):
+    """Notes what the mixers of a run are, in the order in which they run."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Mixer, _Part] = {}
+
+    def returned(self, mixer: Mixer, call: Call) -> None:
+        if mixer not in self.parts:
+            with torch.no_grad(), full_precision(call.output_tensor.device):
+                linear = linearize(mixer, call, running=True)
+            heads = linear.operator.shape.heads
+            self.parts[mixer] = _Part(is_attention(linear), heads, linear.mask)
+
+
+def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixer, _Part]]:
+    """What a function that runs the model returns, and the outermost mixers that ran."""
+    mixers, looker = find_mixers(model), _Looker()
+    with ExitStack() as stack:
+        observe(model, mixers, (looker,), stack, gradients=False)
+        returned = run()
+    if not looker.parts:
+        raise none_ran(mixers)
+    inside = {mixer.module for mixer in mixers}
+    return returned, {m: part for m, part in looker.parts.items() if inside.isdisjoint(m.around)}
+
+
+def _chosen(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
+    """Those that ran of the mixers that are meant, in that order."""
+    asked = Edges(layers)
+    meant = {mixer.module for mixer in asked.chosen(find_mixers(model))}
+    found = [
+        mixer
+        for mixer, part in parts.items()
+        if mixer.module in meant and asked.is_of_kind(part.is_attention)
+    ]
+    if not found:
+        raise NoMixerError(
+            f"layers={layers!r} names none of the mixers that ran: "
+            f"{', '.join(mixer.name for mixer in parts)}."
+        )
+    return found
+
+
+def _window(middle: int, size: int, count: int) -> range:
+    return range(max(0, middle - size // 2), min(count, middle + (size + 1) // 2))
+
+
+def _answer(target: Any, output: Tensor) -> Tensor:
+    """The target as indices (B, dims of one example), of one class or token among several."""
+    index = target_index(target, output)
+    if index is None or not index.shape[1] or output.shape[-1] == 1:
+        raise TargetError(
+            f"target={target!r} has no probability in an output {tuple(output.shape)}: name one of "
+            "several classes, or (position, token). A model that returns one number is scored by "
+            "parts_off, or in a knock_out of your own."
+        )
+    return index
+
+
+def _probabilities(output: Tensor, index: Tensor) -> Tensor:
+    """Of the answers, (B,), in float64."""
+    example = torch.arange(len(output), device=output.device)
+    entries = output[(example, *index[:, :-1].unbind(-1))].detach().cpu().double()  # (B, V)
+    return contrasted(entries, index[:, -1].tolist(), "all")[0].exp()
+
+
+def _score(given: Any) -> Tensor:
+    """What the user's function returned, as () or (B,)."""
+    number = checks.as_number(given)
+    if number is not None:
+        return torch.tensor(number, dtype=torch.float64)
+    if isinstance(given, Tensor) and given.dim() <= 1 and not given.is_complex():
+        return given.detach().cpu().double()
+    what = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+    raise OptionError(
+        f"score returned {what}. Let it return a number, or a tensor with one for each example."
+    )

@@ -1,0 +1,139 @@
+"""What the spans of a generated or given answer are due to, as the command writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._files import replacing, write_whole
+from ..attr import SSMLLMAttribution, SSMLLMAttributionResult
+from ..attr.engine.method import SSMAttribution
+from ..errors import OptionError
+from ..viz import plot_contributions
+from .writing import check_format
+
+if TYPE_CHECKING:
+    from .loading import Loaded
+
+#: What files of answers end in, and what they hold.
+FORMATS = {".json": "numbers", ".png": "a picture of each text"}
+#: Features of the prompt that are printed for a span.
+_SHOWN = 3
+
+
+def explain_answers(
+    loaded: Loaded,
+    texts: Sequence[str],
+    method: type[SSMAttribution],
+    *,
+    answer: str | None = None,
+    generate: int | None = None,
+    spans: str = "sentence",
+    prompt_spans: str = "sentence",
+    hops: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> list[SSMLLMAttributionResult]:
+    """The spans of the answer to each text, by one method.
+
+    Args:
+        loaded: the model.
+        texts: the prompts.
+        method: the class of the method.
+        answer: what follows every prompt. Default: None, what the model generates.
+        generate: how many tokens it generates. Default: None, 25.
+        spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
+            sentences, and no hops.
+        options: of the method. Default: None, none.
+
+    Returns:
+        One result for each text.
+
+    Raises:
+        OptionError: when the model writes no texts, or an option does not fit.
+
+    Example:
+        >>> from captum_ssm import LatimFlow
+        >>> from captum_ssm.explain.answers import explain_answers
+        >>> from captum_ssm.explain.loading import Source, load
+        >>> asked = "anna owns the lamp . ? anna owns the"
+        >>> (found,) = explain_answers(load(Source("recall-mamba")), [asked], LatimFlow, generate=1)
+        >>> found.output_tokens
+        ['lamp']
+    """
+    if not loaded.is_language or loaded.tokenizer is None:
+        raise OptionError("--generate, --answer and --spans are for models that write texts.")
+    explain = SSMLLMAttribution(method(loaded.model), loaded.tokenizer)
+    arguments: dict[str, Any] = {"gen_args": None}
+    if answer is None and generate is not None:
+        arguments["gen_args"] = {"max_new_tokens": generate, "do_sample": False}
+    found = []
+    for text in texts:
+        result = explain.attribute(
+            text,
+            answer,
+            spans=spans,
+            prompt_spans=prompt_spans,
+            hops=hops,
+            **arguments,
+            **(options or {}),
+        )
+        assert isinstance(result, SSMLLMAttributionResult)
+        found.append(result)
+    return found
+
+
+def told(result: SSMLLMAttributionResult) -> str:
+    """An answer's spans in a line each, with what they are most due to.
+
+    Args:
+        result: the answer.
+    """
+    parts = result.spans
+    assert parts is not None
+    last = parts.hops[-1]
+    lines = []
+    for s, name in enumerate(parts.names):
+        relevance = last.prompt[s]
+        best = relevance.abs().topk(min(_SHOWN, len(relevance))).indices.tolist()
+        named = ", ".join(f"{parts.features[i]!r} ({relevance[i]:+.3g})" for i in best)
+        rest = float((last.text[s] + last.unresolved[s]).sum())
+        lines.append(
+            f"  {name!r} ({parts.outputs[s]:+.3g}): {named}; on the answer itself {rest:+.3g}, on "
+            f"constants {last.constants[s]:+.3g}"
+        )
+    return "\n".join(lines)
+
+
+def write_answers(found: Sequence[SSMLLMAttributionResult], model: str, out: Path) -> list[Path]:
+    """Numbers of all answers in one file, or a picture of each; from the second on numbered.
+
+    Args:
+        found: the answers.
+        model: the model's name.
+        out: the file.
+
+    Returns:
+        The files.
+
+    Raises:
+        OptionError: when the file's ending is not one of :data:`FORMATS`.
+    """
+    check_format(out, FORMATS)
+    parts = [result.spans for result in found if result.spans is not None]
+    if out.suffix.lower() == ".json":
+        answers = [json.loads(part.to_json()) for part in parts]
+        text = json.dumps({"model": model, "answers": answers}, indent=1, allow_nan=False)
+        write_whole(out, text + "\n")
+        return [out]
+    paths = []
+    for number, part in enumerate(parts):
+        path = out if number == 0 else out.with_stem(f"{out.stem}-{number + 1}")
+        figure, _ = plot_contributions(
+            part.hops[-1].prompt.float(), part.features, part.names, title=model
+        )
+        with replacing(path) as file:
+            figure.savefig(file, dpi=150)
+        paths.append(path)
+    return paths

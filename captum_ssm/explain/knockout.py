@@ -1,0 +1,258 @@
+"""What cutting edges does to one example: the prediction with and without, and effects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attr.call.inputs import as_tuple, call_model
+from ..attr.call.targets import contrasted, logits_of, target_index
+from ..edges import Edge, EdgeEffects, Edges, knock_out
+from ..edges.cut import Replacement
+from ..errors import OptionError
+from ..tracing import find_model
+
+#: So many of the likeliest answers are told, of those with the edges and of those without.
+_NAMED = 3
+
+_POSITION = re.compile(r"-?\d+")
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
+
+
+class Answer(NamedTuple):
+    """A class or a token, and its probability.
+
+    Attributes:
+        label: what it is called.
+        before: its probability in the model as it is.
+        without: its probability without the edges.
+    """
+
+    label: str
+    before: float
+    without: float
+
+
+class Cut(NamedTuple):
+    """What cutting edges does to one example.
+
+    Attributes:
+        answers: the likeliest before and without, and the explained one; none for a model that
+            returns one number.
+        before: the explained number of the model as it is.
+        without: the same without the edges.
+        estimated: what it was expected to lose, to first order; None where edges are not simply
+            cut, but by ``selection`` or with something in their place.
+    """
+
+    answers: list[Answer]
+    before: float
+    without: float
+    estimated: float | None
+
+    @property
+    def true(self) -> float:
+        """What the explained number lost."""
+        return self.before - self.without
+
+
+def cut_edges(
+    method: EdgeEffects,
+    inputs: Tensor,
+    target: Any,
+    edges: Edges,
+    label: Callable[[int, Tensor], str],
+    *,
+    additional: Any = None,
+    replace: Replacement = None,
+) -> Cut:
+    """Run one example without edges.
+
+    Args:
+        method: what estimates effects, of the model.
+        inputs: the example, a batch of one.
+        target: what is explained, in Captum's forms.
+        edges: those that are cut.
+        label: what a class or token is called, by its index and what the model returned.
+        additional: further arguments of the model. Default: None.
+        replace: what comes in place of messages, as in :func:`~captum_ssm.knock_out`.
+            Default: None, nothing.
+
+    Returns:
+        The prediction with and without the edges, and their effect, estimated and true.
+
+    Raises:
+        CaptumSSMError: as :func:`~captum_ssm.knock_out` and
+            :meth:`EdgeEffects.attribute <captum_ssm.EdgeEffects.attribute>` do.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import EdgeEffects, Edges
+        >>> from captum_ssm.explain.knockout import cut_edges
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
+        >>> ids, lamp = torch.tensor([vocabulary.encode(prompt)]), vocabulary.id_of("lamp")
+        >>> def label(index, output):
+        ...     return vocabulary.vocab[index]
+        >>> found = cut_edges(EdgeEffects(model), ids, (-1, lamp), Edges(1, 3, -1), label)
+        >>> lamp = found.answers[0]
+        >>> lamp.label, round(lamp.before, 2), round(lamp.without, 2)
+        ('lamp', 1.0, 0.15)
+        >>> found.estimated > 1, found.true > 1
+        (True, True)
+    """
+    module = find_model(method.forward_func, method.model)
+
+    def run() -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return logits_of(call_model(method.forward_func, inputs, as_tuple(additional)))
+
+    before = run()
+    with knock_out(module, edges, replace=replace):
+        without = run()
+    estimated = None
+    if replace is None and not edges.selection:
+        estimated = float(method.attribute(inputs, target, additional).of(edges))
+    return Cut(
+        answers=_answers(before, without, target, label),
+        before=float(contrasted(before, target)[0]),
+        without=float(contrasted(without, target)[0]),
+        estimated=estimated,
+    )
+
+
+class Held(NamedTuple):
+    """A single edge, and what cutting it does.
+
+    Attributes:
+        edge: the edge, with its estimated effect.
+        true: what the explained number lost.
+    """
+
+    edge: Edge
+    true: float
+
+
+def strongest_edges(
+    method: EdgeEffects, inputs: Tensor, target: Any, count: int, layers: Any = None
+) -> list[Held]:
+    """The edges of the largest estimated effects on one example, each cut by itself.
+
+    Args:
+        method: what estimates effects, of the model.
+        inputs: the example, a batch of one.
+        target: what is explained, in Captum's forms.
+        count: how many edges.
+        layers: of which layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`.
+            Default: None, all.
+
+    Returns:
+        The edges, those of the largest effects first.
+
+    Raises:
+        CaptumSSMError: as :func:`cut_edges`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import EdgeEffects
+        >>> from captum_ssm.explain.knockout import strongest_edges
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
+        >>> ids, lamp = torch.tensor([vocabulary.encode(prompt)]), vocabulary.id_of("lamp")
+        >>> (found,) = strongest_edges(EdgeEffects(model), ids, (-1, lamp), 1)
+        >>> found.edge.layer, found.edge.source, found.edge.target, found.true > 1
+        (1, 3, 13, True)
+    """
+    edges = method.attribute(inputs, target).top(count, layers)[0]
+    if not edges:
+        return []
+    cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
+    truth = method.against_truth(inputs, target, edges=cuts)
+    return [Held(edge, true) for edge, true in zip(edges, truth.true.tolist(), strict=True)]
+
+
+def read_tokens(
+    option: str, given: Sequence[str], names: Sequence[str], text: str
+) -> slice | list[int]:
+    """The tokens that a user named by positions, words, or one slice.
+
+    Args:
+        option: that named them.
+        given: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
+        names: of the text's tokens.
+        text: the text.
+
+    Returns:
+        A slice, or positions.
+
+    Raises:
+        OptionError: when a word is not in the text, or there several times, or a slice is not
+            alone.
+
+    Example:
+        >>> from captum_ssm.explain.knockout import read_tokens
+        >>> names = ["the", " red", " la", "mp"]
+        >>> read_tokens("--from", ["lamp", "0"], names, "the red lamp")
+        [2, 3, 0]
+        >>> read_tokens("--to", ["1:"], names, "the red lamp")
+        slice(1, None, None)
+    """
+    part = _SLICE.fullmatch(given[0])
+    if part and len(given) == 1:
+        start, stop = (None if end is None else int(end) for end in part.groups())
+        return slice(start, stop)
+    positions: list[int] = []
+    for one in given:
+        if _SLICE.fullmatch(one):
+            raise OptionError(f"{option} {one}: a slice stands alone. Name positions one by one.")
+        found = [int(one)] if _POSITION.fullmatch(one) else _places(option, one, names, text)
+        positions += [position for position in found if position not in positions]
+    return positions
+
+
+def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
+    """The positions of a word's tokens."""
+    places = []
+    for first in range(len(names)):
+        for last in range(first, len(names) if word in text else first + 1):
+            read = "".join(names[first : last + 1]).strip()
+            if read == word:
+                places.append(list(range(first, last + 1)))
+            if read and (len(read) >= len(word) or not word.startswith(read)):
+                break
+    if len(places) == 1:
+        return places[0]
+    if not places:
+        known = ", ".join(f"{i} {name.strip()!r}" for i, name in enumerate(names))
+        raise OptionError(
+            f"{option} {word}: the text has no such word. Its tokens are {known}. Name a word or a "
+            "position."
+        )
+    at = " and ".join(", ".join(map(str, place)) for place in places)
+    raise OptionError(
+        f"{option} {word}: the text has it {len(places)} times, at {at}. Name the position of the "
+        "one that is meant."
+    )
+
+
+def _answers(
+    before: Tensor, without: Tensor, target: Any, label: Callable[[int, Tensor], str]
+) -> list[Answer]:
+    index = target_index(target, before)
+    if index is None or before.shape[-1] == 1:
+        return []
+    *place, explained = index[0].tolist()
+    chances = [
+        output[(0, *place)].detach().cpu().double().softmax(-1) for output in (before, without)
+    ]
+    best = [chance.topk(min(_NAMED, len(chance))).indices.tolist() for chance in chances]
+    return [
+        Answer(label(k, before), *(float(chance[k]) for chance in chances))
+        for k in dict.fromkeys([explained, *best[0], *best[1]])
+    ]

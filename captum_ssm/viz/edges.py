@@ -1,0 +1,316 @@
+"""Messages between tokens: arcs over the words, and what cutting them in windows of layers does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..errors import InputError
+from .figure import line_style, new_figure, numbers
+from .labels import FAMILIES, cut, shown, width
+from .layers import finish
+from .text import CELL, LINE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: The dark ends of the diverging colour map: positive, negative.
+_FOR, _AGAINST = "#542788", "#b35806"
+#: Points that the strongest arc is wide, and the weakest.
+_WIDEST, _THINNEST = 4.0, 0.6
+#: Inches that arcs take over the words.
+_HIGH = 2.1
+#: An arc has its number written on it if that is at least this share of the largest.
+_NUMBERED = 0.2
+#: Cells that a word takes when it is turned.
+_TURNED = 1.9
+#: A row holds so many turned words.
+_MOST_TURNED = int(LINE / _TURNED)
+#: Above so many layers, curves have no markers.
+_MOST_MARKED = 32
+
+
+class EdgeLike(Protocol):
+    """What is drawn of a :class:`captum_ssm.edges.Edge`."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def target(self) -> int: ...
+
+    @property
+    def source(self) -> int: ...
+
+    @property
+    def effect(self) -> float: ...
+
+
+class WindowsLike(Protocol):
+    """What is drawn of :class:`captum_ssm.edges.KnockoutWindows`."""
+
+    @property
+    def kinds(self) -> Sequence[str]: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def plain(self) -> Tensor: ...
+
+    @property
+    def change(self) -> Tensor: ...
+
+
+def plot_windows(windows: WindowsLike, *, title: str | None = None) -> tuple[Figure, Any]:
+    """Draw how an answer's probability changes without the edges of kinds of tokens, by layer.
+
+    Args:
+        windows: a :class:`captum_ssm.edges.KnockoutWindows`; of several examples the mean is drawn,
+            with a band of its standard error.
+        title: a heading, before the probability in the model as it is. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes.
+
+    Raises:
+        InputError: when a number is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.edges import KnockoutWindows
+        >>> from captum_ssm.viz import plot_windows
+        >>> without = torch.tensor([[[0.8], [0.2]]])
+        >>> found = KnockoutWindows(("subject",), ("0", "1"), 1, torch.tensor([0.8]), without)
+        >>> figure, axis = plot_windows(found)
+        >>> axis.get_title(loc="left"), axis.lines[-1].get_ydata().round().tolist()
+        ('probability of the answer: 0.80', [0.0, -75.0])
+    """
+    change = numbers(windows.change, "windows")  # (K, N, B)
+    layers, batch = change.shape[1:]
+    figure, axis = new_figure(7.4, 3.6)
+    axis.axhline(0, color="0.4", linewidth=1.0, zorder=0)
+    places = range(layers)
+    for i, kind in enumerate(windows.kinds):
+        style, mean = line_style(i), change[i].mean(-1)
+        marker = {"marker": "o", "markersize": 4} if layers <= _MOST_MARKED else {}
+        axis.plot(places, mean.numpy(), label=shown(kind), linewidth=1.8, **style, **marker)
+        if batch > 1:
+            error = change[i].std(-1) / batch**0.5
+            band = (mean - error).numpy(), (mean + error).numpy()
+            axis.fill_between(places, *band, color=style["color"], alpha=0.15, linewidth=0)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    wide = windows.window
+    xlabel = "layer" if wide == 1 else f"layer in the middle of a window of {wide}"
+    axis.set(xlabel=xlabel, ylabel="change of probability, %")
+    plain = float(numbers(windows.plain, "windows").mean())
+    of_several = f" (mean of {batch} examples)" if batch > 1 else ""
+    said = f"probability of the answer: {plain:.2f}{of_several}"
+    finish(figure, axis, list(windows.kinds), f"{title} – {said}" if title else said)
+    return figure, axis
+
+
+def plot_edges(
+    tokens: Sequence[str],
+    edges: Sequence[EdgeLike],
+    *,
+    by_layer: bool = False,
+    title: str | None = None,
+) -> tuple[Figure, Any]:
+    """Draw edges as arcs over the words of a text, from sources to targets.
+
+    An arc is as wide as its effect is large, purple where the message speaks for the output and
+    brown where it speaks against it; the strongest have their numbers on them.  Of a text that is
+    too long for one row, words far from all edges are left out.
+
+    Args:
+        tokens: the tokens, in reading order.
+        edges: of one example, such as ``effects.top(20)[0]`` of :class:`~captum_ssm.edges.Effects`.
+        by_layer: a row for each layer that has an edge. Default: False, one row for all.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axes, one per row.
+
+    Raises:
+        InputError: when there is no edge, or one has an end outside the text.
+
+    Example:
+        >>> from captum_ssm.edges import Edge
+        >>> from captum_ssm.viz import plot_edges
+        >>> edges = [Edge(1, "mixer", 3, 0, 1.5), Edge(1, "mixer", 2, 1, -0.5)]
+        >>> figure, (axis,) = plot_edges(["anna", "owns", "the", "lamp"], edges)
+        >>> [text.get_text() for text in axis.texts]
+        ['+1.5', '−0.5']
+    """
+    if not edges:
+        raise InputError("edges is empty. Pass some, such as effects.top(20)[0].")
+    for edge in edges:
+        outside = [end for end in (edge.source, edge.target) if not 0 <= end < len(tokens)]
+        if outside:
+            raise InputError(f"edges names token {outside[0]}, but there are {len(tokens)} tokens.")
+    effects = numbers([edge.effect for edge in edges], "edges")
+    words = _Words.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
+    layers = sorted({edge.layer for edge in edges})
+    rows = [[layer] for layer in layers] if by_layer else [layers]
+    deep = max(map(len, words.labels)) * 0.085 if words.turned else 0.2
+    high = (_HIGH + deep + 0.2 * by_layer) * len(rows) + 0.4 + 0.3 * bool(title)
+    figure, axes = new_figure(words.length * CELL[0] + 0.3, high, nrows=len(rows), squeeze=False)
+    largest = float(effects.abs().max()) or 1.0
+    for axis, here in zip(axes[:, 0], rows, strict=True):
+        _set(axis, words)
+        arcs = _arcs([edge for edge in edges if edge.layer in here], words)
+        for arc in reversed(arcs):
+            _draw(axis, arc, largest)
+        numbered = [arc for arc in arcs if abs(arc.edge.effect) >= _NUMBERED * largest]
+        _number(axis, numbered, named=len(layers) > 1 and not by_layer)
+        if by_layer:
+            axis.set_title(f"layer {here[0]}", size=9, loc="left")
+    _explain(figure, effects)
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+    return figure, axes[:, 0]
+
+
+class _Words(NamedTuple):
+    """The words of a row.
+
+    Attributes:
+        middles: where the middle of each is, by token, of those that are shown.
+        halves: half of the room that it has for the ends of arcs.
+        ticks: the middles of all labels, those for words left out among them.
+        labels: the labels.
+        turned: whether they are upright.
+        length: of the row, in cells.
+    """
+
+    middles: dict[int, float]
+    halves: dict[int, float]
+    ticks: list[float]
+    labels: list[str]
+    turned: bool
+    length: float
+
+    @classmethod
+    def of(cls, tokens: Sequence[str], ends: set[int]) -> _Words:
+        names = [cut(token) for token in tokens]
+        turned = sum(width(name) + 1.4 for name in names) > LINE
+        kept = _near(ends, len(tokens), _MOST_TURNED) if turned else list(range(len(tokens)))
+        middles, halves, ticks, labels = {}, {}, [], []
+        column, before = 0.0, -1
+        for token in kept:
+            if token > before + 1:
+                ticks.append(column + _TURNED / 2)
+                labels.append("⋮" if turned else "…")
+                column += _TURNED
+            wide = _TURNED if turned else max(2, width(names[token])) + 1.4
+            middles[token] = column + wide / 2
+            halves[token] = 0.3 * wide
+            ticks.append(middles[token])
+            labels.append(shown(names[token]))
+            column, before = column + wide, token
+        return cls(middles, halves, ticks, labels, turned, max(column, LINE / 2))
+
+
+def _near(ends: set[int], count: int, most: int) -> list[int]:
+    """All ends, and of the other tokens those nearest to them, up to so many in all."""
+    distance = [min(abs(token - end) for end in ends) for token in range(count)]
+    nearest = sorted(range(count), key=lambda token: (distance[token], token))
+    return sorted(nearest[: max(most, len(ends))])
+
+
+class _Arc(NamedTuple):
+    """An edge as it is drawn: from where to where, and how high."""
+
+    edge: EdgeLike
+    source: float
+    target: float
+    high: float
+
+
+def _arcs(edges: Sequence[EdgeLike], words: _Words) -> list[_Arc]:
+    """The arcs, the strongest first; those that meet at a word stand side by side there."""
+    strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
+    at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)
+    for i, edge in enumerate(strongest):
+        far = edge.target - edge.source
+        backwards = 1 if far < 0 else -1
+        # in this order those of one word do not cross: near ones within far ones
+        at[edge.target].append(((_sign(-far), far, backwards * (i + 1)), i, True))
+        at[edge.source].append(((_sign(far), -far, -backwards * (i + 1)), i, False))
+    spot: dict[tuple[int, bool], float] = {}
+    for token, meeting in at.items():
+        for place, (_, i, is_target) in enumerate(sorted(meeting)):
+            share = 2 * (place + 0.5) / len(meeting) - 1
+            spot[i, is_target] = words.middles[token] + share * words.halves[token]
+    found = []
+    for i, edge in enumerate(strongest):
+        source, target = spot[i, False], spot[i, True]
+        found.append(_Arc(edge, source, target, (abs(target - source) / words.length) ** 0.6))
+    return found
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _set(axis: Any, words: _Words) -> None:
+    """An axis whose ticks are words."""
+    axis.set_xlim(-0.3, words.length + 0.3)
+    axis.set_ylim(0, 1.15)
+    axis.set_yticks([])
+    names = {"family": list(FAMILIES), "fontsize": 8.5, "rotation": 90 if words.turned else 0}
+    axis.set_xticks(words.ticks, words.labels, **names)
+    axis.tick_params(axis="x", length=0, pad=2)
+    axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+
+
+def _draw(axis: Any, arc: _Arc, largest: float) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    size = abs(arc.edge.effect) / largest
+    colour = _FOR if arc.edge.effect >= 0 else _AGAINST
+    wide = _THINNEST + (_WIDEST - _THINNEST) * size
+    top = arc.high * 4 / 3  # a cubic Bézier curve rises to 3/4 of its inner points
+    points = [(arc.source, 0.0), (arc.source, top), (arc.target, top), (arc.target, 0.05)]
+    path = Path(points, [Path.MOVETO, *[Path.CURVE4] * 3])
+    looks = {"edgecolor": colour, "linewidth": wide, "alpha": 0.35 + 0.6 * size}
+    axis.add_patch(PathPatch(path, facecolor="none", capstyle="round", **looks))
+    head = {"marker": "v", "markersize": 3 + wide, "clip_on": False}
+    axis.plot(arc.target, 0.03, color=colour, alpha=0.5 + 0.5 * size, markeredgewidth=0, **head)
+
+
+def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
+    """Effects above arcs, where there is room for them."""
+    from matplotlib.patheffects import withStroke
+
+    taken: list[tuple[float, float, float]] = []
+    for arc in arcs:
+        text = f"{arc.edge.effect:+.2g}".replace("-", "−")
+        text = f"layer {arc.edge.layer}: {text}" if named else text
+        middle, half = (arc.source + arc.target) / 2, 0.42 * len(text)
+        high = arc.high + 0.07
+        if any(abs(middle - m) < half + h and abs(high - y) < 0.09 for m, y, h in taken):
+            continue
+        taken.append((middle, high, half))
+        colour = _FOR if arc.edge.effect >= 0 else _AGAINST
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        where = {"ha": "center", "va": "center", "fontsize": 7.5, "path_effects": halo}
+        axis.text(middle, high, text, color=colour, **where)
+
+
+def _explain(figure: Figure, effects: Tensor) -> None:
+    from matplotlib.lines import Line2D
+
+    said = []
+    if bool((effects >= 0).any()):
+        said.append((_FOR, "speaks for the output"))
+    if bool((effects < 0).any()):
+        said.append((_AGAINST, "speaks against it"))
+    made = [Line2D([], [], color=colour, linewidth=2.5) for colour, _ in said]
+    names = [name for _, name in said]
+    figure.legend(made, names, loc="outside lower left", ncols=2, fontsize=8, frameon=False)

@@ -1,0 +1,81 @@
+"""``captum-ssm explain`` on whole answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from captum_ssm import LatimFlow, SSMLLMAttribution
+from captum_ssm.cli import main
+from captum_ssm.models import load_bundled
+
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+ANSWER = "lamp . ? bob owns the kite ."
+
+
+def explain(out: Path, *options: str) -> int:
+    return main(["explain", "recall-mamba", "--text", PROMPT, "--out", str(out), *options])
+
+
+def test_numbers_of_a_given_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "answers.json"
+    assert explain(out, "--answer", ANSWER, "--hops", "2", "--rule", "half") == 0
+    (found,) = json.loads(out.read_text())["answers"]
+    model, vocabulary = load_bundled()
+    expected = SSMLLMAttribution(LatimFlow(model), vocabulary).attribute(
+        PROMPT, ANSWER, spans="sentence", prompt_spans="sentence", hops=2, rule="half",
+        contrast="all",
+    )  # fmt: skip
+    assert found["names"] == ["lamp .", "?", "bob owns the kite ."]
+    assert found["features"] == expected.input_tokens
+    assert len(found["hops"]) == len(expected.spans.hops) > 1
+    last = torch.tensor(found["hops"][-1]["prompt"])
+    assert torch.allclose(last, expected.token_attr, atol=1e-5)
+    said = capsys.readouterr().out
+    assert "'bob owns the kite .'" in said
+    assert f"wrote {out}" in said
+
+
+def test_a_picture_of_what_is_generated(tmp_path: Path) -> None:
+    out = tmp_path / "answers.png"
+    assert explain(out, "--generate", "2", "--spans", "token", "--prompt-spans", "token") == 0
+    assert out.stat().st_size > 1000
+    assert main([
+        "explain", "recall-mamba", "--text", PROMPT, PROMPT, "--generate", "1", "--out", str(out),
+        "--method", "ImplicitAttentionRollout",
+    ]) == 0  # fmt: skip
+    assert (tmp_path / "answers-2.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--generate", "0"], "--generate 0"),
+        (["--generate", "3", "--answer", "lamp"], "--generate 3"),
+        (["--spans", "sentence", "--target", "lamp"], "--target"),
+        (["--hops", "1", "--method", "MambaAttribution"], "hops=1"),
+        (["--spans", "all", "--method", "LatimFlow", "MambaLRP"], "one method"),
+        (["--hops", "-1", "--answer", "lamp"], "hops=-1"),
+        (["--answer", "elephant"], "elephant"),
+    ],
+)
+def test_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert explain(tmp_path / "answers.json", *options) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_are_of_models_that_write_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = ["explain", "valence-mamba", "--text", "a good film", "--spans", "all"]
+    assert main([*asked, "--out", str(tmp_path / "a.json")]) == 1
+    assert "models that write texts" in capsys.readouterr().err
+    assert explain(tmp_path / "report.html", "--generate", "2") == 1
+    assert "the ending: .json (numbers)" in capsys.readouterr().err

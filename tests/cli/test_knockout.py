@@ -1,0 +1,202 @@
+"""captum-ssm knockout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from zoo.language import word_tokenizer
+from zoo.small import mamba_lm
+
+from captum_ssm import EdgeEffects, Edges, knock_out
+from captum_ssm.cli import main
+from captum_ssm.errors import OptionError
+from captum_ssm.explain.knockout import read_tokens
+from captum_ssm.models import load_bundled
+
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+WORDS = PROMPT.split()
+
+
+def answered(capsys: pytest.CaptureFixture[str], *options: str, text: str = PROMPT) -> Any:
+    assert main(["knockout", "recall-mamba", text, *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def logits(*edges: Edges, **options: Any) -> Tensor:
+    """Of bundled recall-mamba, after the prompt."""
+    model, vocabulary = load_bundled()
+    with torch.no_grad(), knock_out(model, *edges, **options):
+        return model(torch.tensor([vocabulary.encode(PROMPT)])).logits[0, -1].double()
+
+
+def test_the_prediction_with_and_without_an_edge(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, "--layers", "1", "--from", "lamp", "--to", "-1")
+    model, vocabulary = load_bundled()
+    lamp = vocabulary.id_of("lamp")
+    before, without = logits(), logits(Edges(1, 3, -1))
+    assert found["explained"] == "the logit of “lamp”, predicted after token 13"
+    assert found["tokens"] == WORDS
+    assert found["before"] == pytest.approx(float(before[lamp]), rel=1e-5)
+    assert found["without"] == pytest.approx(float(without[lamp]), rel=1e-5)
+    assert found["true"] == pytest.approx(float(before[lamp] - without[lamp]), rel=1e-5)
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    effects = EdgeEffects(model).attribute(ids, (-1, lamp))
+    assert found["estimated"] == pytest.approx(float(effects.of(Edges(1, 3, -1))), rel=1e-4)
+    chances = {answer["label"]: answer for answer in found["answers"]}
+    likeliest = {vocabulary.vocab[int(k)] for x in (before, without) for k in x.topk(3).indices}
+    assert set(chances) == likeliest
+    for word, answer in chances.items():
+        token = vocabulary.id_of(word)
+        assert answer["before"] == pytest.approx(float(before.softmax(-1)[token]), abs=1e-6)
+        assert answer["without"] == pytest.approx(float(without.softmax(-1)[token]), abs=1e-6)
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["knockout", "recall-mamba", PROMPT, "--from", "lamp", "--target", "kite"]) == 0
+    first, head, kite, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "Explained is the logit of “kite”, predicted after token 13."
+    assert head.split() == ["probability", "of", "as", "it", "is", "without"]
+    assert kite.split()[0] == "kite"
+    before, without = logits(), logits(Edges(sources=3))
+    token = load_bundled()[1].id_of("kite")
+    said = [float(number) for number in kite.split()[1:]]
+    for number, x in zip(said, (before, without), strict=True):
+        assert number == pytest.approx(float(x.softmax(-1)[token]), abs=1e-4)
+    assert last.startswith(f"Its logit loses {float(before[token] - without[token]):.3g}"[:-1])
+    assert "the estimate beforehand was" in last
+
+
+@pytest.mark.parametrize(
+    ("options", "edges", "replace"),
+    [
+        (["--to", "-1"], Edges(targets=[-1]), None),
+        (["--from", "0:4", "--to", "4:"], Edges(None, slice(0, 4), slice(4, None)), None),
+        (["--from", "lamp", "8", "--heads", "1", "5"], Edges(None, [3, 8], heads=[1, 5]), None),
+        (["--from", ":", "--component", "conv"], Edges(None, slice(None), component="conv"), None),
+        (["--from", "lamp", "--selection"], Edges(None, 3, selection=True), None),
+        (["--from", "lamp", "--replace", "mean"], Edges(None, 3), "mean"),
+        (["--from", "lamp", "--layers", "ssm"], Edges("ssm", 3), None),
+        (["--from", "lamp", "--layers", "0", "1"], Edges([0, 1], 3), None),
+        (["--from", "lamp", "--layers", "backbone.layers.1.mixer"], Edges(1, 3), None),
+    ],
+)
+def test_options_are_those_of_edges(
+    options: list[str], edges: Edges, replace: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lamp = load_bundled()[1].id_of("lamp")
+    found = answered(capsys, *options, "--target", "lamp")
+    assert found["without"] == pytest.approx(float(logits(edges, replace=replace)[lamp]), rel=1e-5)
+    assert (found["estimated"] is None) == (edges.selection or replace is not None)
+
+
+def test_messages_of_a_run_on_another_text(capsys: pytest.CaptureFixture[str]) -> None:
+    other = PROMPT.replace("lamp", "drum")
+    found = answered(capsys, "--from", "lamp", "--to", "-1", "--replace", other)
+    vocabulary = load_bundled()[1]
+    patched = logits(Edges(None, 3, -1), replace=torch.tensor([vocabulary.encode(other)]))
+    answers = {answer["label"]: answer["without"] for answer in found["answers"]}
+    assert max(answers, key=lambda word: answers[word]) == "drum"
+    chance = float(patched.softmax(-1)[vocabulary.id_of("drum")])
+    assert answers["drum"] == pytest.approx(chance, abs=1e-5)
+    arguments = ["knockout", "recall-mamba", PROMPT, "--from", "lamp", "--replace", "anna owns"]
+    assert main(arguments) == 1
+    assert "--replace 'anna owns' has 2 tokens, the text has 14" in capsys.readouterr().err
+
+
+def test_the_strongest_edges_each_cut_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, "--top", "4")
+    model, vocabulary = load_bundled()
+    lamp = vocabulary.id_of("lamp")
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    top = EdgeEffects(model).attribute(ids, (-1, lamp)).top(4)[0]
+    for edge, each in zip(top, found["edges"], strict=True):
+        assert (each["layer"], each["source"], each["target"]) == (
+            edge.layer, edge.source, edge.target
+        )  # fmt: skip
+        assert each["effect"] == pytest.approx(edge.effect, rel=1e-4)
+        lost = logits() - logits(Edges(edge.layer, edge.source, edge.target))
+        assert each["true"] == pytest.approx(float(lost[lamp]), rel=1e-4)
+    only = answered(capsys, "--layers", "0")["edges"]
+    assert len(only) == 8 and {each["layer"] for each in only} == {0}
+    assert main(["knockout", "recall-mamba", PROMPT, "--top", "1"]) == 0
+    *_, head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["layer", "from", "to", "estimated", "true"]
+    first = found["edges"][0]
+    assert row.split()[:5] == ["1", "lamp", "(3)", "the", "(13)"]
+    shown = [float(number) for number in row.split()[5:]]
+    assert shown == pytest.approx([first["effect"], first["true"]], rel=1e-3)
+
+
+def test_a_model_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = mamba_lm(), word_tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = torch.tensor([tokenizer.encode("the lamp bob anna")])
+    arguments = ["the lamp bob anna", "--from", "lamp", "--to", "3", "--json"]
+    assert main(["knockout", str(tmp_path), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == ["<s>", "the", "lamp", "bob", "anna"]
+    with torch.no_grad():
+        token = int(model(ids).logits[0, -1].argmax())
+        with knock_out(model, Edges(None, 2, 3)):
+            assert found["without"] == pytest.approx(float(model(ids).logits[0, -1, token]), 1e-4)
+
+
+def test_a_classifier_of_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["knockout", "valence-mamba", "a good film", "--top", "2"]
+    assert main(arguments) == 0
+    assert "What it loses" in capsys.readouterr().out
+
+
+def test_words_and_positions() -> None:
+    names, text = ["▁the", "the", " red", " la", "mp", " lamp post", "the"], "the red lamp"
+
+    def read(*given: str) -> Any:
+        return read_tokens("--from", given, names[1:6], text)
+
+    assert read("red", "-1", "red", "the") == [1, -1, 0]
+    assert read("lamp") == [2, 3]  # two tokens
+    assert read("1:-2") == slice(1, -2)
+    assert read(":") == slice(None)
+    with pytest.raises(OptionError, match=r"--from the: the text has it 2 times, at 1 and 6"):
+        read_tokens("--from", ["the"], names, text)
+    with pytest.raises(OptionError, match="--from blue: the text has no such word"):
+        read("blue")
+    with pytest.raises(OptionError, match="a slice stands alone"):
+        read("red", "1:")
+    # letters of several words make none that the text does not have
+    with pytest.raises(OptionError, match="no such word"):
+        read_tokens("--to", ["ab"], ["a", "b"], "a b")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--from", "anna"], "--from anna: the text has it 2 times, at 0 and 11"),
+        (["--to", "cat"], "--to cat: the text has no such word"),
+        (["--from", "99"], "position 99"),
+        (["--heads", "1"], "--heads says what is cut"),
+        (["--selection"], "--selection says what is cut"),
+        (["--from", "lamp", "--heads", "9999"], "heads names 9999"),
+        (["--from", "lamp", "--layers", "9"], "layers names 9"),
+        (["--layers", "9"], "layers names 9"),
+        (["--top", "0"], "--top 0"),
+        (["--target", "anna owns"], "--target 'anna owns' is 2 tokens"),
+        (["--from", "kite", "--to", "lamp"], "Exchange them"),
+    ],
+)
+def test_mistakes_are_named(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["knockout", "recall-mamba", PROMPT, *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_images_have_no_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["knockout", "scenes-vim", "a cat"]) == 1
+    assert "scenes-vim reads images; knockout takes a text" in capsys.readouterr().err
