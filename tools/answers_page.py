@@ -24,11 +24,12 @@ PAGE, TABLES = "results/answers.md", "results"
 NAMES = ("answers", "erasers", "forgotten-passkeys")
 
 _TEXT = """\
-# Whole answers, and what states remember
+# Whole answers, counted
 
 Where did the last word of an answer come from, if it rests on words that the model has written
 itself? What do states still hold of a token, and who took the rest? Does that tell whether a long
-text is still answered? Here all three are counted on small trained models.
+text is still answered? [Whole answers](../methods/answers.md) says how to ask; here it is counted
+what comes out, on small trained models.
 
 Made on {date} with {machine}.
 
@@ -36,22 +37,25 @@ Made on {date} with {machine}.
 
 - **Hops find the way back.** The last word of a chained answer is traced through the words before
   it to the fact that the question asked for: by `rule="half"` or `"centred"`, what each hop adds
-  names all three facts in their order in {order} of the texts, with one question and with two. The
-  last word's own explanation names them in {alone}.
-- **By `rule="frozen"`, the default, they do not:** {frozen}. It gives nothing to a word that asks,
-  so that there is nothing to go on from. For hops, say `rule="half"`.
+  names all three facts in their order in {order} of the texts, with one question and
+  with two. The last word's own explanation names them in {alone}.
+- **By `rule="frozen"`, the default, they do not:** {frozen}. It gives nothing to a
+  word that asks, so that there is nothing to go on from. For hops, say `rule="half"`.
 - **Read hops by what each adds.** Of the relevance after both hops, the three largest facts are the
   chain in no more than {chain} of the texts: each hop passes on a part, and the root's is small.
-- **The explanations of all words, summed,** name the chain in {summed_one} of the texts with one
-  question, in no order, and in {summed_two} of those with two, whose facts they cannot tell apart.
+- **The explanations of all words, summed,** name the chain in {summed_one} of the texts
+  with one question, in no order, and in {summed_two} of those with two, whose facts they
+  cannot tell apart.
 - **Who erased, and how much, is exactly predicted in Mamba-2's first layer**, well in Mamba's where
   the eraser is taken out, and elsewhere in part or not at all. That the absence of the one that is
-  named returns most of all is so in {first} of the texts, for first layers: where many
-  took about as much, the one that is named is hardly ahead of the others.
+  named returns most of all is so in {first} of the texts, for first layers: a loss is
+  shared out among all who had a part in it, and what comes back without one of them is another
+  question. The one whose step undone is predicted to return most always does in Mamba-2; for the
+  others that names the right one hardly oftener, in {undone} of the texts.
 - **More is read of passkeys that are answered** than of those that are lost, in all three models,
-  with correlations of {read}. How much of the state the digit takes up tells so in Mamba-2 and,
-  better than what is read, in the gated delta rule. In Mamba it is the same for right and wrong
-  answers: what fails there is not the keeping.
+  with correlations of {read}. How much of the state the digit takes up tells so in
+  Mamba-2 and, better than what is read, in the gated delta rule. In Mamba it is the same for right
+  and wrong answers: what fails there is not the keeping.
 
 ## Chained answers
 
@@ -143,6 +147,9 @@ def page(tables: Mapping[str, Sequence[Line]], machine: Mapping[str, str]) -> st
         summed_one=spread(asking, "chain", one),
         summed_two=spread(asking, "chain", two),
         first=spread(taken, "named first", "layer 0"),
+        undone=spread(
+            [line for line in taken if "mamba2" not in line.model], "undone first", "layer 0"
+        ),
         read=spread(passkeys, "correlation", "read, layer 0"),
         lengths=", ".join(str(each) for each in sorted(FAILING.values())),
         **{f"{name.rpartition('-')[2]}_table": table(tables[name]) for name in NAMES},

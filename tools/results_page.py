@@ -44,6 +44,8 @@ _TEXT = """\
 
 What `captum-ssm evaluate` measured on the small trained models that come with the package, whose
 right answers are known, and what that says of the orderings of methods that the papers publish.
+[Causes](results/causal.md), [roles](results/roles.md), and [whole answers and what states
+remember](results/answers.md) have pages of their own.
 
 Made on {date} with {machine}.
 

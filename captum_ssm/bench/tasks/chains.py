@@ -131,7 +131,7 @@ class ChainsTask:
             >>> from captum_ssm.bench.tasks import CHAINS
             >>> first, second = CHAINS.questions(random.Random(0), 6)
             >>> second.prompt.removeprefix(f"{first.prompt} {first.completion} ")
-            '? n'
+            '? e'
         """
         facts, chains = self._stated(rng, length)
         asked = rng.sample(chains[: length // LINKS], length // LINKS)
