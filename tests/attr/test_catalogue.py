@@ -59,7 +59,7 @@ WORDS = {
     "baselines": (None, "mean"),
     "clamp": ("relu", "abs", "none"),
     "components": ("s6", "unified", "exact"),
-    "contrast": (None, "mean", "others", "all"),
+    "contrast": (None, "mean", "others", "all", "runner-up"),
     "rule": (None, "frozen", "half", "equal", "centred"),
     "mixing": ("alti", "projection"),
     "query": (None, "last", "mean", "cls"),

@@ -104,7 +104,7 @@ def test_ties_are_drawn_at_random(k):
         recall_by_drawing(s, g, k) for s, g in zip(scores.tolist(), gold.tolist(), strict=True)
     ]
     torch.testing.assert_close(
-        recall_at_k(scores, gold, k), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=0.06
+        recall_at_k(scores, gold, k), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=0.1
     )
     assert torch.equal(
         precision_at_k(scores, gold, k), recall_at_k(scores, gold, k) * gold.sum(1) / k

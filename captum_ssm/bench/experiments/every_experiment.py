@@ -16,6 +16,8 @@ from .causal.experiment import Causal
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
+from .knockout.experiment import Knockout
+from .knockout.parts import HybridParts
 from .masks import PseudoMasks, Segmenting
 from .passkeys import Retrieval
 from .pixel_removal import ImagePerturbation
@@ -78,6 +80,11 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "Tokens that ask, are matched and are answered, by role",
         {name: RECIPES[name].task for group in CountedRoles.groups.values() for name in group},
     ),
+    HybridParts(
+        "hybrid-parts",
+        "Answers of hybrids without some of their parts (after arXiv 2510.19861)",
+        {name: RECIPES[name].task for name in ("pairs-bamba", "copying-bamba")},
+    ),
     ChainedAnswers(
         "answers",
         "Facts that the last word of a chained answer is due to, by hops",
@@ -106,6 +113,9 @@ _ON_SCENES: tuple[Experiment, ...] = (
     Oversmoothing(),
 )
 
+#: On texts and on scenes.
+_ON_BOTH: tuple[Experiment, ...] = (Knockout(),)
+
 #: Last, since they ask for texts of others, without which a run of all experiments ends there; the
 #: first of them has other models, too, and comes to those that need the texts in the end.
 _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
@@ -113,5 +123,5 @@ _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
 #: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
 #: them.
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_TEXTS_OF_OTHERS)
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
 }
