@@ -38,7 +38,9 @@ Made on {date} with {machine}.
 - **Hops find the way back.** The last word of a chained answer is traced through the words before
   it to the fact that the question asked for: by `rule="half"` or `"centred"`, what each hop adds
   names all three facts in their order in {order} of the texts, with one question and
-  with two. The last word's own explanation names them in {alone}.
+  with two. The last word's own explanation names them in {alone}. The misses that were
+  looked at, of Mamba-2 with two questions, all have another root: the fact that the first answer
+  ended with, whose word is still in the reach of the convolution where the second one begins.
 - **By `rule="frozen"`, the default, they do not:** {frozen}. It gives nothing to a
   word that asks, so that there is nothing to go on from. For hops, say `rule="half"`.
 - **Read hops by what each adds.** Of the relevance after both hops, the three largest facts are the

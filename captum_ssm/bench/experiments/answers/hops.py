@@ -53,7 +53,7 @@ class ChainedAnswers(LinkedTexts):
         Column("in order", ("order",)),
         Column("chain", ("chain",)),
     )
-    examples = 200
+    examples = 500
     baselines = (CHANCE.method,)
     note = (
         "By hops the last fact is the one with most relevance before any hop, the link the one "
