@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import Unhooked, a_model, all_vectors, layer_of, record
+from helpers.sessions import thorough
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error
 from torch import Tensor
@@ -103,7 +104,10 @@ def test_transformers(family: str) -> None:
         assert relative_error(plain[i], oracle.alti(vectors)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", [*architectures.ZOO, "falcon_h1", "zamba", "rwkv6", "xlstm"])
+@pytest.mark.parametrize(
+    "name",
+    thorough([*architectures.ZOO, "falcon_h1", "zamba", "rwkv6", "xlstm"], architectures.QUICK),
+)
 def test_rows_sum_to_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     for residual in (True, False):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import a_model, all_vectors, record
+from helpers.sessions import thorough
 from oracles import latim as oracle
 from oracles import relative_error
 from torch import Tensor
@@ -33,7 +34,7 @@ def total(found: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mixing", ["alti", "projection"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", thorough(ARCHITECTURES, list(ARCHITECTURES)[::3]))
 def test_contributions_and_biases_are_the_output(
     name: str, mixing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sessions import thorough
 from oracles import relative_error
 from zoo import architectures
 from zoo.mamba import padded_batch
@@ -59,7 +60,7 @@ def check(method, heights, budget, *args, tolerance=1e-5, **options):
     return found
 
 
-@pytest.mark.parametrize("case", architectures.ZOO)
+@pytest.mark.parametrize("case", thorough(architectures.ZOO, architectures.QUICK))
 def test_mamba_attribution_of_every_architecture(case, heights, monkeypatch):
     made = architectures.ZOO[case](monkeypatch)
     budget = 4 * made.inputs.shape[0] * 4 * 16 * 2  # one or two rows of up to 16 tokens

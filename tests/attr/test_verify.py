@@ -74,7 +74,10 @@ def asked(name: str) -> Ask:
     return lambda model, ids, check: method(model).attribute(ids, target=TARGET, verify=check)
 
 
-@pytest.mark.parametrize("name", [*(m.__name__ for m in every_method.METHODS), *OTHERS])
+NAMES = [*(m.__name__ for m in every_method.METHODS), *OTHERS]
+
+
+@pytest.mark.parametrize("name", thorough(NAMES, NAMES[::2]))
 def test_a_wrong_adapter_is_found_where_asked_for(name: str) -> None:
     model, ids, ask = mamba_lm(), token_ids(), asked(name)
     ask(model, ids, True)

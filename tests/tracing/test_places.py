@@ -405,7 +405,7 @@ def _run(program: list[tuple[str, int, int]], x: Tensor, y: Tensor) -> Tensor:
 
 
 @given(PROGRAM)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_random_compositions(program: list[tuple[str, int, int]]) -> None:
     x, y = draw(B, 3, E), draw(B, 3, E)
     for end in range(1, len(program) + 1):

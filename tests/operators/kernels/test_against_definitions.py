@@ -36,7 +36,7 @@ from captum_ssm.operators.kernels.within_chunk import Decays, decayed
 SEEDS = st.integers(0, 2**31)
 TOKENS = st.integers(1, 21)
 COUNTS = st.integers(1, 3)
-drawn = settings(max_examples=30)
+drawn = settings(max_examples=20)
 
 
 def randn(*size: int) -> Tensor:
