@@ -26,7 +26,15 @@ from captum_ssm.bench.published.on_tokens import TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results.md", "results"
-OWN_PAGES = ("causal", "roles", "knockout", "hybrid-parts")
+OWN_PAGES = (
+    "causal",
+    "roles",
+    "knockout",
+    "hybrid-parts",
+    "answers",
+    "erasers",
+    "forgotten-passkeys",
+)
 
 Results = Mapping[str, Sequence[Result]]
 
@@ -44,8 +52,8 @@ _TEXT = """\
 
 What `captum-ssm evaluate` measured on the small trained models that come with the package, whose
 right answers are known, and what that says of the orderings of methods that the papers publish.
-Pages of their own have [interventions](results/causal.md), [roles](results/roles.md) and
-[knock-outs](results/knockout.md).
+Pages of their own have [interventions](results/causal.md), [roles](results/roles.md),
+[knock-outs](results/knockout.md) and [whole answers](results/answers.md).
 
 Made on {date} with {machine}.
 

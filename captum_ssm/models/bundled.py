@@ -43,7 +43,8 @@ def load_bundled(
             learned the same;
             ``"pairs-"`` with ``"mamba"``, ``"mamba2"``, ``"gated-deltanet"`` and ``"bamba"``
             answer with the value of a key in ``PAIRS``, with ``"rwkv"`` and ``"griffin"`` in
-            ``FEW_PAIRS``.  Of the image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``,
+            ``FEW_PAIRS``; ``"chains-mamba"`` and ``"chains-mamba2"`` write the chains of
+            ``CHAINS``.  Of the image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``,
             each a :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in
             front, and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the
             shapes of ``SCENES``.

@@ -38,6 +38,7 @@ MODELS = """
     recall-mamba copying-mamba copying-mamba2 translation-mamba translation-mamba2 passkey-mamba
     passkey-mamba2 two-passkeys-mamba two-passkeys-mamba2 frequent-word-mamba frequent-word-mamba2
     pairs-mamba pairs-mamba2 pairs-gated-deltanet pairs-rwkv pairs-griffin pairs-bamba
+    chains-mamba chains-mamba2
     copying-bamba translation-gated-deltanet translation-rwkv passkey-gated-deltanet
     two-passkeys-gated-deltanet scenes-vim scenes-vim-first scenes-vit valence-mamba valence-rwkv
     valence-bert

@@ -116,8 +116,9 @@ class SSMLLMAttribution(Attribution):
                 messages of a chat, or Captum's feature mask, integers (L,). Default: None, its
                 tokens.
             hops: how often relevance that went to the text's own tokens goes on along their own
-                explanations, towards the prompt; each hop of a span is one backward pass. Default:
-                0, it stays on the text.
+                explanations, towards the prompt; each hop of a span is one backward pass. Of
+                LatimFlow use ``rule="half"`` then: by ``"frozen"`` nothing goes on from tokens
+                that only ask. Default: 0, it stays on the text.
             against: a second text, in the forms of the target and of any length: relevance is that
                 of the text less that of this one, each in a run of its own; with ``spans="all"``.
                 Default: None, of the text alone.

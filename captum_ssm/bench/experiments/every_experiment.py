@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..harness.experiment import Experiment
 from ..tasks.linked import LinkedTask
-from ..training.language_recipes import LANGUAGE_RECIPES
+from ..tasks.retrieval import ONE_PASSKEY
+from ..training.language_recipes import ANSWER_RECIPES, LANGUAGE_RECIPES
 from ..training.recipes import RECIPES
+from .answers.erasers import Erasers
+from .answers.forgetting import ForgottenPasskeys
+from .answers.hops import ChainedAnswers
 from .causal.experiment import Causal
 from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
@@ -38,6 +44,20 @@ def _tasks(*names: str) -> dict[str, LinkedTask]:
     }
 
 
+#: Models of five kinds of states.
+_OF_STATES = (
+    "chains-mamba",
+    "pairs-mamba",
+    "chains-mamba2",
+    "pairs-mamba2",
+    "pairs-gated-deltanet",
+    "two-passkeys-gated-deltanet",
+    "pairs-rwkv",
+    "pairs-griffin",
+)
+#: Tokens of texts that models begin to fail at.
+FAILING = {"passkey-mamba": 640, "passkey-mamba2": 2048, "passkey-gated-deltanet": 4096}
+
 _ON_TEXTS: tuple[Experiment, ...] = (
     *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
     DecompositionErrors(
@@ -64,6 +84,24 @@ _ON_TEXTS: tuple[Experiment, ...] = (
         "hybrid-parts",
         "Answers of hybrids without some of their parts (after arXiv 2510.19861)",
         {name: RECIPES[name].task for name in ("pairs-bamba", "copying-bamba")},
+    ),
+    ChainedAnswers(
+        "answers",
+        "Facts that the last word of a chained answer is due to, by hops",
+        {name: recipe.task for name, recipe in ANSWER_RECIPES.items()},
+    ),
+    Erasers(
+        "erasers",
+        "What states hold of a token without who erased it, true and predicted",
+        {name: RECIPES[name].task for name in _OF_STATES},
+    ),
+    ForgottenPasskeys(
+        "forgotten-passkeys",
+        "Shares of a passkey in the state, where it is answered and where it is lost",
+        {
+            name: replace(ONE_PASSKEY, shortest=length, longest=length)
+            for name, length in FAILING.items()
+        },
     ),
 )
 

@@ -1,6 +1,7 @@
 """Tasks to judge attributions on: texts and images are drawn, so that right sources are known."""
 
 from .answers import Accuracy, SwapCheck, answer_accuracy, swap_check
+from .chains import CHAINS, ChainsTask
 from .copying import LONG_COPIES, SHORT_COPIES, CopyAccuracy, CopyBatch, CopyingTask, copy_accuracy
 from .linked import LinkedBatch, LinkedTask, LinkedText, Links, Targets
 from .pairs import FEW_PAIRS, PAIRS, PairsTask
@@ -12,6 +13,7 @@ from .scenes import SCENES, SceneBatch, SceneTask
 from .translation import NUMBER_WORDS, TranslationTask, translated
 
 __all__ = [
+    "CHAINS",
     "FEW_PAIRS",
     "FREQUENT_WORD",
     "LONG_COPIES",
@@ -23,6 +25,7 @@ __all__ = [
     "TWO_PASSKEYS",
     "Accuracy",
     "Batch",
+    "ChainsTask",
     "CopyAccuracy",
     "CopyBatch",
     "CopyingTask",

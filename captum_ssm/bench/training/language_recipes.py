@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...models.folders import VOCABULARY, save_of_transformers
 from ...models.small import ModelSize, new_model
 from ..tasks.answers import Accuracy, answer_accuracy
+from ..tasks.chains import CHAINS
 from ..tasks.copying import LONG_COPIES, SHORT_COPIES
 from ..tasks.linked import LinkedTask
 from ..tasks.pairs import FEW_PAIRS, PAIRS
@@ -151,4 +152,10 @@ ROLE_RECIPES = {
     "two-passkeys-gated-deltanet": LanguageRecipe(
         TWO_PASSKEYS, _SMALL_DELTA, steps=(2500,), learning_rate=4e-3
     ),
+}
+
+#: Those that write chains of facts: their answers are explained as wholes.
+ANSWER_RECIPES = {
+    "chains-mamba": LanguageRecipe(CHAINS, _MAMBA, steps=(600,), draws=1, learning_rate=4e-3),
+    "chains-mamba2": LanguageRecipe(CHAINS, _MAMBA2, steps=(400,), draws=1, learning_rate=4e-3),
 }

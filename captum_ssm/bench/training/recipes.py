@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import OptionError
 from .image_recipes import IMAGE_RECIPES
-from .language_recipes import FURTHER_RECIPES, LANGUAGE_RECIPES, ROLE_RECIPES
+from .language_recipes import ANSWER_RECIPES, FURTHER_RECIPES, LANGUAGE_RECIPES, ROLE_RECIPES
 from .recipe import Recipe
 from .text_recipes import TEXT_RECIPES
 
@@ -13,6 +13,7 @@ RECIPES: dict[str, Recipe] = {
     **LANGUAGE_RECIPES,
     **FURTHER_RECIPES,
     **ROLE_RECIPES,
+    **ANSWER_RECIPES,
     **IMAGE_RECIPES,
     **TEXT_RECIPES,
 }

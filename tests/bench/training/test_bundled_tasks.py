@@ -18,6 +18,7 @@ pytest.importorskip("safetensors")
 
 from captum_ssm.bench.tasks import LinkedTask, answer_accuracy, swap_check
 from captum_ssm.bench.training.language_recipes import (
+    ANSWER_RECIPES,
     FURTHER_RECIPES,
     LANGUAGE_RECIPES,
     ROLE_RECIPES,
@@ -27,7 +28,7 @@ from captum_ssm.models.bundled import weights_of
 from captum_ssm.models.small import MODELS
 from captum_ssm.tracing import repaired_scans
 
-RECIPES = LANGUAGE_RECIPES | FURTHER_RECIPES | ROLE_RECIPES
+RECIPES = LANGUAGE_RECIPES | FURTHER_RECIPES | ROLE_RECIPES | ANSWER_RECIPES
 #: Their recurrences know no mask, and read padding as if it were words.
 READ_PADDING = ("rwkv", "griffin")
 STATES = ("mamba", "mamba2", "bamba")
@@ -76,6 +77,8 @@ CARDS = {
     "translation-rwkv": Card(),
     "passkey-gated-deltanet": Card(strayed=0.3),
     "two-passkeys-gated-deltanet": Card(strayed=0.25),
+    "chains-mamba": Card(),
+    "chains-mamba2": Card(),
 }
 
 
