@@ -41,8 +41,8 @@ Made on {date} with {machine}.
   with two. The last word's own explanation names them in {alone}. The misses that were
   looked at, of Mamba-2 with two questions, all have another root: the fact that the first answer
   ended with, whose word is still in the reach of the convolution where the second one begins.
-- **By `rule="frozen"`, the default, they do not:** {frozen}. It gives nothing to a
-  word that asks, so that there is nothing to go on from. For hops, say `rule="half"`.
+- **By `rule="frozen"` they do not:** {frozen}. It gives nothing to a
+  word that asks, so that there is nothing to go on from; with hops `LatimFlow` goes by `"centred"`.
 - **Read hops by what each adds.** Of the relevance after both hops, the three largest facts are the
   chain in no more than {chain} of the texts: each hop passes on a part, and the root's is small.
 - **The explanations of all words, summed,** name the chain in {summed_one} of the texts

@@ -264,10 +264,13 @@ def test_hops_pass_relevance_on_along_the_tokens_own_rows(
     monkeypatch.setattr("captum_ssm.attr.text.hops._LEAST", 0.0)
     monkeypatch.setattr("captum_ssm.attr.text.hops._LEFT", 0.0)
     explain = explainer(method)
+    rule = {} if method is LatimLogit else {"rule": method.default_rule}
     _, vocabulary = load_bundled()
     prompt, text = (torch.tensor(vocabulary.encode(words)) for words in (PROMPT, "lamp . ?"))
     for hops in (0, 1, 2):
-        found = explain.attribute(PROMPT, "lamp . ?", spans="all", contrast="all", hops=hops)
+        found = explain.attribute(
+            PROMPT, "lamp . ?", spans="all", contrast="all", hops=hops, **rule
+        )
         expected = by_hand(explain, prompt, text, hops)
         assert not found.spans.hops[-1].unresolved.any()
         assert near(found.token_attr[0].double(), expected[: len(prompt)], 1e-5)
@@ -300,6 +303,18 @@ def test_a_token_that_is_no_more_likely_than_others_keeps_what_it_was_given() ->
     assert last.unresolved[2, 1] != 0
     assert not last.unresolved[:, 0].any()
     assert near(last.total, found.spans.outputs, 1e-5)
+
+
+def test_the_rule_of_hops() -> None:
+    """The frozen network gives nothing to what asks, and hops are how one gets from it on."""
+    asked: dict[str, Any] = {"spans": "all", "contrast": "all"}
+    found = explainer().attribute(PROMPT, TEXT, hops=1, **asked)
+    for rule, same in (("centred", True), ("frozen", False)):
+        told = explainer().attribute(PROMPT, TEXT, hops=1, rule=rule, **asked)
+        assert torch.equal(found.token_attr, told.token_attr) is same
+    lrp = explainer(MambaLRP).attribute(PROMPT, TEXT, hops=1, **asked)
+    half = explainer().attribute(PROMPT, TEXT, hops=1, rule="half", **asked)
+    assert near(lrp.token_attr, half.token_attr)
 
 
 def test_results_in_other_forms() -> None:

@@ -116,9 +116,9 @@ class SSMLLMAttribution(Attribution):
                 messages of a chat, or Captum's feature mask, integers (L,). Default: None, its
                 tokens.
             hops: how often relevance that went to the text's own tokens goes on along their own
-                explanations, towards the prompt; each hop of a span is one backward pass. Of
-                LatimFlow use ``rule="half"`` then: by ``"frozen"`` nothing goes on from tokens
-                that only ask. Default: 0, it stays on the text.
+                explanations, towards the prompt; each hop of a span is one backward pass. With
+                hops LatimFlow goes by ``rule="centred"`` unless another is named: by ``"frozen"``
+                nothing goes on from tokens that only ask. Default: 0, it stays on the text.
             against: a second text, in the forms of the target and of any length: relevance is that
                 of the text less that of this one, each in a run of its own; with ``spans="all"``.
                 Default: None, of the text alone.
@@ -167,6 +167,8 @@ class SSMLLMAttribution(Attribution):
             )
         if resume is not None and (spans is None or not _adds_up(self.attr_method)):
             raise OptionError("resume= is for spans, and a method whose parts add up.")
+        if hops and getattr(self.attr_method, "default_rule", None) == "frozen":
+            options.setdefault("rule", "centred")  # the frozen rule gives nothing to what asks
         asked = _Asked(
             spans if spans is not None or not hops else "token",
             hops,
