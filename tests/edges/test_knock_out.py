@@ -10,9 +10,12 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.sessions import thorough
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
+from zoo.adapters import ADAPTERS
 from zoo.architectures import ZOO, Case, every, hook_count
+from zoo.networks import MASKED
 from zoo.small import mamba_lm
 from zoo.wrapped import Residual
 
@@ -92,6 +95,39 @@ def test_equals_the_matrix_with_entries_zeroed(case: Case) -> None:
     assert close(logits(found), logits(expected)) <= 2e-6
 
 
+@pytest.mark.transformers5
+@pytest.mark.parametrize("name", thorough(ADAPTERS, list(ADAPTERS)[::12]))
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_adapter(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of each class of mixers, also in batches with padding."""
+    case, options = ADAPTERS[name](monkeypatch), {}
+    if padded and name not in MASKED:
+        return
+    if padded:
+        options["attention_mask"] = torch.ones(case.inputs.shape[:2]).long()
+        options["attention_mask"][0, :2] = 0
+
+    def run(inputs: Tensor) -> Any:
+        return case.model(inputs, **options)
+
+    with torch.no_grad(), trace(case.model) as record:
+        run(case.inputs)
+    kinds = {type(layer.mixer.module): i for i, layer in enumerate(record.layers)}
+    for number in kinds.values():
+        layer = record.layers[number]
+        batch, tokens = layer.operator.shape[:2]
+        zeroed = torch.zeros(batch, tokens, tokens, dtype=torch.bool)
+        zeroed[:, tokens - 2 :, tokens - 4 : tokens - 2] = True  # within the shortest windows
+        _, (expected,) = run_without(case.model, case.inputs, {number: zeroed}, **options)
+        edges = Edges(layer.name, slice(-4, -2), slice(-2, None))
+        with torch.no_grad(), knock_out(case.model, edges), outputs_of(case.model) as outputs:
+            run(case.inputs)
+        found = outputs[layer.name]
+        limit = 1e-11 if found.dtype == torch.float64 else 2e-6
+        assert close(found, expected) <= limit, layer.name
+        assert close(layer.output, expected) > 10 * limit, layer.name
+
+
 @every(ZOO)
 def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Case) -> None:
     before, hooks = logits(case.model(case.inputs)), hook_count(case.model)
@@ -148,7 +184,7 @@ def test_components_and_heads(case: Case) -> None:
         edges = Edges(0, slice(0, 3), slice(3, None), heads=-1, component=component)
         with torch.no_grad(), knock_out(case.model, edges):
             found = case.model(case.inputs)
-        assert close(logits(found), logits(expected)) <= 2e-6
+        assert close(logits(found), logits(expected)) <= 1e-5
 
 
 def later_but_near(target: Tensor, source: Tensor) -> Tensor:
@@ -337,7 +373,7 @@ def test_text_is_generated_without_the_messages() -> None:
         slow = ids
         for _ in range(4):
             slow = torch.cat([slow, model(slow).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(found, slow)
+    assert torch.equal(found, slow[:, : found.shape[1]])  # the end of a text may come earlier
 
 
 def test_masked_tokens_keep_their_places() -> None:

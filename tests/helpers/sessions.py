@@ -1,6 +1,6 @@
 """Which session of pytest runs a test; CONTRIBUTING.md says how to ask for one.
 
-The quick session takes of every file the first cases in which every test is run, and every value
+The quick session takes of every folder the first cases in which every test is run, and every value
 of every parameter is tried once. All other cases are marked ``full``. Tests of another session are
 run there as a whole, so nothing is chosen among them.
 """
@@ -50,7 +50,7 @@ def spread(rows: Iterable[Any]) -> list[Any]:
 
 def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
     """Mark every collected test with the session that runs it."""
-    files: dict[Path, list[pytest.Item]] = {}
+    folders: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if not item.path.is_relative_to(tests):
             continue
@@ -58,8 +58,8 @@ def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
         if room in ROOMS:
             item.add_marker(room)
         if not any(item.get_closest_marker(name) for name in OTHERS):
-            files.setdefault(item.path, []).append(item)
-    for cases in files.values():
+            folders.setdefault(item.path.parent, []).append(item)
+    for cases in folders.values():
         chosen = _each_value_once(cases)
         for item in cases:
             if item not in chosen:
@@ -67,7 +67,7 @@ def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
 
 
 def _each_value_once(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases of one file: one of every test, and more while they bring values not yet tried."""
+    """Cases of one folder: one of every test, and more while they bring values not yet tried."""
     chosen: set[pytest.Item] = set()
     tried: set[Value] = set()
     tests: dict[str, list[tuple[pytest.Item, frozenset[Value]]]] = {}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.sessions import thorough
 from torch import Tensor
-from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
-from zoo.mamba import randomise
-from zoo.networks import MASKED, NETWORKS
+from zoo import architectures
+from zoo.adapters import ADAPTERS
+from zoo.networks import MASKED
 
 from captum_ssm import trace
 from captum_ssm.attr.engine.decompose import account
@@ -28,38 +27,6 @@ pytestmark = pytest.mark.transformers5
 LOUD = 30.0
 #: Rotations and norms of some layers of attention are computed in float32.
 FLOAT32 = 1e-6
-
-
-def mamba3(patch: pytest.MonkeyPatch) -> architectures.Case:
-    package = mamba_ssm_cpu.install(patch, causal_conv1d=True)
-    return architectures.language(mamba3_cpu.Mamba3(package, patch).make_lm())
-
-
-def mamba2_simple(patch: pytest.MonkeyPatch) -> architectures.Case:
-    """It learns the states before the first token."""
-    package = mamba_ssm_cpu.install(patch, causal_conv1d=True)
-    make = mamba2_simple_cpu.Simple(package, patch).make
-    mixer = randomise(make(8, fused=False, learnable_init_states=True))
-    return architectures.Case(mixer, torch.randn(2, 9, 8))
-
-
-def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
-    options = {"num_heads": 2, "head_dim": 6, "output_gate_activation": "sigmoid"}
-    layer = fla_cpu.install(patch).layer("GatedDeltaNet", hidden_size=16, **options)
-    return architectures.Case(layer, torch.randn(2, 9, 16))
-
-
-def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model())
-
-
-CASES: dict[str, architectures.Make] = {
-    **NETWORKS,
-    "mamba3": mamba3,
-    "mamba2 simple": mamba2_simple,
-    "gated delta net with a sigmoid": of_sigmoids,
-    **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
-}
 
 
 def layers_of(case: architectures.Case, mask: Tensor | None = None) -> list[Layer]:
@@ -106,22 +73,22 @@ def assert_each_has_its_constants(layers: list[Layer]) -> None:
             assert bool((left.abs() <= FLOAT32 * size).all()), (layer.name, rule)
 
 
-@pytest.mark.parametrize("name", thorough(CASES, ("mamba2", "recurrent_gemma", "rwkv", "vim")))
+@pytest.mark.parametrize("name", thorough(ADAPTERS, ("mamba2", "recurrent_gemma", "rwkv", "vim")))
 def test_constants_stand_with_their_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_each_has_its_constants(layers_of(CASES[name](monkeypatch)))
+    assert_each_has_its_constants(layers_of(ADAPTERS[name](monkeypatch)))
 
 
 @pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
 def test_so_they_do_beside_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name](monkeypatch)
+    case = ADAPTERS[name](monkeypatch)
     mask = torch.ones_like(case.inputs)
     mask[0, :3] = 0
     assert_each_has_its_constants(layers_of(case, mask))
 
 
-@pytest.mark.parametrize("name", thorough(CASES, ("mamba2", "minimax", "rwkv", "qwen3_next")))
+@pytest.mark.parametrize("name", thorough(ADAPTERS, ("mamba2", "minimax", "rwkv", "qwen3_next")))
 def test_a_gate_that_nothing_enters_is_at_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for layer in layers_of(CASES[name](monkeypatch)):
+    for layer in layers_of(ADAPTERS[name](monkeypatch)):
         with torch.no_grad():
             for parameter, value in layer.mixer.module.named_parameters():
                 if parameter.endswith("bias"):

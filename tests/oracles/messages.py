@@ -55,6 +55,7 @@ def run_without(
     inputs: Tensor,
     zeroed: Zeroed,
     change: Callable[[Operator], Tensor] = whole_matrix,
+    **options: Any,
 ) -> tuple[Any, list[Tensor]]:
     """What the model returns without some entries, and what the mixers with any returned.
 
@@ -63,12 +64,13 @@ def run_without(
         inputs: the inputs.
         zeroed: the entries, by the number of the mixer call.
         change: as for :func:`cut_output`.
+        options: further arguments of the model.
     """
     outputs: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:
         for number in sorted(zeroed):
             with trace(model) as record:
-                model(inputs)
+                model(inputs, **options)
             layer = record.layers[number]
             out = cut_output(layer, zeroed[number], change)
             outputs.append(out)
@@ -78,7 +80,8 @@ def run_without(
                 returned = layer.output - layer.map.windows.cut(lost[..., None])[..., 0]
             hook = layer.mixer.module.register_forward_hook(_returning(returned))
             stack.callback(hook.remove)
-        return model(inputs), outputs
+        with trace(model, operators=False):  # which keeps no cache
+            return model(inputs, **options), outputs
 
 
 def _returning(out: Tensor) -> Any:
