@@ -38,6 +38,7 @@ from .decompose import (
 from .method import SSMAttribution
 from .run import Request
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -186,18 +187,37 @@ def in_turn(
             if chosen is not None:
                 where = torch.searchsorted(torch.tensor(chosen.positions), where)
             asked_for = output.detach()[0, where.to(output.device)]
-            questions = ask(lambda logits=asked_for: logits)  # type: ignore[misc]
-            answer: Decomposition | None = None
-            while True:
-                try:
-                    question = next(questions) if answer is None else questions.send(answer)
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                (answer,) = _each_decomposed(network, output, chosen, [question], rules, baselines)
-                if not exact(answer):
+
+            def answer(
+                question: Against,
+                network: Network = network,
+                output: Tensor = output,
+                kept: Kept | None = chosen,
+            ) -> Decomposition:
+                (found,) = _each_decomposed(network, output, kept, [question], rules, baselines)
+                if not exact(found):
                     raise not_linear(output)
+                return found
+
+            return answered(ask(lambda logits=asked_for: logits), answer)  # type: ignore[misc]
     raise AssertionError("the last run keeps all positions")
+
+
+def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
+    """What questions come to that are asked one after the other.
+
+    Args:
+        questions: yields them, and is sent the answers.
+        answer: gives one.
+    """
+    latest: A | None = None
+    while True:
+        try:
+            question = next(questions) if latest is None else questions.send(latest)
+        except StopIteration as stop:  # and none that an answer may raise
+            result: T = stop.value
+            return result
+        latest = answer(question)
 
 
 def _each_decomposed(

@@ -18,7 +18,7 @@ from ...tracing import find_model
 from ..call import checks
 from ..call.inputs import call_model
 from ..call.targets import Against, Total, logits_of
-from ..engine.linear_method import LinearMethod
+from ..engine.linear_method import LinearMethod, answered
 from .codec import Codec
 from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
@@ -255,17 +255,13 @@ class SSMLLMAttribution(Attribution):
             with torch.no_grad():
                 return logits_of(call_model(self.forward_func, ids, ()))[0, positions]
 
-        questions = ask(logits)
-        answer = None
-        while True:
-            try:
-                question = next(questions) if answer is None else questions.send(answer)
-            except StopIteration as stop:
-                found: list[Hop] = stop.value
-                return found
-            answer = self.attr_method.decompose(
+        def answer(question: Against) -> Row:
+            found: Row = self.attr_method.decompose(
                 ids, question.target, contrast=question.contrast, **options
             )
+            return found
+
+        return answered(ask(logits), answer)
 
     def _without_sums(
         self,
