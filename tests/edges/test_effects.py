@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles.messages import whole_matrix
 from torch import Tensor
-from zoo.architectures import ZOO, Case, every
+from zoo.architectures import IMAGES, ZOO, Case, every
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
@@ -58,11 +58,9 @@ def test_every_edge(case: Case) -> None:
     )
 
 
-@every(ZOO)
+@every([name for name in ZOO if name not in IMAGES])
 @pytest.mark.parametrize("rule", ["frozen", "centred"])
 def test_in_the_linear_network_they_add_up_to_what_the_mixer_adds(case: Case, rule: str) -> None:
-    if case.inputs.dim() == 4:
-        pytest.skip("relevance of images is of pixels")
     effects = EdgeEffects(case.model, rule=rule).attribute(case.inputs, **case.target)
     parts = LatimFlow(case.model).decompose(case.inputs, rule=rule, **case.target)
     for number, layer in enumerate(effects.layers):

@@ -10,11 +10,10 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from helpers.sessions import thorough
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
-from zoo.architectures import ZOO, Case, every, hook_count
+from zoo.architectures import IMAGES, ZOO, Case, every, hook_count
 from zoo.networks import MASKED
 from zoo.small import mamba_lm
 from zoo.wrapped import Residual
@@ -96,13 +95,17 @@ def test_equals_the_matrix_with_entries_zeroed(case: Case) -> None:
 
 
 @pytest.mark.transformers5
-@pytest.mark.parametrize("name", thorough(ADAPTERS, list(ADAPTERS)[::12]))
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        pytest.param(name, padded, marks=() if number % 12 == 0 else pytest.mark.full)
+        for padded, names in ((False, ADAPTERS), (True, MASKED))
+        for number, name in enumerate(names)
+    ],
+)
 def test_every_adapter(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer of each class of mixers, also in batches with padding."""
     case, options = ADAPTERS[name](monkeypatch), {}
-    if padded and name not in MASKED:
-        return
     if padded:
         options["attention_mask"] = torch.ones(case.inputs.shape[:2]).long()
         options["attention_mask"][0, :2] = 0
@@ -287,11 +290,9 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
             model(ids)
 
 
-@every(ZOO)
+@every([name for name in ZOO if name not in IMAGES])
 def test_without_a_share_in_the_selection_either(case: Case) -> None:
     """Targets read what the module itself makes of its input with zeros for the sources."""
-    if case.inputs.dim() == 4:
-        pytest.skip("positions are of tokens that the model makes of images")
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
     layer = record.layers[-1]

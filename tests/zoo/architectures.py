@@ -181,6 +181,8 @@ ZOO: dict[str, Make] = TRANSFORMERS | {
 }
 
 
+#: Those that read images, of which they make tokens themselves.
+IMAGES = ("vit", "vim")
 #: What quick tests run on: one of transformers, one that keeps a state, one of images.
 QUICK = ("mamba2", "recurrent_gemma", "vim")
 
