@@ -22,6 +22,7 @@ from ..tracing.find import registered_mixers
 from ..tracing.hooks import hooked
 from ..tracing.observe import Watcher, observe
 from ..tracing.places import Places
+from ..tracing.places.origin import within_examples
 from ..tracing.record import look_past
 from .cut import Cut, Donor, Kind, Replacement, read_replacement
 from .pairs import KINDS, Edges
@@ -237,8 +238,7 @@ class _KnockOut(Watcher):
             places = origin.tokens(0)
             if places and all(torch.equal(other, places[0]) for other in places[1:]):
                 batch, tokens = origin.sizes[0]
-                first = torch.arange(batch, device=places[0].device)[:, None] * tokens
-                found = torch.where(places[0] < 0, -1, places[0].long() - first)
+                found = within_examples(places[0], origin.sizes[0])
                 if (
                     len(found) == batch
                     and bool((found < tokens).all())

@@ -16,8 +16,8 @@ from ..attr.call.targets import Against, contrasted, require_real_target, target
 from ..attr.engine.fold import verify_layer
 from ..attr.engine.linear_method import coefficients
 from ..attr.engine.method import Explainer
-from ..attr.engine.run import Request, Run, traced
-from ..errors import GradientModeError, OptionError
+from ..attr.engine.run import Question, Request, traced
+from ..errors import OptionError
 from ..linear import FAMILY
 from ..tracing import find_mixers, find_model, graphs_dropped, repaired_scans
 from .effects import Effects, LayerEffects
@@ -187,7 +187,10 @@ class EdgeEffects(Explainer):
                 ((number, found),) = coefficients(request, [asked], self.rule)
             else:
                 number, _ = contrasted(run.output, asked.target, asked.contrast)
-                found = _gradients(number, run)
+                question = Question(asked.target, torch.zeros_like(number), number)
+                outputs = [layer.output for layer in run.layers]
+                names = [layer.name for layer in run.layers]
+                found = replace(run, questions=[question]).gradients(outputs, names)
         layers = []
         for layer, gradient in zip(run.layers, found, strict=True):
             verify_layer(layer, verify)
@@ -199,21 +202,3 @@ class EdgeEffects(Explainer):
             tokens = request.inputs.shape[1]
         mixers = find_mixers(request.model, request.layers)
         return Effects(tuple(layers), mixers, number.detach(), tokens, run.given)
-
-
-def _gradients(number: Tensor, run: Run) -> list[Tensor]:
-    """The model's gradients at what its mixers wrote."""
-    outputs = [layer.output for layer in run.layers]
-    if not number.requires_grad:
-        raise GradientModeError(
-            "The model's output records no gradients although they are enabled here. Does its "
-            "forward run under no_grad, or detach?"
-        )
-    found = torch.autograd.grad(number.sum(), outputs, allow_unused=True)
-    for layer, gradient in zip(run.layers, found, strict=True):
-        if gradient is None:
-            raise GradientModeError(
-                f"No gradient of the target reaches layer {layer.name!r}. Is it cut off by detach "
-                "or no_grad, or unused by this target? Leave it out with layers=[...]."
-            )
-    return list(found)

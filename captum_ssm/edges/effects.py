@@ -101,6 +101,11 @@ class LayerEffects:
             found[:, some.start : some.stop] = weighted.sum((-1, -2)).transpose(0, 1)
         return found
 
+    def matrix(self) -> Tensor:
+        """All rows (B, L, L)."""
+        rows = range(self.linear.operator.shape.tokens)
+        return torch.cat([part for _, part in self.strips(rows)], 1)
+
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
         """Neighbouring rows a few at a time, (B, R, L) each, with their numbers."""
         left, core = self._factors
@@ -175,12 +180,7 @@ class Effects:
         Args:
             layers: a number, a name, a range or slice, or a list of these. Default: None, all.
         """
-        total = None
-        for layer in self._chosen(layers):
-            rows = range(layer.linear.operator.shape.tokens)
-            found = torch.cat([part for _, part in layer.strips(rows)], 1)
-            total = found if total is None else self._same(total, found) + found
-        assert total is not None
+        total = self._total(layers, LayerEffects.matrix)
         return self._on_given(self._on_given(total).mT).mT
 
     @underflow_flushed()
@@ -191,15 +191,13 @@ class Effects:
             positions: the targets: Q positions common to all examples, or a tensor (B, Q).
             layers: as in :meth:`matrix`. Default: None, all.
         """
-        total = None
-        for layer in self._chosen(layers):
+
+        def of(layer: LayerEffects) -> Tensor:
             tokens = layer.linear.operator.shape.tokens
             size = len(layer.gradient), tokens if self.given is None else self.tokens
-            index = query_index(positions, size, layer.gradient.device)
-            found = layer.rows(self._read_at(index))
-            total = found if total is None else self._same(total, found) + found
-        assert total is not None
-        return self._on_given(total.mT).mT
+            return layer.rows(self._read_at(query_index(positions, size, layer.gradient.device)))
+
+        return self._on_given(self._total(layers, of).mT).mT
 
     def by_layer(self) -> Tensor:
         """The sum of all effects of each layer, (N, B)."""
@@ -207,11 +205,11 @@ class Effects:
 
     def by_source(self, layers: Any = None) -> Tensor:
         """The sum over targets and layers, (B, L)."""
-        return self._summed(layers, LayerEffects.by_source)
+        return self._on_given(self._total(layers, LayerEffects.by_source))
 
     def by_target(self, layers: Any = None) -> Tensor:
         """The sum over sources and layers, (B, L)."""
-        return self._summed(layers, LayerEffects.by_target)
+        return self._on_given(self._total(layers, LayerEffects.by_target))
 
     def of(self, *edges: Edges) -> Tensor:
         """The effect of cutting edges together, (B,): to first order, the sum of their effects.
@@ -279,20 +277,23 @@ class Effects:
             )
         return found
 
-    def _summed(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
-        total = None
-        for layer in self._chosen(layers):
-            found = of(layer)
-            total = found if total is None else self._same(total, found) + found
-        assert total is not None
-        return self._on_given(total)
-
-    def _same(self, total: Tensor, found: Tensor) -> Tensor:
-        if total.shape != found.shape:
-            raise InputError(
-                f"The layers read {total.shape[1]} and {found.shape[1]} tokens, so that their "
-                "effects have no sum. Name layers that read the same tokens."
+    def _total(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
+        """The sum over layers, by the tokens that they read."""
+        chosen = self._chosen(layers)
+        if not chosen:
+            raise OptionError(
+                f"layers={layers!r} names no layer. Name at least one, or None for all."
             )
+        first, *others = chosen
+        total = of(first)
+        for layer in others:
+            found = of(layer)
+            if total.shape != found.shape:
+                raise InputError(
+                    f"The layers read {total.shape[1]} and {found.shape[1]} tokens, so that their "
+                    "effects have no sum. Name layers that read the same tokens."
+                )
+            total = total + found
         return total
 
     def _on_given(self, x: Tensor) -> Tensor:

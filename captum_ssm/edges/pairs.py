@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..attr.call import checks
 from ..errors import NoMixerError, OptionError, QueryError
 from ..operators.base import COMPONENTS
+from ..operators.kernels.rows import slices
 from ..tracing import Mixer
 
 #: Whether a target reads a source, of their positions as tensors that broadcast to each other.
@@ -122,7 +123,7 @@ class Edges:
         if isinstance(self.sources, str):
             named = RELATIONS[self.sources]
             found.append(lambda target, source: named(source, target))
-        own = (x for x in (self.targets, self.sources) if callable(x) and not isinstance(x, Tensor))
+        own = (x for x in (self.targets, self.sources) if callable(x))
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
@@ -234,7 +235,7 @@ def pairs_of(
     columns = sum(int(s.sum(1).max()) for _, s, _ in named)
     rows = sum(int(t.sum(1).max()) for t, _, _ in named)
     along_sources = columns <= rows and not by_target
-    for some in _portions(tokens, max(1, _PAIRS // max(1, tokens * batch))):
+    for some in slices(range(tokens), max(1, _PAIRS // max(1, tokens * batch))):
         products = [_products(named, b, some, at[b], along_sources) for b in range(batch)]
         most = max(map(len, products))
         if most == 0:
@@ -299,7 +300,7 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
     """Those of a layer's tokens ``at`` (B, L') that are meant, as booleans on the CPU."""
-    if given is None or isinstance(given, str) or (callable(given) and not _is_tensor(given)):
+    if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)
     found = _of_given(name, given, size).gather(1, at.clamp_min(0))
     return found & (at >= 0)
@@ -332,12 +333,3 @@ def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
         )
     index = (index % tokens).expand(batch, -1)
     return torch.zeros(size, dtype=torch.bool).scatter_(1, index, True)
-
-
-def _is_tensor(given: Any) -> bool:
-    return isinstance(given, Tensor)
-
-
-def _portions(tokens: int, size: int) -> Iterator[slice]:
-    for start in range(0, tokens, size):
-        yield slice(start, min(tokens, start + size))
