@@ -7,10 +7,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from .errors import DataError, DataNotFoundError, WriteError
+from ._optional import optional
+from .errors import CheckpointError, DataError, DataNotFoundError, WriteError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
@@ -188,6 +193,54 @@ def existing_file(path: str | Path, what: str) -> Path:
     if not found.is_file():
         state = "is not a file" if found.exists() else "does not exist"
         raise DataNotFoundError(f"{found} {state}. Pass {what}.")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The object.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        CheckpointError: when it is not JSON.
+    """
+    if not path.is_file():
+        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from None
+
+
+def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
+    """The weights of a file of safetensors, by name.
+
+    Args:
+        path: the file.
+        need: what safetensors is needed for, should it not be installed.
+
+    Returns:
+        The tensors on the CPU.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        CheckpointError: when its header does not fit it: sizes are checked before memory is taken.
+        ImportError: when safetensors is not installed.
+    """
+    safetensors = optional("safetensors", '"captum-ssm[hf]"', need)
+    if not path.is_file():
+        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
+    try:
+        found: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a whole file of safetensors: {error}. Fetch or save it again."
+        ) from error
     return found
 
 

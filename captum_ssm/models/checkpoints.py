@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._optional import optional
-from ..errors import CaptumSSMError, CheckpointError, DataNotFoundError
+from ..errors import CaptumSSMError, CheckpointError
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
 #: made one by one, so that these numbers cost time and memory before any weight is looked at.
@@ -29,54 +25,6 @@ _MOST = {
 }
 #: Keys that an error names at most.
 _SHOWN = 8
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The object.
-
-    Raises:
-        DataNotFoundError: when there is no such file.
-        CheckpointError: when it is not JSON.
-    """
-    if not path.is_file():
-        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from None
-
-
-def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
-    """The weights of a file of safetensors, by name.
-
-    Args:
-        path: the file.
-        need: what safetensors is needed for, should it not be installed.
-
-    Returns:
-        The tensors on the CPU.
-
-    Raises:
-        DataNotFoundError: when there is no such file.
-        CheckpointError: when its header does not fit it: sizes are checked before memory is taken.
-        ImportError: when safetensors is not installed.
-    """
-    safetensors = optional("safetensors", '"captum-ssm[hf]"', need)
-    if not path.is_file():
-        raise DataNotFoundError(f"{path} does not exist. Pass the folder that holds {path.name}.")
-    try:
-        found: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a whole file of safetensors: {error}. Fetch or save it again."
-        ) from error
-    return found
 
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:

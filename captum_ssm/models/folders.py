@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._files import make_folder, write_whole, writing
+from .._files import make_folder, read_json, read_safetensors, write_whole, writing
 from .._optional import optional
 from ..errors import CheckpointError
-from .checkpoints import check_counts, check_fit, naming, read_json, read_safetensors
+from .checkpoints import check_counts, check_fit, naming
 from .small import model_of
 from .vim import VisionMamba
 from .vocabulary import WordVocabulary

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._files import read_safetensors
 from ...errors import CheckpointError
-from ..checkpoints import check_fit, read_safetensors
+from ..checkpoints import check_fit
 from .model import VisionMamba
 
 #: Image side of the released models.

@@ -1,0 +1,364 @@
+"""Dictionaries of features: what a layer's output is written as a sum of.
+
+Any object that encodes and decodes will do; :class:`SparseAutoencoder` is one of them, and reads
+and writes the folders of SAELens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._files import filling, read_json, read_safetensors, write_whole
+from .._optional import optional
+from ..errors import CheckpointError, OptionError
+
+#: The kinds of encoders: which of the features are written down, and how large.
+ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
+
+#: The files of a folder.
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+#: From this version on, what is known of the model stands apart from the settings.
+_NESTED_FROM = "6.0.0"
+
+
+@runtime_checkable
+class Dictionary(Protocol):
+    """What writes vectors as sums of features.
+
+    Both functions work on the last dimension and keep all others; autograd must follow them.
+
+    Example:
+        >>> from captum_ssm.inside.dictionary import Dictionary, SparseAutoencoder
+        >>> isinstance(SparseAutoencoder(width=4, features=8), Dictionary)
+        True
+    """
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The features of vectors, (..., E) to (..., F)."""
+
+    def decode(self, f: Tensor) -> Tensor:
+        """The vectors that features stand for, (..., F) to (..., E)."""
+
+
+class SparseAutoencoder(nn.Module):
+    """Features as rows of a matrix, few of them active at once.
+
+    ====================  =====================================================================
+    ``"standard"``        ``relu(b)``, where ``b = (x - b_dec) @ W_enc + b_enc``
+    ``"topk"``            ``relu(b)`` of the ``k`` largest, 0 of all others
+    ``"jumprelu"``        ``relu(b)`` where ``b > threshold``, 0 elsewhere
+    ``"gated"``           ``relu(p * exp(r_mag) + b_mag)`` where ``p + b_gate > 0``, 0 elsewhere,
+                          with ``p = (x - b_dec) @ W_enc``
+    ====================  =====================================================================
+
+    and decoded they are ``f @ W_dec + b_dec``.
+
+    Args:
+        width: E, of the vectors.
+        features: F, how many there are.
+        architecture: one of the above. Default: ``"standard"``.
+        k: how many may be active at once, of ``"topk"`` alone. Default: None.
+        layer: name of the module whose output they are features of. Default: ``""``, not known.
+        apply_b_dec_to_input: whether ``b_dec`` is taken from ``x``, as above. Default: True.
+        rescale_acts_by_decoder_norm: of ``"topk"`` alone, measure each feature as if its row of
+            ``W_dec`` had norm one. Default: False.
+        metadata: what else is known of their origin, kept with them. Default: None, nothing.
+
+    Raises:
+        OptionError: when the arguments do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.inside.dictionary import SparseAutoencoder
+        >>> found = SparseAutoencoder(width=4, features=8, architecture="topk", k=2)
+        >>> active = found.encode(torch.randn(3, 5, 4))
+        >>> active.shape, found.decode(active).shape, int((active > 0).sum(-1).max())
+        (torch.Size([3, 5, 8]), torch.Size([3, 5, 4]), 2)
+    """
+
+    W_enc: Tensor  # (E, F)
+    W_dec: Tensor  # (F, E)
+    b_dec: Tensor  # (E,)
+    b_enc: Tensor  # (F,), of all but "gated"
+    threshold: Tensor  # (F,), of "jumprelu"
+    b_gate: Tensor  # (F,), of "gated", as are the next
+    r_mag: Tensor
+    b_mag: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        features: int,
+        architecture: str = "standard",
+        *,
+        k: int | None = None,
+        layer: str = "",
+        apply_b_dec_to_input: bool = True,
+        rescale_acts_by_decoder_norm: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if architecture not in ARCHITECTURES:
+            raise OptionError(
+                f"architecture={architecture!r} is not known. Use one of {ARCHITECTURES}."
+            )
+        of_topk = architecture == "topk"
+        if of_topk and (k is None or not 1 <= k <= features):
+            raise OptionError(f"k={k}: of {features} features, 1 to {features} can be active.")
+        if not of_topk and (k is not None or rescale_acts_by_decoder_norm):
+            raise OptionError(
+                f"architecture={architecture!r} has k={k}, rescale_acts_by_decoder_norm="
+                f"{rescale_acts_by_decoder_norm}: these are of 'topk' alone. Leave them out."
+            )
+        self.architecture, self.k, self.layer = architecture, k, layer
+        self.apply_b_dec_to_input = apply_b_dec_to_input
+        self.rescale_acts_by_decoder_norm = rescale_acts_by_decoder_norm
+        self.metadata = dict(metadata or {})
+
+        rows = F.normalize(torch.randn(features, width), dim=-1)
+        self.W_enc, self.W_dec = nn.Parameter(rows.T.clone()), nn.Parameter(rows)
+        self.b_dec = nn.Parameter(torch.zeros(width))
+        for name in _BIASES[architecture]:
+            setattr(self, name, nn.Parameter(torch.zeros(features)))
+
+    @property
+    def width(self) -> int:
+        """E, of the vectors."""
+        return self.W_dec.shape[1]
+
+    @property
+    def features(self) -> int:
+        """F, how many there are."""
+        return self.W_dec.shape[0]
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The features of vectors.
+
+        Args:
+            x: (..., E).
+
+        Returns:
+            (..., F), none of them negative.
+        """
+        x = x.to(self.W_enc.dtype)
+        projected = (x - self.b_dec if self.apply_b_dec_to_input else x) @ self.W_enc
+        if self.architecture == "gated":
+            active = projected + self.b_gate > 0
+            return (projected * self.r_mag.exp() + self.b_mag).relu() * active
+        before = projected + self.b_enc  # (..., F)
+        if self.architecture == "jumprelu":
+            return before.relu() * (before > self.threshold)
+        if self.k is None:
+            return before.relu()
+        if self.rescale_acts_by_decoder_norm:
+            before = before * self.W_dec.norm(dim=-1)
+        largest = before.topk(self.k, dim=-1).indices
+        return before.relu() * torch.zeros_like(before).scatter(-1, largest, 1)
+
+    def decode(self, f: Tensor) -> Tensor:
+        """The vectors that features stand for.
+
+        Args:
+            f: (..., F).
+
+        Returns:
+            (..., E).
+        """
+        if self.rescale_acts_by_decoder_norm:
+            f = f / self.W_dec.norm(dim=-1)
+        return f @ self.W_dec + self.b_dec
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What its features say of ``x``."""
+        return self.decode(self.encode(x))
+
+    def extra_repr(self) -> str:
+        k = "" if self.k is None else f", k={self.k}"
+        of = f", of {self.layer}" if self.layer else ""
+        return f"width={self.width}, features={self.features}, {self.architecture}{k}{of}"
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a folder that :meth:`load` and SAELens read.
+
+        Args:
+            folder: where ``cfg.json`` and ``sae_weights.safetensors`` go; made if missing.
+
+        Raises:
+            WriteError: when it cannot be written; what was there before is unchanged.
+            ImportError: when safetensors is not installed.
+        """
+        safetensors = optional("safetensors.torch", '"captum-ssm[hf]"', "Saving a dictionary")
+        weights = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
+        settings: dict[str, Any] = {
+            "architecture": self.architecture,
+            "d_in": self.width,
+            "d_sae": self.features,
+            "dtype": str(self.W_enc.dtype).removeprefix("torch."),
+            "device": "cpu",
+            "apply_b_dec_to_input": self.apply_b_dec_to_input,
+            "normalize_activations": "none",
+            "reshape_activations": "none",
+        }
+        if self.k is not None:
+            settings["k"] = self.k
+            settings["rescale_acts_by_decoder_norm"] = self.rescale_acts_by_decoder_norm
+        named = "hf_hook_name" if self.metadata.get("hf_hook_name") else "hook_name"
+        settings["metadata"] = {
+            "sae_lens_version": _NESTED_FROM,  # without it the metadata are not read
+            **self.metadata,
+            named: self.layer,
+        }
+        with filling(Path(folder)) as beside:
+            write_whole(beside / WEIGHTS, safetensors.save(weights))
+            write_whole(beside / CONFIG, json.dumps(settings, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path, layer: str | None = None) -> SparseAutoencoder:
+        """Reads a folder of SAELens, of any version.
+
+        Args:
+            folder: holds ``cfg.json`` and ``sae_weights.safetensors``.
+            layer: name of the module whose output they are features of, such as
+                ``"backbone.layers.0"``. Default: None, the name that the folder gives, which may be
+                one of TransformerLens.
+
+        Returns:
+            The dictionary, on the CPU.
+
+        Raises:
+            DataNotFoundError: when a file is missing.
+            CheckpointError: when it is a kind that is not known, its vectors are changed before
+                they are encoded in a way that the folder does not say, or weights do not fit.
+            ImportError: when safetensors is not installed.
+
+        Example:
+            >>> import tempfile
+            >>> from captum_ssm.inside.dictionary import SparseAutoencoder
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     SparseAutoencoder(4, 8, "jumprelu", layer="backbone.layers.0").save(folder)
+            ...     SparseAutoencoder.load(folder)
+            SparseAutoencoder(width=4, features=8, jumprelu, of backbone.layers.0)
+        """
+        path = Path(folder) / CONFIG
+        settings = _flat(read_json(path), path)
+        _refuse_unknown(settings, path)
+        dtype = _DTYPES.get(str(settings.get("dtype", "float32")).removeprefix("torch."))
+        if dtype is None:
+            raise _refusal(path, "dtype", settings["dtype"], f"one of {tuple(_DTYPES)} is")
+        try:
+            with torch.device("meta"):
+                made = cls(
+                    _count(settings, "d_in", path),
+                    _count(settings, "d_sae", path),
+                    settings["architecture"],
+                    k=_count(settings, "k", path) if settings["architecture"] == "topk" else None,
+                    layer=layer or settings.get("hf_hook_name") or settings.get("hook_name") or "",
+                    apply_b_dec_to_input=bool(settings.get("apply_b_dec_to_input", True)),
+                    rescale_acts_by_decoder_norm=bool(
+                        settings.get("rescale_acts_by_decoder_norm", False)
+                    ),
+                    metadata=settings["metadata"],
+                )
+        except OptionError as error:
+            raise CheckpointError(f"{path} makes no dictionary: {error}") from None
+        weights = read_safetensors(Path(folder) / WEIGHTS, "Loading a dictionary")
+        try:
+            made.load_state_dict(_renamed(weights), strict=True, assign=True)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{Path(folder) / WEIGHTS} does not fit {CONFIG}: {error}"
+            ) from None
+        return made.to(dtype).eval()
+
+
+#: By architecture, what there is one number of per feature.
+_BIASES = {
+    "standard": ("b_enc",),
+    "topk": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "gated": ("b_gate", "r_mag", "b_mag"),
+}
+
+#: What earlier versions call it.
+_EARLIER = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+
+#: Settings that change what is computed, with the values that are honoured.
+_HONOURED: dict[str, tuple[Any, ...]] = {
+    "architecture": ARCHITECTURES,
+    "activation_fn": ("relu",),
+    "normalize_activations": ("none", None, False),
+    "reshape_activations": ("none", None),
+    "finetuning_scaling_factor": (False, None),
+    "hook_head_index": (None,),
+}
+#: What to do about some of those that are not.
+_ADVICE = {
+    "normalize_activations": " Fold the scale into the weights, and save them again.",
+    "hook_head_index": " Features of single heads are not those of a module's output.",
+}
+
+
+def _flat(found: object, path: Path) -> dict[str, Any]:
+    """The settings of any version, with what is known of the model among them and by itself."""
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not settings by name.")
+    own = {_EARLIER.get(name, name): value for name, value in found.items()}
+    nested = own.pop("metadata", None)
+    if nested is None:  # one list of all there is, long ones of the training included
+        nested = {name: own[name] for name in ("model_name", "hook_name") if name in own}
+    settings = {**nested, "architecture": "standard", **own, "metadata": nested}
+    if settings.get("activation_fn") == "topk":
+        given = settings.get("activation_fn_kwargs") or {}
+        settings |= {"architecture": "topk", "activation_fn": "relu", "k": given.get("k")}
+    if "reshape_activations" not in settings and "hook_z" in str(settings.get("hook_name")):
+        settings["reshape_activations"] = "hook_z"
+    return settings
+
+
+def _refuse_unknown(settings: Mapping[str, Any], path: Path) -> None:
+    for name, honoured in _HONOURED.items():
+        if name in settings and settings[name] not in honoured:
+            accepted = f"one of {honoured} is" if len(honoured) > 1 else f"{honoured[0]!r} is"
+            raise _refusal(path, name, settings[name], accepted, _ADVICE.get(name, ""))
+
+
+def _refusal(
+    path: Path, name: str, value: object, accepted: str, advice: str = ""
+) -> CheckpointError:
+    return CheckpointError(f"{path} has {name} = {value!r}; {accepted} accepted.{advice}")
+
+
+def _count(settings: Mapping[str, Any], name: str, path: Path) -> int:
+    found = settings.get(name)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise _refusal(path, name, found, "a number of 1 or more is")
+    return found
+
+
+def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by their present names."""
+    weights = dict(weights)
+    if "log_threshold" in weights:
+        weights["threshold"] = weights.pop("log_threshold").exp()
+    # For a while it was written without being used.
+    if "scaling_factor" in weights and bool((weights["scaling_factor"] == 1).all()):
+        del weights["scaling_factor"]
+    return weights

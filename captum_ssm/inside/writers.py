@@ -1,0 +1,295 @@
+"""Graphs as files that other programs read.
+
+The JSON is that of circuit-tracer, whose viewer shows it; GraphML is read by networkx, Gephi,
+Cytoscape and yEd.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from .._files import make_folder, write_whole
+from ..errors import DataError, NonFiniteError, OptionError
+
+if TYPE_CHECKING:
+    from .graph import Graph, Node
+
+#: Lists the graphs of a folder, for the viewer.
+LISTING = "graph-metadata.json"
+
+#: Where the viewer looks for examples of features: a path of its own, where it finds none.  Under
+#: any other name it would ask a public hub, and might show those of another model.
+_SCAN = "./captum_ssm"
+_VERSION = 1
+
+#: By kind, what the viewer calls it.  It has no constants: they are drawn as they are labelled.
+_FEATURE_TYPES = {
+    "token": "embedding",
+    "feature": "cross layer transcoder",
+    "direction": "cross layer transcoder",
+    "error": "mlp reconstruction error",
+    "constants": "constants",
+    "target": "logit",
+}
+
+# --- circuit-tracer ------------------------------------------------------------------------------
+
+
+def to_json(graph: Graph, path: str | Path) -> None:
+    """Writes a graph as circuit-tracer does, and lists it in ``graph-metadata.json`` beside it.
+
+    ``circuit-tracer start-server --graph_file_dir FOLDER`` shows it.  There, a node's influence is
+    the share of all influence that it and those of more influence have together, so that the slider
+    hides the least of them first.
+
+    Args:
+        graph: the graph.
+        path: the file, ending in ``.json``; made anew, with its folder.
+
+    Raises:
+        OptionError: when the path does not end so, or is that of the list.
+        NonFiniteError: when a number is NaN or infinite.
+        DataError: when there is a ``graph-metadata.json`` that lists no graphs.
+        WriteError: when a file cannot be written.
+
+    Example:
+        >>> import json, tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.inside.graph import Graph, Node
+        >>> from captum_ssm.inside.writers import to_json
+        >>> token = Node("token", "", 0, 0, 17, 1.0, 1.0, "lamp")
+        >>> target = Node("target", "", 1, 0, 17, 2.5, 1.0, "lamp")
+        >>> edges = torch.tensor([[0.0, 0.0], [2.5, 0.0]])  # from the token to the target
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "lamp.json"
+        ...     to_json(Graph((token, target), edges, ("lamp",), {}), path)
+        ...     json.loads(path.read_text())["links"]
+        [{'source': 'E_17_0', 'target': '1_17_0', 'weight': 2.5}]
+    """
+    path = Path(path)
+    if path.suffix != ".json" or path.name == LISTING:
+        raise OptionError(f"path={str(path)!r}: name a file that ends in .json, not {LISTING}.")
+    _refuse_non_finite(graph)
+    make_folder(path.parent)
+    metadata = {
+        "slug": path.stem,
+        "scan": _SCAN,
+        "transcoder_list": [],
+        "prompt_tokens": list(graph.tokens),
+        "prompt": " ".join(token.strip() for token in graph.tokens),
+        "node_threshold": 1.0,
+        "schema_version": _VERSION,
+        "scores": dict(graph.scores),
+    }
+    listed = _listed(path.parent / LISTING, metadata)
+    nodes = _json_nodes(graph)
+    content = {
+        "metadata": metadata,
+        # What the viewer has open at first: nothing.
+        "qParams": {
+            "pinnedIds": [],
+            "supernodes": [],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
+        "nodes": nodes,
+        "links": [
+            {"source": nodes[s]["node_id"], "target": nodes[t]["node_id"], "weight": weight}
+            for t, s, weight in _links(graph)
+        ],
+    }
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+    write_whole(path.parent / LISTING, json.dumps(listed, indent=2) + "\n")
+
+
+def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What the list says once the graph is in it, in place of one of the same name."""
+    try:
+        found = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
+        others = [graph for graph in found["graphs"] if graph["slug"] != metadata["slug"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} does not list graphs ({type(error).__name__}: {error}). Write to another "
+            "folder, or remove it."
+        ) from None
+    return {**found, "graphs": [*others, metadata]}
+
+
+def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
+    together = _together(graph)
+    probability = graph.scores.get("probability")
+    first_direction: defaultdict[int, int] = defaultdict(int)
+    for node in graph.nodes:
+        if node.kind == "feature":
+            first_direction[node.depth] = max(first_direction[node.depth], _number(node) + 1)
+
+    nodes = []
+    for node, influence in zip(graph.nodes, together, strict=True):
+        number, position = _number(node), node.position or 0
+        layer, feature, clerp = str(node.depth - 1), -1, node.label
+        node_id = f"{layer}_{node.kind}_{position}"
+        js_id = f"{layer}_{position}-0"
+        if node.kind in ("feature", "direction"):
+            # The viewer tells features of a layer apart by number alone.
+            number += first_direction[node.depth] if node.kind == "direction" else 0
+            feature = _pair(node.depth - 1, number)
+            node_id, js_id = f"{layer}_{number}_{position}", f"{layer}_{number}-0"
+        elif node.kind == "token":
+            layer, feature = "E", position
+            node_id, js_id = f"E_{number}_{position}", f"E_{number}-{position}"
+        elif node.kind == "constants":
+            layer, node_id, js_id = "E", f"E_constants_{position}", f"E_constants-{position}"
+        elif node.kind == "target":
+            layer, feature = str(node.depth), number
+            node_id, js_id = f"{layer}_{number}_{position}", f"L_{number}-{position}"
+            # The viewer reads the word between the quotation marks and what follows "(p=".
+            known = "?" if probability is None else f"{probability:.3f}"
+            clerp = f'Output "{node.label}" (p={known})'
+        of_target = node.kind == "target"
+        nodes.append(
+            {
+                "node_id": node_id,
+                "feature": feature,
+                "layer": layer,
+                "ctx_idx": position,
+                "feature_type": _FEATURE_TYPES[node.kind],
+                "token_prob": probability or 0.0 if of_target else 0.0,
+                "is_target_logit": of_target,
+                "run_idx": 0,
+                "reverse_ctx_idx": 0,
+                "jsNodeId": js_id,
+                "clerp": clerp,
+                "influence": influence,
+                "activation": node.activation,
+            }
+        )
+    return nodes
+
+
+def _number(node: Node) -> int:
+    return 0 if node.index is None else node.index
+
+
+def _pair(x: int, y: int) -> int:
+    """One number for two, after Cantor, which the viewer takes apart again."""
+    return (x + y) * (x + y + 1) // 2 + y
+
+
+def _together(graph: Graph) -> list[float | None]:
+    """Of each node, the share of it and those of more influence; None of targets."""
+    shares: list[float | None] = [None] * len(graph.nodes)
+    counted = [i for i, node in enumerate(graph.nodes) if node.kind != "target"]
+    total = sum(graph.nodes[i].influence for i in counted) or 1.0
+    running = 0.0
+    for i in sorted(counted, key=lambda i: -graph.nodes[i].influence):
+        running += graph.nodes[i].influence
+        shares[i] = min(running / total, 1.0)
+    return shares
+
+
+# --- GraphML -------------------------------------------------------------------------------------
+
+_NAMESPACE = "http://graphml.graphdrawing.org/xmlns"
+_NODE_KEYS = {
+    "kind": "string",
+    "layer": "string",
+    "depth": "int",
+    "position": "int",
+    "index": "long",
+    "activation": "double",
+    "influence": "double",
+    "label": "string",
+}
+#: What XML cannot hold, and a carriage return, which it does not keep.
+_UNWRITABLE = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def to_graphml(graph: Graph, path: str | Path) -> None:
+    """Writes a graph as GraphML: directed, with all that is known of nodes, and edges' weights.
+
+    The texts of the tokens stand in the graph's own ``tokens``, a list in JSON, beside its scores.
+    A character that XML cannot hold is written as its number: ``\\\\x00``.
+
+    Args:
+        graph: the graph.
+        path: the file; made anew, with its folder.
+
+    Raises:
+        NonFiniteError: when a number is NaN or infinite.
+        WriteError: when the file cannot be written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.inside.graph import Graph, Node
+        >>> from captum_ssm.inside.writers import to_graphml
+        >>> token = Node("token", "", 0, 0, 17, 1.0, 1.0, "lamp")
+        >>> target = Node("target", "", 1, 0, 17, 2.5, 1.0, "lamp")
+        >>> edges = torch.tensor([[0.0, 0.0], [2.5, 0.0]])  # from the token to the target
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "lamp.graphml"
+        ...     to_graphml(Graph((token, target), edges, ("lamp",), {}), path)
+        ...     '<edge source="n0" target="n1">' in path.read_text()
+        True
+    """
+    path = Path(path)
+    _refuse_non_finite(graph)
+    make_folder(path.parent)
+    root = ElementTree.Element("graphml", xmlns=_NAMESPACE)
+    for name, kind in _NODE_KEYS.items():
+        _declare(root, "node", name, kind)
+    _declare(root, "edge", "weight", "double")
+    _declare(root, "graph", "tokens", "string")
+    for name in graph.scores:
+        _declare(root, "graph", name, "double")
+
+    whole = ElementTree.SubElement(root, "graph", edgedefault="directed")
+    _hold(whole, "graph", {"tokens": json.dumps(graph.tokens), **graph.scores})
+    for i, node in enumerate(graph.nodes):
+        held = {name: getattr(node, name) for name in _NODE_KEYS}
+        _hold(ElementTree.SubElement(whole, "node", id=f"n{i}"), "node", held)
+    for t, s, weight in _links(graph):
+        edge = ElementTree.SubElement(whole, "edge", source=f"n{s}", target=f"n{t}")
+        _hold(edge, "edge", {"weight": weight})
+    ElementTree.indent(root)
+    write_whole(path, ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def _declare(root: ElementTree.Element, of: str, name: str, kind: str) -> None:
+    attributes = {"id": f"{of}-{name}", "for": of, "attr.name": name, "attr.type": kind}
+    ElementTree.SubElement(root, "key", attributes)
+
+
+def _hold(element: ElementTree.Element, of: str, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            held = ElementTree.SubElement(element, "data", key=f"{of}-{name}")
+            held.text = _UNWRITABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+
+
+# --- of both -------------------------------------------------------------------------------------
+
+
+def _links(graph: Graph) -> list[tuple[int, int, float]]:
+    """The edges that there are: target, source, weight."""
+    targets, sources = graph.edges.nonzero(as_tuple=True)
+    weights = graph.edges[targets, sources].tolist()
+    return list(zip(targets.tolist(), sources.tolist(), weights, strict=True))
+
+
+def _refuse_non_finite(graph: Graph) -> None:
+    for node in graph.nodes:
+        if not (math.isfinite(node.activation) and math.isfinite(node.influence)):
+            raise NonFiniteError(f"graph has a node that is not finite: {node}.")
+    if not bool(graph.edges.isfinite().all()):
+        raise NonFiniteError("graph has edges that are NaN or infinite.")
+    for name, score in graph.scores.items():
+        if not math.isfinite(score):
+            raise NonFiniteError(f"graph has the score {name!r} = {score}.")
