@@ -21,16 +21,16 @@ class _Names:
 
 
 def _recipes() -> Mapping[str, Any]:
-    from ..bench.training.recipes import RECIPES
+    from ..bench.training.recipes import every_recipe
 
-    return RECIPES
+    return every_recipe()
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers."""
     parser = commands.add_parser(
         "train",
-        help="make one of the small models again that come with the package",
+        help="make one of the small models or dictionaries again that come with the package",
         description="Train a model from scratch, save it and measure it. "
         "Example: captum-ssm train copying-mamba2 --out copying-mamba2",
     )

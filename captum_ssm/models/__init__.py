@@ -1,6 +1,6 @@
 """Models: Vision Mamba in plain PyTorch, the small trained ones that ship, and what they read."""
 
-from .bundled import load_bundled
+from .bundled import load_bundled, load_dictionary
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
 from .vocabulary import WordVocabulary
@@ -13,6 +13,7 @@ __all__ = [
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
+    "load_dictionary",
     "load_vim",
     "text_words",
     "vim_small",

@@ -1,4 +1,4 @@
-"""Loading of the small trained models that ship with the package."""
+"""Loading of the small trained models that ship with the package, and of dictionaries for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
+from ..inside.dictionary import WEIGHTS as DICTIONARY_WEIGHTS
+from ..inside.dictionary import SparseAutoencoder
 from .folders import WEIGHTS, load_folder
 
 _HERE = Path(__file__).parent
@@ -22,6 +24,14 @@ _FOLDERS = {
 
 #: The names of the bundled models.
 BUNDLED = tuple(_FOLDERS)
+#: What the folder of a dictionary is called behind the name of its model.
+_DICTIONARY = "-dictionary"
+#: By the name of the bundled model that it is of, the folder of each dictionary.
+_DICTIONARIES = {
+    weights.parent.name.removesuffix(_DICTIONARY): weights.parent
+    for place in _PLACES
+    for weights in sorted(place.glob(f"*{_DICTIONARY}/{DICTIONARY_WEIGHTS}"))
+}
 
 
 def load_bundled(
@@ -75,6 +85,36 @@ def load_bundled(
     """
     shipped = weights_of(name).parent
     return load_folder(shipped if folder is None else Path(folder))
+
+
+def load_dictionary(
+    name: str = "recall-mamba", folder: str | Path | None = None
+) -> SparseAutoencoder:
+    """Loads the dictionary of features that ships for a bundled model; nothing is downloaded.
+
+    Args:
+        name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
+        folder: where ``captum-ssm train recall-mamba-dictionary`` has written one.
+            Default: None, the one that ships with the package.
+
+    Returns:
+        The dictionary on the CPU; its ``layer`` names the module whose output it is for.
+
+    Raises:
+        OptionError: when no dictionary ships for the model.
+        CheckpointError: when the folder holds no dictionary.
+        ImportError: when safetensors is not installed.
+
+    Example:
+        >>> from captum_ssm.models import load_dictionary
+        >>> load_dictionary("recall-mamba")
+        SparseAutoencoder(width=64, features=256, topk, k=3, of backbone.layers.0)
+    """
+    if name not in _DICTIONARIES:
+        raise OptionError(
+            f"name={name!r}: no dictionary ships for it. Use one of {tuple(_DICTIONARIES)}."
+        )
+    return SparseAutoencoder.load(_DICTIONARIES[name] if folder is None else folder)
 
 
 def weights_of(name: str) -> Path:

@@ -1,8 +1,9 @@
-"""The recipes of all bundled models."""
+"""The recipes of all bundled models, and of the dictionaries of their features."""
 
 from __future__ import annotations
 
 from ...errors import OptionError
+from .dictionary_recipes import DICTIONARY_RECIPES
 from .image_recipes import IMAGE_RECIPES
 from .language_recipes import ANSWER_RECIPES, FURTHER_RECIPES, LANGUAGE_RECIPES, ROLE_RECIPES
 from .recipe import Recipe
@@ -19,12 +20,18 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+def every_recipe() -> dict[str, Recipe]:
+    """The recipes of models and dictionaries, by name."""
+    return {**RECIPES, **DICTIONARY_RECIPES}
+
+
 def recipe_of(name: str) -> Recipe:
-    """The recipe of a bundled model.
+    """The recipe of a bundled model or dictionary.
 
     Raises:
-        OptionError: when there is no such model.
+        OptionError: when there is no such recipe.
     """
-    if name not in RECIPES:
-        raise OptionError(f"name={name!r}: no such bundled model. Use one of {tuple(RECIPES)}.")
-    return RECIPES[name]
+    known = every_recipe()
+    if name not in known:
+        raise OptionError(f"name={name!r}: no such bundled model. Use one of {tuple(known)}.")
+    return known[name]
