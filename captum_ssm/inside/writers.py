@@ -160,7 +160,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
                 "layer": layer,
                 "ctx_idx": position,
                 "feature_type": _FEATURE_TYPES[node.kind],
-                "token_prob": probability or 0.0 if of_target else 0.0,
+                "token_prob": (probability or 0.0) if of_target else 0.0,
                 "is_target_logit": of_target,
                 "run_idx": 0,
                 "reverse_ctx_idx": 0,
