@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         compare,
     )
     from .edges import EdgeEffects, Edges, knock_out
+    from .inside import LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow, NeuronMambaLRP
     from .mixers import register_mixer, supported_architectures
     from .operators import discard_smallest
     from .tracing import trace
@@ -40,8 +41,12 @@ _WHERE = {
     "LatimFlow": "attr",
     "LatimLogit": "attr",
     "LatimNorm": "attr",
+    "LayerLatimFlow": "inside",
+    "LayerMambaLRP": "inside",
     "MambaAttribution": "attr",
     "MambaLRP": "attr",
+    "NeuronLatimFlow": "inside",
+    "NeuronMambaLRP": "inside",
     "SSMLLMAttribution": "attr",
     "StateMemory": "attr",
     "TransformerAttribution": "attr",
@@ -64,8 +69,12 @@ __all__ = [
     "LatimFlow",
     "LatimLogit",
     "LatimNorm",
+    "LayerLatimFlow",
+    "LayerMambaLRP",
     "MambaAttribution",
     "MambaLRP",
+    "NeuronLatimFlow",
+    "NeuronMambaLRP",
     "SSMLLMAttribution",
     "StateMemory",
     "TransformerAttribution",

@@ -112,6 +112,8 @@ class Rules:
             which they are held in memory.
         verify: whether operators are held to their modules; a number is the tolerance.
         by_role: whether relevance is found by role. Default: False.
+        features: whether that of what enters and leaves the mixers is kept by feature. Default:
+            False, summed over them.
     """
 
     rule: Rule
@@ -119,6 +121,7 @@ class Rules:
     by_layer: bool
     verify: bool | float
     by_role: bool = False
+    features: bool = False
 
 
 def decompositions(
@@ -239,7 +242,7 @@ def _each_decomposed(
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
     start = baseline_of(network, baselines)
-    return [decompose(network, *number, start, rules.by_role) for number in numbers]
+    return [decompose(network, *number, start, rules.by_role, rules.features) for number in numbers]
 
 
 def coefficients(
@@ -277,9 +280,13 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         layers=request.layers,
         steps=rules.by_layer,
         verify=rules.verify,
+        begins=request.begins,
+        reads=() if request.ends is None else (request.ends.site,),
     ) as network:
         output = request.output(network.mode.begun(request.inputs))
         network.check_ran()
+        if request.ends is not None:
+            output = request.ends.chosen(network.met(request.ends.site).tensors)
         with unseen():
             yield network, output
 
