@@ -14,7 +14,9 @@ from .mode import Linearising
 from .shares import is_shared, shared
 
 
-def through(linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor]) -> Tensor:
+def through(
+    linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """What the mixer returns, computed so that its graph is linear, (B, L, E).
 
     Args:
