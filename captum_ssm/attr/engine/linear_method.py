@@ -218,9 +218,7 @@ def _each_decomposed(
     """The decomposition of each question to a network's output, at the positions kept."""
     numbers = numbers_of(network, output, kept, questions)
     start = start_of(network, rules, baselines)
-    return [
-        decompose(network, *number, start, rules.by_role, rules.features) for number in numbers
-    ]
+    return [decompose(network, *number, start, rules.by_role, rules.features) for number in numbers]
 
 
 def numbers_of(
