@@ -128,10 +128,10 @@ def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
     """
     x = tokens_of(met, site)
     heads = met.value.shape[2] if site.at == "heads" else 1
-    split = x.unflatten(1, (heads, -1))  # (L, heads, ...)
+    split = x.view(len(x), heads, -1)
     own = torch.eye(heads).to(x)[None, :, :, None]
     writes = (split[:, None] * own).flatten(2).flatten(0, 1)
-    reads = (gradient.unflatten(1, (heads, -1))[:, None] * own).flatten(2).flatten(0, 1)
+    reads = (gradient.reshape(split.shape)[:, None] * own).flatten(2).flatten(0, 1)
     positions = torch.arange(len(x), device=x.device).repeat_interleave(heads)
     named = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
     indices = [head if heads > 1 else None for _ in range(len(x)) for head in range(heads)]
@@ -165,7 +165,7 @@ def of_dictionary(site: Site, met: Met, dictionary: Dictionary) -> Readings:
         positions, indices = features.detach().nonzero(as_tuple=True)
         reads = _reads(features, start, positions, indices)
     with torch.no_grad():
-        used, where = indices.unique(return_inverse=True)
+        used, where = torch.unique(indices, return_inverse=True)
         none = features.new_zeros(1, features.shape[-1])
         rest = dictionary.decode(none)[0].to(x)
         each = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from captum._utils.progress import progress
+from torch import Tensor
 
 from ..attr.engine.decompose import TOLERANCES, account, not_linear
 from ..errors import OptionError
