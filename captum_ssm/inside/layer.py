@@ -256,7 +256,7 @@ class LayerMambaLRP(LayerLatimFlow):
     It is :class:`LayerLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there.
+        forward_func, layer, model, layers: as there, with the same defaults.
 
     Example:
         >>> import torch

@@ -80,6 +80,19 @@ def attribution_graph(
         OptionError: for nodes, or another option, that do not fit.
         InputError, TargetError, GradientModeError, NotLinearError, NonFiniteError,
         ReconstructionError: as LatimFlow.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import attribution_graph
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> text = "anna owns the lamp . anna owns the"
+        >>> ids = torch.tensor([tokenizer.encode(text)])
+        >>> blocks = ["backbone.layers.0", "backbone.layers.1"]
+        >>> graph = attribution_graph(
+        ...     model, ids, (-1, ids[0, 3]), nodes=blocks, contrast="mean", tokens=text.split())
+        >>> [node.label or (node.layer, node.position) for node in graph.path()]
+        ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'target']
     """
     checks.flags(show_progress=show_progress)
     if checks.count("top", top) is None:

@@ -144,7 +144,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
                 baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
                 same defaults.
             roles, features: as in
-                :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`.
+                :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`, with the same
+                defaults.
 
         Returns:
             A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
@@ -208,7 +209,7 @@ class NeuronMambaLRP(NeuronLatimFlow):
     It is :class:`NeuronLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there.
+        forward_func, layer, model, layers: as there, with the same defaults.
 
     Example:
         >>> import torch

@@ -52,6 +52,9 @@ def find_site(
         layers: names or modules of the mixers to use. Default: None, all of them.
         at_input: whether it is what the module is given. Default: False, what it returns.
 
+    Returns:
+        The :class:`Site`.
+
     Raises:
         LayerError: for what is no module of the model, and for parts of mixers, in whose place
             their operators stand.
