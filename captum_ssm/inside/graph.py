@@ -104,11 +104,16 @@ class Graph:
         found = {**scores(edges, told, _errors(nodes), _tokens(nodes)), "kept": kept}
         return Graph(nodes, edges, self.tokens, found)
 
-    def path(self) -> list[Node]:
+    def path(self, start: int | None = None) -> list[Node]:
         """The nodes on the path that carries most from the tokens to the target, token first.
 
         Of a path as much is carried as the product of its edges' shares in what enters each node.
+
+        Args:
+            start: the position of the token that it begins with. Default: None, any.
         """
+        if start is not None and not -len(self.tokens) <= start < len(self.tokens):
+            raise OptionError(f"start={start} is none of the {len(self.tokens)} tokens.")
         told = _told(self.nodes)
         weights, _ = influences(self.edges, told)
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)
@@ -123,6 +128,9 @@ class Graph:
                 if reached > best[source]:
                     best[source], after[source] = reached, node
         tokens = _tokens(self.nodes).double() * best
+        if start is not None:
+            at = [node.position == start % len(self.tokens) for node in self.nodes]
+            tokens = tokens * torch.tensor(at)
         if not bool(tokens.any()):
             return [self.nodes[-1]]
         found = [int(tokens.argmax())]
