@@ -125,12 +125,13 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
         )
     found: dict[Layer, Any] = {}
     for one in nodes:
-        if isinstance(one, Feature):
-            found.setdefault(one.layer, [])
-            if found[one.layer] is not None:
-                found[one.layer].append(one)
-        elif found.setdefault(one, None) is not None:
-            raise OptionError(f"nodes names {one!r} whole and by features; choose one of them.")
+        of_feature = isinstance(one, Feature)
+        layer = one.layer if of_feature else one
+        taken = found.setdefault(layer, [] if of_feature else None)
+        if (taken is not None) != of_feature:
+            raise OptionError(f"nodes names {layer!r} whole and by features; choose one of them.")
+        if of_feature:
+            taken.append(one)
     return list(found.items())
 
 

@@ -187,15 +187,16 @@ class Parts:
             row = [relevance.flatten().sum()[None]]
         else:
             row = [relevance[0].flatten(1).sum(1) if relevance.dim() > 2 else relevance[0]]
-        errors = []
+        errors, size = [], relevance.abs().sum()
         for site, gradient in zip(self.sites, others, strict=True):
             found, rows = self.readings[site], gradient[0].flatten(1)
             row.append((rows[found.positions] * found.writes).sum(1))
             errors.append((rows * self.errors[site]).sum(1)[self._has_error(site)])
             kept = kept + (rows * found.rest).sum()
+            size = size + (rows * self.values[site]).abs().sum()
         whole_row = torch.cat([*row, *errors, kept[None]]).detach().double().cpu()
-        limit = TOLERANCES.get(number.dtype, 1e-3) * (whole_row.abs().sum() + abs(activation))
-        if abs(float(whole_row.sum()) - activation) > float(limit):
+        size = float(size + sum(b.abs().sum() for b in biases.values())) + abs(activation)
+        if abs(float(whole_row.sum()) - activation) > TOLERANCES.get(number.dtype, 1e-3) * size:
             raise not_linear(number)
         return whole_row
 
