@@ -84,11 +84,21 @@ class LayerEffects:
     @cached_property
     def _factors(self) -> tuple[Tensor, Operator]:
         """Row factors, and an operator by channel whose columns the values are factors of."""
+        return self._factors_of(self._left)
+
+    def _factors_of(self, left: Tensor) -> tuple[Tensor, Operator]:
         local, core = local_and_core(self.linear.operator, like=self.linear.values)
-        left = self._left
         for part in local:
             left = part.transpose(left)
         return left, core
+
+    def _left_at(self, index: Tensor) -> Tensor:
+        """The gradient before the projection at tokens (B, Q), and zeros elsewhere."""
+        weight = projection_of(self.linear).weight
+        example = torch.arange(len(index), device=index.device)[:, None]
+        before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
+        before[example, index] = self.gradient[example, index] @ weight.T
+        return before.view(self.linear.operator.shape)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the matrix (B, Q, L).
@@ -98,7 +108,7 @@ class LayerEffects:
         """
         if self.readers is not None:
             return self.readers.rows(index)
-        left, core = self._factors
+        left, core = self._factors_of(self._left_at(index))
         found = index.new_zeros(*index.shape, core.shape.tokens).to(left)
         elements = self.linear.values.numel()
         for some in in_stacks(range(index.shape[1]), elements, left.device):
