@@ -5,6 +5,7 @@ from .graph import Graph, Node
 from .layer import LayerLatimFlow, LayerMambaLRP
 from .make import attribution_graph
 from .neuron import NeuronLatimFlow, NeuronMambaLRP
+from .removal import against_truth, without
 
 __all__ = [
     "Dictionary",
@@ -15,5 +16,7 @@ __all__ = [
     "NeuronLatimFlow",
     "NeuronMambaLRP",
     "Node",
+    "against_truth",
     "attribution_graph",
+    "without",
 ]

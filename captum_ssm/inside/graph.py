@@ -58,6 +58,8 @@ class Graph:
             ``completeness``, the share of what enters nodes, by their influence, that is told
             apart, not an error; ``replacement``, the share of the influence of all that begins in
             the graph that tokens have, not errors.
+        writes: what each node adds to the activation at its place; None for tokens, constants and
+            the target.
 
     Example:
         >>> import torch
@@ -76,6 +78,24 @@ class Graph:
     edges: Tensor
     tokens: tuple[str, ...]
     scores: Mapping[str, float]
+    writes: tuple[Tensor | None, ...] = ()
+
+    def effects(self) -> Tensor:
+        """What each node adds to the target on all paths, (n,), in the linear network.
+
+        Of a graph that was pruned, on the paths that are left.
+        """
+        sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
+        inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
+        edges = self.edges.double().cpu()
+        shares = torch.where(inner, 1 / sizes, torch.zeros_like(sizes))[:, None] * edges
+        row = edges[-1]
+        total = torch.zeros_like(row)
+        for _ in self.nodes:  # at most as long as the longest path
+            if not bool(row.any()):
+                break
+            total, row = total + row, row @ shares
+        return total
 
     def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:
         """The graph with only the nodes and edges of the greatest influence.
@@ -102,7 +122,8 @@ class Graph:
         stays |= ~told  # constants are no influence, and stay
         edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
         found = {**scores(edges, told, _errors(nodes), _tokens(nodes)), "kept": kept}
-        return Graph(nodes, edges, self.tokens, found)
+        writes = tuple(self.writes[i] for i in which.tolist()) if self.writes else ()
+        return Graph(nodes, edges, self.tokens, found, writes)
 
     def path(self, start: int | None = None) -> list[Node]:
         """The nodes on the path that carries most from the tokens to the target, token first.
@@ -139,8 +160,10 @@ class Graph:
         return [self.nodes[i] for i in found]
 
 
+#: Kinds of nodes that something enters, the target aside.
+_ENTERED = ("feature", "direction", "whole")
 #: Kinds of nodes that may be pruned.
-_INNER = ("feature", "direction", "whole", "error")
+_INNER = (*_ENTERED, "error")
 
 
 def _told(nodes: Sequence[Node]) -> Tensor:

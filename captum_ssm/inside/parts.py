@@ -109,7 +109,8 @@ class Parts:
             for node, share in zip(nodes, through.tolist(), strict=True)
         ]
         counts = {**scores(edges, told, errors, given), "kept": 1.0}
-        return Graph(tuple(counted), edges, tuple(texts), counts)
+        writes = (*([None] * len(texts)), *self._writes(), None, None)
+        return Graph(tuple(counted), edges, tuple(texts), counts, writes)
 
     def _read(self) -> dict[Site, Tensor]:
         """What each node adds to the target on all paths, from the last place to the first."""
@@ -217,6 +218,13 @@ class Parts:
             for position in self._has_error(site).nonzero()[:, 0].tolist():
                 size = norms[position]
                 yield Node("error", site.name, depth, position, None, size, 0.0, "error")
+
+    def _writes(self) -> Iterator[Tensor]:
+        """What each of the inner nodes writes, in their order."""
+        for site in self.sites:
+            yield from self.readings[site].writes.detach().unbind()
+        for site in self.sites:
+            yield from self.errors[site][self._has_error(site)].detach().unbind()
 
     def _texts(
         self, tokens: Sequence[str] | None, inputs: Tensor

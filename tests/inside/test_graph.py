@@ -20,7 +20,7 @@ from captum_ssm import (
 )
 from captum_ssm.bench.tasks.recall import generate
 from captum_ssm.errors import CaptumSSMError, InputError, LayerError, OptionError
-from captum_ssm.inside import Graph, Node
+from captum_ssm.inside import Graph, Node, against_truth, without
 from captum_ssm.inside.influence import influences, scores
 from captum_ssm.models import load_bundled
 
@@ -122,15 +122,9 @@ def test_whole_activations_have_the_parts_of_the_whole_decomposition():
         own = [n.activation for n in graph.nodes if n.kind == "whole" and n.depth == depth]
         assert own == pytest.approx(mixer[0].tolist(), abs=1e-6)
     # all paths together are what each token adds
-    edges = graph.edges.double().clone()
-    inner = torch.tensor([n.kind == "whole" for n in graph.nodes])
-    scale = torch.where(inner, torch.tensor([n.activation or 1.0 for n in graph.nodes]), 1.0)
-    shares = edges / scale[:, None].double()  # of each node, what a unit of it is made of
-    total, row = torch.zeros(len(edges)).double(), edges[-1]
-    for _ in range(4):
-        total, row = total + row, (row * inner) @ shares
     tokens = torch.tensor([n.kind == "token" for n in graph.nodes])
-    torch.testing.assert_close(total[tokens], found.tokens[0].double(), atol=1e-6, rtol=0)
+    wanted = found.tokens[0].double()
+    torch.testing.assert_close(graph.effects()[tokens], wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rule", ["half", "equal", "centred"])
@@ -311,6 +305,54 @@ def test_pruning_keeps_the_fewest_that_have_the_share(keep):
     ]
     fewer = graph.pruned(keep, keep_edges=0.5)
     assert 0 < int((fewer.edges != 0).sum()) <= int((pruned.edges != 0).sum())
+
+
+# --- interventions -------------------------------------------------------------------------------
+
+
+def test_what_nodes_write_is_taken_off():
+    model, ids = mamba_lm(), token_ids(1, 5)
+    words, layer = Words(), model.backbone.layers[0]
+    graph = attribution_graph(model, ids, (-1, 3), nodes={BLOCKS[0]: words}, keep=None)
+    chosen = [n for n in graph.nodes if n.kind == "feature"][:3]
+    outputs = []
+    with without(model, graph, chosen):
+        handle = layer.register_forward_hook(lambda m, args, out: outputs.append(out.clone()))
+        model(ids)
+        handle.remove()
+    handle = layer.register_forward_hook(lambda m, args, out: outputs.append(out.clone()))
+    model(ids)
+    handle.remove()
+    lost = torch.zeros_like(outputs[0])
+    for node in chosen:
+        lost[0, node.position] += node.activation * words.write[node.index].float()
+    torch.testing.assert_close(outputs[1] - outputs[0], lost, atol=1e-5, rtol=1e-5)
+
+
+def test_behind_the_last_layer_but_a_norm_the_truth_is_linear():
+    """Of what the head alone reads, without its norm, the effect is exact."""
+    model, ids = mamba_lm(), token_ids(1, 5)
+    model.backbone.norm_f = torch.nn.Identity()
+    last = "backbone.layers.2"
+    nodes = {last: Words()}
+    graph = attribution_graph(model, ids, (-1, 3), nodes=nodes, contrast="mean", keep=None)
+    truth = against_truth(graph, model, ids, (-1, 3), contrast="mean")
+    torch.testing.assert_close(truth.estimated, truth.true, atol=1e-4, rtol=1e-4)
+    assert bool((truth.true.abs() > 0.01).any())
+
+
+def test_only_what_is_written_can_be_taken_off():
+    model, ids = mamba_lm(), token_ids(1, 5)
+    graph = attribution_graph(model, ids, (-1, 3), nodes=[f"{MIXERS[0]}.heads", BLOCKS[1]])
+    for node in (graph.nodes[0], graph.nodes[-1], graph.nodes[-2], graph.nodes[5]):
+        with pytest.raises(OptionError, match="cannot be taken off"), without(model, graph, [node]):
+            pass
+    other = attribution_graph(model, ids, (-1, 3), nodes=[BLOCKS[1]])
+    node = [n for n in other.nodes if n.kind == "whole"][-1]
+    with pytest.raises(OptionError, match="cannot be taken off"), without(model, graph, [node]):
+        pass
+    with without(model, other, [node]), pytest.raises(LayerError, match="as many tokens"):
+        model(ids[:, :1])
 
 
 # --- a trained model -----------------------------------------------------------------------------
