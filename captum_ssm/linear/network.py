@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
+from ..mixers.parts.heard import forget
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
@@ -146,6 +147,8 @@ class Network(Watcher):
         """The linear mixer, in which there is nothing to complain of."""
         require_real_tokens(linear.mask)
         linear.check_finite(name)
+        if self.mode.ledger.kept:  # else it may be linearised once more
+            forget()
         self.mask = linear.mask if self.mask is None else self.mask
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
