@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..mixers.base import LinearMixer
@@ -12,18 +14,22 @@ from .mode import Linearising
 from .shares import FAMILY, Rule, is_shared, shared
 
 
-def through(linear: LinearMixer, mode: Linearising) -> Tensor:
+def through(
+    linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """What the mixer returns, computed so that its graph is linear, (B, L, E).
 
     Args:
         linear: the mixer, linearised at a live input.
         mode: the rules; the output projection runs under them, so it must be on.
+        inside: what goes on from what the operator returns, (B, L, H, P). Default: None, it.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask = linear.mask
     del linear  # of long inputs the values take much: they are let go of once they are read
     _cut(operator, mode.rule)
-    return project(_apply(operator, values, mode, mask))
+    out = _apply(operator, values, mode, mask)
+    return project(out if inside is None else inside(out))
 
 
 def _cut(operator: Operator, rule: Rule) -> None:

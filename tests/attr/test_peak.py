@@ -100,7 +100,7 @@ def test_coefficients_without_a_share_lose_their_graphs(
 ) -> None:
     made = []
     monkeypatch.setattr(
-        network, "through", lambda linear, mode: (made.append(linear), through(linear, mode))[1]
+        network, "through", lambda linear, *rest: (made.append(linear), through(linear, *rest))[1]
     )
     whole, ids = model(1), torch.randint(15, (1, 9))
     with linearised(whole, ids, rule=rule):
