@@ -123,15 +123,15 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
             f"nodes={nodes!r} must be a mapping of layers to dictionaries or None, or a list of "
             "layers and features; not empty."
         )
-    found: dict[Layer, Any] = {}
+    found: dict[Layer, list[Feature] | None] = {}
     for one in nodes:
-        of_feature = isinstance(one, Feature)
-        layer = one.layer if of_feature else one
-        taken = found.setdefault(layer, [] if of_feature else None)
-        if (taken is not None) != of_feature:
+        own = [one] if isinstance(one, Feature) else None
+        layer = one.layer if isinstance(one, Feature) else one
+        before = found.setdefault(layer, own)
+        if (before is None) != (own is None):
             raise OptionError(f"nodes names {layer!r} whole and by features; choose one of them.")
-        if of_feature:
-            taken.append(one)
+        if before is not None and own is not None and before is not own:
+            before += own
     return list(found.items())
 
 

@@ -195,8 +195,9 @@ class Parts:
             kept = kept + (rows * found.rest).sum()
             size = size + (rows * self.values[site]).abs().sum()
         whole_row = torch.cat([*row, *errors, kept[None]]).detach().double().cpu()
-        size = float(size + sum(b.abs().sum() for b in biases.values())) + abs(activation)
-        if abs(float(whole_row.sum()) - activation) > TOLERANCES.get(number.dtype, 1e-3) * size:
+        size = size + sum(b.abs().sum() for b in biases.values()) + abs(activation)
+        limit = TOLERANCES.get(number.dtype, 1e-3) * float(size)
+        if abs(float(whole_row.sum()) - activation) > limit:
             raise not_linear(number)
         return whole_row
 

@@ -80,7 +80,7 @@ def test_edges_are_those_of_the_matrices():
             if n.depth == depth and n.kind == "feature"
         }
         active = {tuple(x): float(own[tuple(x)]) for x in own.nonzero().tolist()}
-        assert found == pytest.approx(active, abs=1e-6)
+        assert found == pytest.approx(active, rel=1e-5, abs=1e-6)
     number = {id(node): i for i, node in enumerate(graph.nodes)}
 
     def part(node: Node) -> Tensor:
