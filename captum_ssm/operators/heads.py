@@ -8,9 +8,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .base import Operator, Role, Shape, with_graphs
+from .base import Operator, Role, Shape
 from .diagonal import Diagonal
-from .kernels.arithmetic import full_precision, matmul, underflow_flushed
+from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
 from .kernels.portions import some_heads
 from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
 
