@@ -84,6 +84,13 @@ class OptionError(CaptumSSMError, ValueError):
     """An option has a value that is not accepted; the message lists those that are."""
 
 
+class LayerError(CaptumSSMError, ValueError):
+    """A layer has no activation to explain.
+
+    It is no module of the model, did not run, ran several times, or is a part of a mixer.
+    """
+
+
 class TargetError(CaptumSSMError, ValueError):
     """The target does not select one number per example.
 

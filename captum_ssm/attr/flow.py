@@ -21,12 +21,78 @@ from .call.layout import PatchGrid
 from .call.targets import Against, each_of
 from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
 from .engine.linear_method import Explained, LinearMethod, Rules, decompositions, in_turn
-from .engine.run import Request
+from .engine.run import Inner, Request
 
 T = TypeVar("T")
 
 
-class LatimFlow(LinearMethod):
+class FlowMethod(LinearMethod):
+    """Base of the methods that read a network made linear by one of the rules."""
+
+    needs_gradient = True
+    default_rule: Rule = "frozen"
+
+    def _rules(
+        self,
+        rule: Rule | None,
+        zero_bias: bool,
+        verify: bool | float | None,
+        *,
+        by_layer: bool,
+        **more: bool,
+    ) -> Rules:
+        chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
+        checks.flags(zero_bias=zero_bias, **more)
+        if zero_bias and chosen not in ("frozen", "half"):
+            raise OptionError(
+                f"zero_bias=True leaves constants out, and by rule={chosen!r} what belongs to the "
+                "references is one. Use rule='frozen' or 'half', or keep the constants."
+            )
+        verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
+        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify, **more)
+
+    def _relevance(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        asked: Against,
+        additional_forward_args: Any,
+        rules: Rules,
+        baselines: Baselines,
+        *,
+        per_token: bool,
+        internal_batch_size: int | None,
+        return_convergence_delta: bool,
+        ends: Inner | None = None,
+    ) -> Any:
+        """Relevance in the inputs' shape or per token, with the delta if asked for."""
+        checks.flags(per_token=per_token)
+        start = out_of_tuple(baselines)
+
+        def explain(
+            request: Request, questions: Sequence[Against], cut: BatchPart
+        ) -> list[Explained]:
+            request = replace(request, ends=ends)
+            images = request.inputs.dim() == 4
+            grid = PatchGrid(request.model) if images and per_token else None
+            with nullcontext() if grid is None else grid.watch():
+                found = decompositions(request, questions, rules, cut(start))
+            if grid is not None:
+                return [(grid.sums(each.inputs), each.delta) for each in found]
+            whole = per_token or request.inputs.dim() == 2
+            return [(each.tokens if whole else each.inputs, each.delta) for each in found]
+
+        return self._attribute(
+            inputs,
+            asked.target,
+            asked.contrast,
+            additional_forward_args,
+            explain,
+            internal_batch_size=internal_batch_size,
+            return_convergence_delta=return_convergence_delta,
+        )
+
+
+class LatimFlow(FlowMethod):
     """The exact decomposition of an output over the tokens and features of the input.
 
     At a given input every part of the network is frozen into a linear map: mixers into their
@@ -58,8 +124,6 @@ class LatimFlow(LinearMethod):
     """
 
     name = "LATIM Flow"
-    needs_gradient = True
-    default_rule: Rule = "frozen"
 
     @renamed(gate="rule")
     def attribute(
@@ -127,28 +191,13 @@ class LatimFlow(LinearMethod):
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
-        checks.flags(per_token=per_token)
-        baselines = out_of_tuple(baselines)
-        rules = self._rules(rule, zero_bias, verify, by_layer=False)
-
-        def explain(
-            request: Request, questions: Sequence[Against], cut: BatchPart
-        ) -> list[Explained]:
-            images = request.inputs.dim() == 4
-            grid = PatchGrid(request.model) if images and per_token else None
-            with nullcontext() if grid is None else grid.watch():
-                found = decompositions(request, questions, rules, cut(baselines))
-            if grid is not None:
-                return [(grid.sums(each.inputs), each.delta) for each in found]
-            whole = per_token or request.inputs.dim() == 2
-            return [(each.tokens if whole else each.inputs, each.delta) for each in found]
-
-        return self._attribute(
+        return self._relevance(
             inputs,
-            target,
-            contrast,
+            Against(target, contrast),
             additional_forward_args,
-            explain,
+            self._rules(rule, zero_bias, verify, by_layer=False),
+            baselines,
+            per_token=per_token,
             internal_batch_size=internal_batch_size,
             return_convergence_delta=return_convergence_delta,
         )
@@ -165,6 +214,7 @@ class LatimFlow(LinearMethod):
         baselines: Baselines = None,
         zero_bias: bool = False,
         roles: bool = True,
+        features: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> Decomposition:
@@ -175,6 +225,8 @@ class LatimFlow(LinearMethod):
                 :meth:`attribute`, with the same defaults.
             roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
                 takes up to four more passes back. Default: True.
+            features: whether the relevance of what enters and leaves the mixers is kept by feature,
+                (B, L, E) each, so that directions can be read of it. Default: False, (B, L).
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
@@ -190,6 +242,7 @@ class LatimFlow(LinearMethod):
             baselines=baselines,
             zero_bias=zero_bias,
             roles=roles,
+            features=features,
             internal_batch_size=internal_batch_size,
             verify=verify,
         )
@@ -207,6 +260,7 @@ class LatimFlow(LinearMethod):
         baselines: Baselines = None,
         zero_bias: bool = False,
         roles: bool = True,
+        features: bool = False,
         internal_batch_size: int | None = None,
         verify: bool | float | None = None,
     ) -> list[Decomposition]:
@@ -218,14 +272,16 @@ class LatimFlow(LinearMethod):
             targets: targets in Captum's forms, each for the whole batch.
             roles: whether relevance is told apart by role, which by other rules than ``"frozen"``
                 takes up to four more passes back. Default: True.
+            features: whether the relevance of what enters and leaves the mixers is kept by feature,
+                (B, L, E) each, so that directions can be read of it. Default: False, (B, L).
             internal_batch_size, verify: as in :meth:`attribute`, with the same defaults.
 
         Returns:
             One decomposition for each target.
         """
-        checks.flags(roles=roles)
         baselines = out_of_tuple(baselines)
-        rules = replace(self._rules(rule, zero_bias, verify, by_layer=True), by_role=roles)
+        more = {"by_role": roles, "features": features}
+        rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
         found = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast) for target in each_of(targets).targets],
@@ -308,19 +364,6 @@ class LatimFlow(LinearMethod):
             verify=verify,
         )
         return self._delta(found, found.inputs, attributions)
-
-    def _rules(
-        self, rule: Rule | None, zero_bias: bool, verify: bool | float | None, *, by_layer: bool
-    ) -> Rules:
-        chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
-        checks.flags(zero_bias=zero_bias)
-        if zero_bias and chosen not in ("frozen", "half"):
-            raise OptionError(
-                f"zero_bias=True leaves constants out, and by rule={chosen!r} what belongs to the "
-                "references is one. Use rule='frozen' or 'half', or keep the constants."
-            )
-        verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
-        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify)
 
 
 class MambaLRP(LatimFlow):

@@ -4,6 +4,7 @@ from .constants import Ledger, contribution
 from .direct import DirectPaths, Local, direct_paths
 from .network import Network, Step, linearised
 from .shares import FAMILY, Rule
+from .sites import Site, find_site
 
 __all__ = [
     "FAMILY",
@@ -12,8 +13,10 @@ __all__ = [
     "Local",
     "Network",
     "Rule",
+    "Site",
     "Step",
     "contribution",
     "direct_paths",
+    "find_site",
     "linearised",
 ]

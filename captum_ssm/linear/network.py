@@ -8,6 +8,7 @@ network, so one ordinary backward pass is the exact decomposition of its output.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
+from ..mixers.parts.heard import forget
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
@@ -37,6 +39,7 @@ from ..tracing.verification import (
 from .mixer import through
 from .mode import Linearising
 from .shares import Rule, is_shared
+from .sites import Met, Site, Sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +72,8 @@ class Network(Watcher):
         mixers: the mixers of the model.
         keeps_steps: whether what enters and leaves the mixers is kept. Default: True.
         verify: see :func:`linearised`. Default: False.
+        sites: the activations that are met. Default: none.
+        begins: that from which the network is explained. Default: None, the input.
         ran: whether one of the mixers has run. Default: False.
         mask: True for real tokens (B, L), as the mixers were told; None if none is padding.
             Default: None.
@@ -93,6 +98,8 @@ class Network(Watcher):
     mixers: Sequence[Mixer]
     keeps_steps: bool = True
     verify: bool | float = False
+    sites: Sites | None = None
+    begins: Site | None = None
     ran: bool = False
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
@@ -101,17 +108,39 @@ class Network(Watcher):
 
     @property
     def root(self) -> Tensor:
-        """The input: embeddings (B, L, E), or the floating input itself.
+        """Where the network begins: embeddings (B, L, E), the floating input, or an activation.
 
         Raises:
             InputError: when token ids were given, and no embedding layer has looked them up.
+            LayerError: when it begins at an activation, and there was none.
         """
+        if self.begins is not None:
+            leaf = self.met(self.begins).leaf
+            assert leaf is not None
+            return leaf
         if self.mode.root is None:
             raise InputError(
                 "No embedding layer of the model looked up the token ids given as inputs, so they "
                 "have no embeddings to attribute to. Pass embeddings (B, L, E) as inputs."
             )
         return self.mode.root
+
+    @property
+    def passing(self) -> Tensor | None:
+        """The input, where the network begins behind it; None where it begins with it."""
+        return None if self.begins is None else self.mode.root
+
+    def met(self, site: Site) -> Met:
+        """What there was at an activation.
+
+        Args:
+            site: one of those that are met.
+
+        Raises:
+            LayerError: when it did not run.
+        """
+        assert self.sites is not None
+        return self.sites.found(site)
 
     def check_ran(self) -> None:
         """Raise if none of the model's mixers ran.
@@ -134,7 +163,8 @@ class Network(Watcher):
         real, self.ran = call.output_tensor, True
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
-            out = through(self._took(linearize(mixer, call), mixer.name), self.mode)
+            inside = functools.partial(self._inside, mixer)
+            out = through(self._took(linearize(mixer, call), mixer.name), self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
         if self.keeps_steps:
@@ -142,10 +172,15 @@ class Network(Watcher):
             self.steps.append(Step(mixer.name, block, out))
         return out.to(real.dtype)
 
+    def _inside(self, mixer: Mixer, value: Tensor) -> Tensor:
+        return value if self.sites is None else self.sites.in_heads(mixer.module, value)
+
     def _took(self, linear: LinearMixer, name: str) -> LinearMixer:
         """The linear mixer, in which there is nothing to complain of."""
         require_real_tokens(linear.mask)
         linear.check_finite(name)
+        if self.mode.ledger.kept:  # else it may be linearised once more
+            forget()
         self.mask = linear.mask if self.mask is None else self.mask
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
@@ -184,6 +219,9 @@ def linearised(
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
     verify: bool | float = False,
+    begins: Site | None = None,
+    cuts: Sequence[Site] = (),
+    reads: Sequence[Site] = (),
 ) -> Iterator[Network]:
     """Make the forward runs inside the ``with`` leave a linear graph.
 
@@ -204,6 +242,10 @@ def linearised(
         verify: check that every operator reproduces its module's output; a number is the
             tolerance. What is compared is there already, but without constants, when the mixers
             are linearised once more. Default: False.
+        begins: the activation from which the network is explained; what reaches the output past
+            it is told apart. Default: None, the input.
+        cuts: further activations at which the graph ends and begins anew. Default: none.
+        reads: those that are only read. Default: none.
 
     Yields:
         The :class:`Network`, complete when the forward run is.
@@ -231,8 +273,11 @@ def linearised(
         mode = stack.enter_context(
             under_rules(model, inputs, rule=rule, by_role=by_role, constants=constants)
         )
-        network = Network(mode, mixers, steps, verify)
+        cut = {**dict.fromkeys(reads, False), **dict.fromkeys(cuts, True)}
+        sites = Sites(mode, cut if begins is None else {**cut, begins: True})
+        network = Network(mode, mixers, steps, verify, sites, begins)
         observe(model, mixers, (network,), stack, gradients=True)
+        sites.watch(stack)
         yield network
 
 

@@ -31,12 +31,14 @@ class Decomposition:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
             floating input.
         streams: relevance of each token of the residual stream entering the block of each mixer,
-            (B, L) each; with the constants that enter behind it, each sums to the output too.
-        mixers: relevance of each token of what each mixer returns, (B, L) each.
+            (B, L) each, or where features were asked for of each of its features, (B, L, E); with
+            the constants that enter behind it, each sums to the output too.
+        mixers: relevance of each token of what each mixer returns, in the same shape.
         biases: what biases and other constants add, (B,), by the module that adds them.
         output: the explained number (B,).
-        virtual: what tokens add that the model reads and was not given, such as one that
-            forward_func puts in front, (B,). Streams and mixers hold these tokens, too.
+        virtual: what else adds that is no constant, (B,): tokens that the model reads and was not
+            given, such as one that forward_func puts in front, which streams and mixers hold, too;
+            for a layer that is explained in place of the input, all that passes it by.
         roles: relevance of each token (B, L) by what it did: as content that was moved, as a key
             that was matched, as a query that asked, as a gate that let something through, or as a
             step by which states moved on.  They sum to :attr:`tokens`: every path from the output
@@ -45,6 +47,8 @@ class Decomposition:
         content_only: names of the mixers that moved content alone though the rule divides, for
             their adapters give it no other factor with its graph: none by the rules ``"frozen"``
             and ``"half"``, which ask for none.
+        sizes: of the tensors that ``inputs`` holds one behind the other in its last dimension, for
+            a layer that is explained in place of the input; else empty.
     """
 
     inputs: Tensor
@@ -55,6 +59,7 @@ class Decomposition:
     virtual: Tensor
     roles: dict[Role, Tensor] | None = None
     content_only: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -112,6 +117,7 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
     root = network.root.detach()
     if baselines is None:
         return None
+    inner = network.begins is not None
     if isinstance(baselines, str):
         checks.choice("baselines", baselines, ("mean",))
         mask, dims = network.mask, tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
@@ -122,7 +128,8 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
             keep = mask.to(root)
         total = keep.sum(1).clamp_min(1)[:, None, None]
         return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
-    if isinstance(baselines, Tensor) and not baselines.is_floating_point() and baselines.dim() > 1:
+    looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
+    if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
         return network.mode.looked_up(baselines)
     found: Any = baselines
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -131,8 +138,9 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
             return start
     got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise OptionError(
-        f"baselines={got} cannot stand in for embeddings of shape {tuple(root.shape)}. Pass None, "
-        "'mean', a finite number, a tensor of that shape, or token ids where inputs are ids."
+        f"baselines={got} cannot stand in for {'a layer' if inner else 'embeddings'} of shape "
+        f"{tuple(root.shape)}. Pass None, 'mean', a finite number, "
+        f"a tensor of that shape{'' if inner else ', or token ids where inputs are ids'}."
     )
 
 
@@ -142,6 +150,7 @@ def decompose(
     constant: Tensor | None = None,
     baseline: Tensor | None = None,
     by_role: bool = False,
+    features: bool = False,
 ) -> Decomposition:
     """One backward pass through a linear network; one more for each role where they are asked for.
 
@@ -151,9 +160,12 @@ def decompose(
         constant: a summand of the output that no module added (B,). Default: None.
         baseline: what relevance is in comparison with, like the root. Default: None, 0.
         by_role: whether relevance is found by role. Default: False.
+        features: whether that of what enters and leaves the mixers is kept by feature. Default:
+            False.
     """
     root, steps = network.root, network.steps
-    wanted = [root, *(x for s in steps for x in (*s.entering, s.output))]
+    passing = [] if network.passing is None else [network.passing]
+    wanted = [root, *passing, *(x for s in steps for x in (*s.entering, s.output))]
     gradients, biases = account(network.mode.ledger, output, constant, wanted)
     parts = zip(gradients, wanted, strict=True)
     gradient, value = next(parts)
@@ -162,10 +174,14 @@ def decompose(
         biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
         inputs = gradient * (value.detach() - baseline)
 
-    def tokens() -> Tensor:
+    def parted() -> Tensor:
         gradient, value = next(parts)
-        return (gradient * value.detach()).flatten(2).sum(-1)
+        return gradient * value.detach()
 
+    def tokens() -> Tensor:
+        return parted() if features else parted().flatten(2).sum(-1)
+
+    past = sum((parted().flatten(1).sum(1) for _ in passing), torch.zeros_like(output))
     streams, mixers = [], []
     for step in steps:
         entering = [tokens() for _ in step.entering]
@@ -174,7 +190,7 @@ def decompose(
         mixers.append(tokens())
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
-    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
+    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach()) + past.detach().to(output)
     found = Decomposition(
         inputs,
         tuple(streams),
@@ -183,6 +199,7 @@ def decompose(
         output.detach(),
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
+        sizes=() if network.begins is None else network.met(network.begins).sizes,
     )
     if not by_role:
         return found
@@ -192,7 +209,9 @@ def decompose(
 def _on_given(relevance: Tensor, network: Network) -> Tensor:
     """Relevance of what the model read, on the tokens that it was given."""
     mode = network.mode
-    return relevance if mode.given is None else of_given(relevance, mode.given, mode.tokens)
+    if mode.given is None or network.begins is not None:
+        return relevance
+    return of_given(relevance, mode.given, mode.tokens)
 
 
 def _by_role(
@@ -313,6 +332,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         torch.cat([part.virtual for part in parts]),
         _stacked_roles(parts),
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
+        parts[0].sizes,
     )
 
 

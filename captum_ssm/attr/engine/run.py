@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import GradientModeError, InputError
-from ...linear import DirectPaths, direct_paths
+from ...linear import DirectPaths, Site, direct_paths
 from ...operators.kernels.arithmetic import unseen
 from ...tracing import (
     Graph,
@@ -40,6 +40,19 @@ Taken = dict[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
+class Inner:
+    """A number inside a run, in place of one of the model's output.
+
+    Attributes:
+        site: the activation.
+        chosen: the number per example (B,) that is chosen of its tensors.
+    """
+
+    site: Site
+    chosen: Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Request:
     """What a run follows from, and what is wanted of it.
 
@@ -55,6 +68,9 @@ class Request:
         folds: whether layers have to be a chain. Default: True.
         direct: whether the run leaves the graph of its direct paths. Default: False.
         kept: the positions at which the model's head runs. Default: None, all.
+        begins: the activation that is explained in place of the inputs. Default: None.
+        cuts: further activations at which the graph ends and begins anew. Default: none.
+        ends: the number that is explained in place of the output's. Default: None.
     """
 
     forward_func: Callable[..., Any]
@@ -68,6 +84,9 @@ class Request:
     folds: bool = True
     direct: bool = False
     kept: Kept | None = None
+    begins: Site | None = None
+    cuts: Sequence[Site] = ()
+    ends: Inner | None = None
 
     @property
     def ids(self) -> Tensor:

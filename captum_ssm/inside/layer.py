@@ -1,0 +1,273 @@
+"""What each element of an activation adds to an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from captum.attr import LayerAttribution
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..attr.call.inputs import BatchPart, single_input
+from ..attr.call.targets import Against
+from ..attr.engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
+from ..attr.engine.linear_method import decompositions
+from ..attr.engine.run import Request
+from ..attr.flow import FlowMethod
+from ..errors import LayerError
+from ..linear import Rule, Site, find_site
+from ..tracing import find_model
+
+#: A module of the model, or its qualified name.
+Layer = str | nn.Module
+
+
+class LayerLatimFlow(FlowMethod, LayerAttribution):
+    """The exact decomposition of an output over an activation inside the model.
+
+    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and begins at a layer.  Where
+    all that reaches the output comes through the layer, such as the output of a block, relevance
+    and what the biases behind it add make up the output.  Where a residual stream passes it by,
+    such as a mixer, the rest is that stream's, and the delta says how much.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        layer: a module of the model or its qualified name: a mixer, a block, an MLP, a norm; a
+            mixer's name with ``.heads`` behind it for each channel of its heads, (B, L, H, P),
+            before they are mixed; or a list of several.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        LayerError: for a layer that is none of the model, or a part of a mixer.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import LayerLatimFlow
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> relevance, delta = LayerLatimFlow(model, "backbone.layers.0").attribute(
+        ...     ids, target=(-1, 5), return_convergence_delta=True)
+        >>> tuple(relevance.shape), bool(delta.abs() < 1e-4)
+        ((1, 4, 64), True)
+    """
+
+    name = "Layer LATIM Flow"
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        layer: Layer | Sequence[Layer],
+        model: nn.Module | None = None,
+        layers: Sequence[Layer] | None = None,
+    ) -> None:
+        super().__init__(forward_func, model, layers)
+        self.layer: Any = layer
+        for one in self._several():
+            self._site(one, at_input=False)  # fail at once, not at the first call
+
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        attribute_to_layer_input: bool = False,
+        *,
+        contrast: Any = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
+        zero_bias: bool = False,
+        internal_batch_size: int | None = None,
+        return_convergence_delta: bool = False,
+        verify: bool | float | None = None,
+    ) -> Any:
+        """What each element of the activation adds to the target.
+
+        Args:
+            inputs, target, additional_forward_args, contrast, rule, zero_bias, verify: as in
+                :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
+                defaults.
+            attribute_to_layer_input: whether it is the input of the layer that is explained.
+                Default: False, its output.
+            baselines: the activation in comparison with which there is relevance: a tensor of its
+                shape, or broadcastable to it; a number; or ``"mean"``, the mean over the real
+                tokens of each example. Default: None, 0 by the rules ``"frozen"`` and ``"half"``
+                and ``"mean"`` by the others.
+            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            return_convergence_delta: also return output - relevance - biases per example, (B,):
+                what reaches the output past the layer. Default: False.
+
+        Returns:
+            Relevance in the activation's shape; a tuple where the layer has several tensors; a
+            list of these for a list of layers; with the delta, or the list of them, if asked for.
+
+        Raises:
+            LayerError: when the layer did not run, ran several times, or does not depend on the
+                inputs.
+            OptionError, InputError, TargetError, GradientModeError, NotLinearError,
+            NonFiniteError, ReconstructionError: as there.
+        """
+        checks.flags(
+            attribute_to_layer_input=attribute_to_layer_input,
+            return_convergence_delta=return_convergence_delta,
+        )
+        asked = {"contrast": contrast, "rule": rule, "zero_bias": zero_bias, "verify": verify}
+        found = [
+            self._decomposed(
+                layer,
+                attribute_to_layer_input,
+                inputs,
+                target,
+                additional_forward_args,
+                baselines,
+                internal_batch_size,
+                **asked,
+            )
+            for layer in self._several()
+        ]
+        device = single_input(inputs)[0].device
+        parts = [
+            tuple(x.to(device) for x in torch.split(each.inputs, list(each.sizes), -1))
+            for each in found
+        ]
+        relevance = [part[0] if len(part) == 1 else part for part in parts]
+        deltas = [(each.delta + each.virtual).to(device) for each in found]
+        if not isinstance(self.layer, list | tuple):
+            return (relevance[0], deltas[0]) if return_convergence_delta else relevance[0]
+        return (relevance, deltas) if return_convergence_delta else relevance
+
+    def decompose(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        attribute_to_layer_input: bool = False,
+        *,
+        contrast: Any = None,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
+        zero_bias: bool = False,
+        internal_batch_size: int | None = None,
+        verify: bool | float | None = None,
+    ) -> Decomposition:
+        """All that :meth:`attribute` leaves out: biases by module, and what passes the layer by.
+
+        Args:
+            inputs, target, additional_forward_args, attribute_to_layer_input, contrast, rule,
+                baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
+                same defaults.
+
+        Returns:
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition` whose ``inputs`` are those of
+            the layer, and whose ``virtual`` is what passes it by.
+
+        Raises:
+            LayerError: for a list of layers.
+        """
+        if isinstance(self.layer, list | tuple):
+            raise LayerError("layer is a list; take one decomposition for each layer of it.")
+        return self._decomposed(
+            self.layer,
+            attribute_to_layer_input,
+            inputs,
+            target,
+            additional_forward_args,
+            baselines,
+            internal_batch_size,
+            contrast=contrast,
+            rule=rule,
+            zero_bias=zero_bias,
+            verify=verify,
+        )
+
+    def compute_convergence_delta(
+        self,
+        attributions: Tensor | tuple[Tensor, ...],
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any = None,
+        additional_forward_args: Any = None,
+        attribute_to_layer_input: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """output - attributions - biases per example (B,): what reaches it past the layer.
+
+        Args:
+            attributions: what :meth:`attribute` returned.
+            inputs, target, additional_forward_args, attribute_to_layer_input: what it was given,
+                with the same defaults.
+            **options: further arguments that it was given.
+        """
+        found = self.decompose(
+            inputs, target, additional_forward_args, attribute_to_layer_input, **options
+        )
+        given = attributions if isinstance(attributions, tuple) else (attributions,)
+        whole = torch.cat([x.to(found.inputs) for x in given], -1)
+        return found.virtual + self._delta(found, found.inputs, whole)
+
+    def _several(self) -> Sequence[Layer]:
+        return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
+
+    def _site(self, layer: Layer, *, at_input: bool) -> Site:
+        model = find_model(self.forward_func, self.model)
+        return find_site(model, layer, self.layers, at_input=at_input)
+
+    def _decomposed(
+        self,
+        layer: Layer,
+        at_input: bool,
+        inputs: Any,
+        target: Any,
+        additional_forward_args: Any,
+        baselines: Baselines,
+        internal_batch_size: int | None,
+        *,
+        contrast: Any,
+        rule: Rule | None,
+        zero_bias: bool,
+        verify: bool | float | None,
+    ) -> Decomposition:
+        rules = self._rules(rule, zero_bias, verify, by_layer=False)
+        site = self._site(layer, at_input=at_input)
+        start = out_of_tuple(baselines)
+
+        def explain(
+            request: Request, questions: Sequence[Against], cut: BatchPart
+        ) -> list[Decomposition]:
+            return decompositions(replace(request, begins=site), questions, rules, cut(start))
+
+        asked = [Against(target, contrast)]
+        tensor, _ = single_input(inputs)
+        ((*parts,),) = self._by_parts(
+            tensor, asked, additional_forward_args, internal_batch_size, explain
+        )
+        return stacked(parts)
+
+
+class LayerMambaLRP(LayerLatimFlow):
+    """Layer-wise relevance propagation down to an activation inside the model.
+
+    It is :class:`LayerLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+
+    Args:
+        forward_func, layer, model, layers: as there, with the same defaults.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import LayerMambaLRP
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> heads = LayerMambaLRP(model, "backbone.layers.1.mixer.heads")
+        >>> tuple(heads.attribute(ids, target=(-1, 5)).shape)
+        (1, 4, 128, 1)
+    """
+
+    name = "Layer Mamba LRP"
+    default_rule: Rule = "half"

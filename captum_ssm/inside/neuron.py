@@ -1,0 +1,262 @@
+"""What each token of the input adds to an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from captum.attr import NeuronAttribution
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..attr.call.inputs import single_input
+from ..attr.call.targets import Against
+from ..attr.engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
+from ..attr.engine.linear_method import decompositions
+from ..attr.engine.run import Inner
+from ..attr.flow import FlowMethod
+from ..errors import TargetError
+from ..linear import Rule, find_site
+from ..tracing import find_model
+from .layer import Layer
+
+#: Which neuron: its index in the activation, or what makes one number per example of it.
+Selector = int | tuple[int | slice, ...] | Callable[..., Tensor]
+
+
+class NeuronLatimFlow(FlowMethod, NeuronAttribution):
+    """The exact decomposition of an activation inside the model over the tokens of the input.
+
+    The network is made linear as by :class:`~captum_ssm.LatimFlow`, and ends at a neuron: relevance
+    and what the biases on the way add sum to its activation.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        layer: a module of the model or its qualified name: a mixer, a block, an MLP, a norm; or a
+            mixer's name with ``.heads`` behind it for each channel of its heads, (B, L, H, P),
+            before they are mixed.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+
+    Raises:
+        ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        LayerError: for a layer that is none of the model, or a part of a mixer.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import NeuronLatimFlow
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> neuron = NeuronLatimFlow(model, "backbone.layers.0")
+        >>> tuple(neuron.attribute(ids, neuron_selector=(-1, 7), per_token=True).shape)
+        (1, 4)
+    """
+
+    name = "Neuron LATIM Flow"
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        layer: Layer,
+        model: nn.Module | None = None,
+        layers: Sequence[Layer] | None = None,
+    ) -> None:
+        super().__init__(forward_func, model, layers)
+        self.layer: Any = layer
+        find_site(find_model(forward_func, model), layer, layers)  # fail at once
+
+    def attribute(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        neuron_selector: Selector,
+        additional_forward_args: Any = None,
+        attribute_to_neuron_input: bool = False,
+        *,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
+        zero_bias: bool = False,
+        per_token: bool = False,
+        internal_batch_size: int | None = None,
+        return_convergence_delta: bool = False,
+        verify: bool | float | None = None,
+    ) -> Any:
+        """What each input token, feature or pixel adds to the neuron.
+
+        Args:
+            inputs, additional_forward_args, rule, baselines, zero_bias, per_token,
+                internal_batch_size, verify: as in
+                :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
+                defaults.
+            neuron_selector: an index, or a tuple of indices and slices, of one example's
+                activation, such as (position, feature); of slices the sum is explained. Or a
+                function of the activation, or of its tensors where there are several, that returns
+                one number per example, (B,).
+            attribute_to_neuron_input: whether it is a neuron of the layer's input. Default: False,
+                of its output.
+            return_convergence_delta: also return activation - relevance - biases per example,
+                (B,), which rounding alone keeps from 0. Default: False.
+
+        Returns:
+            The relevance in the inputs' shape, with the delta if asked for.
+
+        Raises:
+            LayerError: when the layer did not run, ran several times, or does not depend on the
+                inputs.
+            TargetError: for a selector that fits no neuron.
+            OptionError, InputError, GradientModeError, NotLinearError, NonFiniteError,
+            ReconstructionError: as there.
+        """
+        return self._relevance(
+            inputs,
+            Against(None, None),
+            additional_forward_args,
+            self._rules(rule, zero_bias, verify, by_layer=False),
+            baselines,
+            per_token=per_token,
+            internal_batch_size=internal_batch_size,
+            return_convergence_delta=return_convergence_delta,
+            ends=self._ends(neuron_selector, attribute_to_neuron_input),
+        )
+
+    def decompose(
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        neuron_selector: Selector,
+        additional_forward_args: Any = None,
+        attribute_to_neuron_input: bool = False,
+        *,
+        rule: Rule | None = None,
+        baselines: Baselines = None,
+        zero_bias: bool = False,
+        roles: bool = True,
+        features: bool = False,
+        internal_batch_size: int | None = None,
+        verify: bool | float | None = None,
+    ) -> Decomposition:
+        """All that :meth:`attribute` sums up: features, layers, biases.
+
+        Args:
+            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input, rule,
+                baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
+                same defaults.
+            roles, features: as in
+                :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`, with the same
+                defaults.
+
+        Returns:
+            A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
+            ``biases`` sum to its ``output``, the activation.
+        """
+        more = {"by_role": roles, "features": features}
+        rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
+        ends = self._ends(neuron_selector, attribute_to_neuron_input)
+        start = out_of_tuple(baselines)
+        (found,) = self._by_parts(
+            single_input(inputs)[0],
+            [Against(None, None)],
+            additional_forward_args,
+            internal_batch_size,
+            lambda request, questions, cut: decompositions(
+                replace(request, ends=ends), questions, rules, cut(start)
+            ),
+        )
+        return stacked(found)
+
+    def compute_convergence_delta(
+        self,
+        attributions: Tensor | tuple[Tensor, ...],
+        inputs: Tensor | tuple[Tensor, ...],
+        neuron_selector: Selector,
+        additional_forward_args: Any = None,
+        attribute_to_neuron_input: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """activation - attributions - biases per example (B,).
+
+        Args:
+            attributions: what :meth:`attribute` returned.
+            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: what it was
+                given, with the same defaults.
+            **options: further arguments that it was given.
+
+        Returns:
+            (B,), which rounding alone keeps from 0.
+        """
+        found = self.decompose(
+            inputs,
+            neuron_selector,
+            additional_forward_args,
+            attribute_to_neuron_input,
+            roles=False,
+            **options,
+        )
+        return self._delta(found, found.inputs, attributions)
+
+    def _ends(self, selector: Selector, at_input: bool) -> Inner:
+        checks.flags(attribute_to_neuron_input=at_input)
+        model = find_model(self.forward_func, self.model)
+        site = find_site(model, self.layer, self.layers, at_input=at_input)
+        return Inner(site, lambda tensors: _chosen(selector, tensors, site.name))
+
+
+class NeuronMambaLRP(NeuronLatimFlow):
+    """Layer-wise relevance propagation from an activation inside the model.
+
+    It is :class:`NeuronLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
+
+    Args:
+        forward_func, layer, model, layers: as there, with the same defaults.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import NeuronMambaLRP
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> neuron = NeuronMambaLRP(model, "backbone.layers.1.mixer.heads")
+        >>> tuple(neuron.attribute(ids, neuron_selector=(-1, 7, 0)).shape)
+        (1, 4)
+    """
+
+    name = "Neuron Mamba LRP"
+    default_rule: Rule = "half"
+
+
+def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
+    """The number per example (B,) that a selector chooses of an activation."""
+    shapes = [tuple(x.shape) for x in tensors]
+    of = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
+    if callable(selector):
+        number = selector(tensors[0] if len(tensors) == 1 else tuple(tensors))
+        if not isinstance(number, Tensor) or number.shape != (len(tensors[0]),):
+            got = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
+            raise TargetError(
+                f"neuron_selector returned {got} {of}; it has to return one number per example, a "
+                f"tensor ({len(tensors[0])},)."
+            )
+        return number
+    if len(tensors) > 1:
+        raise TargetError(
+            f"neuron_selector={selector!r} is {of}: several tensors. Pass a function of all of "
+            "them, which returns one number per example."
+        )
+    (value,) = tensors
+    index = selector if isinstance(selector, tuple) else (selector,)
+    entries = [x if isinstance(x, slice) else checks.as_integer(x) for x in index]
+    inside = len(index) == value.dim() - 1 and all(
+        x is not None and (isinstance(x, slice) or -size <= x < size)
+        for x, size in zip(entries, value.shape[1:], strict=True)
+    )
+    if not inside:
+        raise TargetError(
+            f"neuron_selector={selector!r} is no neuron {of}. Pass {value.dim() - 1} indices or "
+            "slices of one example's, or a function that returns one number per example."
+        )
+    found = value[(slice(None), *entries)]
+    if found.dim() > 1:
+        found = found.flatten(1).sum(1)
+    return found

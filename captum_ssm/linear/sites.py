@@ -1,0 +1,253 @@
+"""Activations inside a run: where they are read, and where a linear network begins anew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LayerError
+from ..operators.kernels.arithmetic import unseen
+from ..tracing import Mixer, find_mixers
+from ..tracing.hooks import hooked
+from .mode import Linearising
+
+#: How the channels of a mixer's heads are named, behind the mixer's own name.
+HEADS = ".heads"
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An activation of a model.
+
+    Attributes:
+        name: that of the module; with ``.heads`` behind it for what a mixer's operator returns.
+        module: the module.
+        at: whether it is what the module returns, what it is given, or what the operator of a
+            mixer returns for each channel of each head, (B, L, H, P), before they are mixed.
+    """
+
+    name: str
+    module: nn.Module
+    at: Literal["output", "input", "heads"]
+
+
+def find_site(
+    model: nn.Module,
+    layer: str | nn.Module,
+    layers: Sequence[str | nn.Module] | None = None,
+    *,
+    at_input: bool = False,
+) -> Site:
+    """The activation that a user names.
+
+    Args:
+        model: the model.
+        layer: a module of it, its qualified name, or a mixer's name with ``.heads`` behind it.
+        layers: names or modules of the mixers to use. Default: None, all of them.
+        at_input: whether it is what the module is given. Default: False, what it returns.
+
+    Returns:
+        The :class:`Site`.
+
+    Raises:
+        LayerError: for what is no module of the model, and for parts of mixers, in whose place
+            their operators stand.
+
+    Example:
+        >>> from captum_ssm.linear.sites import find_site
+        >>> from captum_ssm.models import load_bundled
+        >>> model, _ = load_bundled()
+        >>> find_site(model, "backbone.layers.0").at
+        'output'
+    """
+    mixers = find_mixers(model, layers)
+    named = dict(model.named_modules())
+    if isinstance(layer, str) and layer not in named and layer.endswith(HEADS):
+        return _heads(layer, mixers, at_input)
+    name = layer if isinstance(layer, str) else _name(layer, named)
+    module = named.get(name) if isinstance(name, str) else None
+    if module is None:
+        called = repr(layer) if isinstance(layer, str) else f"a {type(layer).__name__}"
+        raise LayerError(
+            f"layer is {called}, which is no module of the model. Pass one of its modules, or a "
+            f"name out of model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
+            f"{mixers[0].name + HEADS!r}."
+        )
+    for mixer in mixers:
+        if module is not mixer.module and any(module is part for part in mixer.module.modules()):
+            raise LayerError(
+                f"layer {name!r} is a part of the mixer {mixer.name!r}, in whose place its "
+                f"operator stands. Pass {mixer.name!r}, or for its heads before they are mixed "
+                f"{mixer.name + HEADS!r}."
+            )
+    return Site(name or "", module, "input" if at_input else "output")
+
+
+def _name(module: Any, named: dict[str, nn.Module]) -> str | None:
+    return next((name for name, other in named.items() if other is module), None)
+
+
+def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
+    own = name.removesuffix(HEADS)
+    mixer = next((mixer for mixer in mixers if own in mixer.names), None)
+    if mixer is None or at_input:
+        raise LayerError(
+            f"layer {name!r} is read as what the heads of the mixer {own!r} return"
+            + (
+                ", which has no input of its own: leave attribute_to_layer_input and "
+                "attribute_to_neuron_input False, or pass the mixer."
+                if mixer is not None
+                else f", but the mixers are: {', '.join(each.name for each in mixers)}."
+            )
+        )
+    return Site(name, mixer.module, "heads")
+
+
+@dataclass(frozen=True, eq=False)
+class Met:
+    """An activation of a run.
+
+    Attributes:
+        value: it, as its tensors one behind the other in the last dimension.
+        sizes: of each tensor in the last dimension.
+        leaf: from where the network goes on, where it is cut there; else None.
+    """
+
+    value: Tensor
+    sizes: tuple[int, ...]
+    leaf: Tensor | None
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Its tensors."""
+        return torch.split(self.value, list(self.sizes), -1)
+
+
+@dataclass(eq=False)
+class Sites:
+    """The activations that are met in a run.
+
+    Attributes:
+        mode: the rules under which it runs.
+        cut: whether the network begins anew at each.
+        met: those that have been, in their order. Default: empty.
+    """
+
+    mode: Linearising
+    cut: dict[Site, bool]
+    met: dict[Site, Met] = field(default_factory=dict)
+
+    def watch(self, stack: ExitStack) -> None:
+        """Meet them, until a stack is left."""
+        for site in self.cut:
+            module = site.module
+            if site.at == "output":
+                hook = hooked(module.register_forward_hook, self._after(site))
+                stack.enter_context(hook)
+            elif site.at == "input":
+                before = hooked(
+                    module.register_forward_pre_hook, self._before(site), with_kwargs=True
+                )
+                stack.enter_context(before)
+
+    def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
+        """What goes on from what a mixer's operator returns.
+
+        Args:
+            module: the mixer.
+            value: (B, L, H, P).
+        """
+        for site in self.cut:
+            if site.at == "heads" and site.module is module:
+                value = self._meet(site, value)
+        return value
+
+    def found(self, site: Site) -> Met:
+        """What was met there.
+
+        Raises:
+            LayerError: when it was not.
+        """
+        if site not in self.met:
+            raise LayerError(
+                f"layer {site.name!r} never ran in this call of the model, or as a part of another "
+                "module's own code. Pass a layer that forward_func calls."
+            )
+        return self.met[site]
+
+    def _after(self, site: Site) -> Callable[..., Any]:
+        return lambda module, args, output: self._meet(site, output)
+
+    def _before(self, site: Site) -> Callable[..., Any]:
+        return lambda module, args, kwargs: self._meet(site, (args, kwargs))
+
+    def _meet(self, site: Site, value: Any) -> Any:
+        with unseen(), torch.enable_grad():
+            tensors = list(_live(value))
+            self._check(site, tensors)
+            sizes = tuple(x.shape[-1] for x in tensors)
+            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+            if not self.cut[site]:  # a copy goes on, so that what is read stays what it was
+                self.met[site] = Met(whole, sizes, None)
+                copies = [x.clone() for x in tensors]
+            else:
+                leaf = self.mode.leaf(whole)
+                self.met[site] = Met(whole, sizes, leaf)
+                copies = [x.clone() for x in torch.split(leaf, list(sizes), -1)]
+            for x, new in zip(tensors, copies, strict=True):
+                if self.mode.is_bent(x):
+                    self.mode.mark_bent(new)
+        return _replaced(value, iter(copies))
+
+    def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
+        if site in self.met:
+            raise LayerError(
+                f"layer {site.name!r} runs several times in one call of the model, so that it has "
+                "several activations. Pass a layer that runs once, such as a block around it."
+            )
+        if not tensors:
+            does = "takes" if site.at == "input" else "returns"
+            raise LayerError(
+                f"Nothing of what layer {site.name!r} {does} depends on the inputs, or it runs "
+                "under no_grad. Pass a layer between the embeddings and the output."
+            )
+        shapes = [tuple(x.shape) for x in tensors]
+        if any(shape[:-1] != shapes[0][:-1] for shape in shapes) or not shapes[0]:
+            raise LayerError(
+                f"layer {site.name!r} has tensors of shapes {shapes}, which are no one activation. "
+                "Pass a layer with one tensor."
+            )
+
+
+def _live(value: Any) -> Iterator[Tensor]:
+    """The tensors that depend on the input, however nested."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _live(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _live(item)
+
+
+def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
+    """A value with its live tensors replaced, in the order of :func:`_live`."""
+    if isinstance(value, Tensor):
+        return next(new) if value.requires_grad else value
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        for key, item in value.items():
+            found[key] = _replaced(item, new)
+        return found
+    if isinstance(value, tuple | list):
+        items = [_replaced(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
