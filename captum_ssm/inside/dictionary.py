@@ -1,7 +1,7 @@
 """Dictionaries of features: what a layer's output is written as a sum of.
 
-Any object that encodes and decodes will do; :class:`SparseAutoencoder` is one of them, and reads
-and writes the folders of SAELens.
+Whatever has the two functions of :class:`~captum_ssm.inside.Dictionary` will do.
+:class:`SparseAutoencoder` is one such class, and reads and writes the folders of SAELens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,25 +33,6 @@ _DTYPES = {
 }
 #: From this version on, what is known of the model stands apart from the settings.
 _NESTED_FROM = "6.0.0"
-
-
-@runtime_checkable
-class Dictionary(Protocol):
-    """What writes vectors as sums of features.
-
-    Both functions work on the last dimension and keep all others; autograd must follow them.
-
-    Example:
-        >>> from captum_ssm.inside.dictionary import Dictionary, SparseAutoencoder
-        >>> isinstance(SparseAutoencoder(width=4, features=8), Dictionary)
-        True
-    """
-
-    def encode(self, x: Tensor) -> Tensor:
-        """The features of vectors, (..., E) to (..., F)."""
-
-    def decode(self, f: Tensor) -> Tensor:
-        """The vectors that features stand for, (..., F) to (..., E)."""
 
 
 class SparseAutoencoder(nn.Module):
@@ -169,18 +150,18 @@ class SparseAutoencoder(nn.Module):
         largest = before.topk(self.k, dim=-1).indices
         return before.relu() * torch.zeros_like(before).scatter(-1, largest, 1)
 
-    def decode(self, f: Tensor) -> Tensor:
+    def decode(self, features: Tensor) -> Tensor:
         """The vectors that features stand for.
 
         Args:
-            f: (..., F).
+            features: (..., F).
 
         Returns:
             (..., E).
         """
         if self.rescale_acts_by_decoder_norm:
-            f = f / self.W_dec.norm(dim=-1)
-        return f @ self.W_dec + self.b_dec
+            features = features / self.W_dec.norm(dim=-1)
+        return features @ self.W_dec + self.b_dec
 
     def forward(self, x: Tensor) -> Tensor:
         """What its features say of ``x``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -18,7 +17,7 @@ from .._files import make_folder, write_whole
 from ..errors import DataError, NonFiniteError, OptionError
 
 if TYPE_CHECKING:
-    from .graph import Graph, Node
+    from .graph import Graph
 
 #: Lists the graphs of a folder, for the viewer.
 LISTING = "graph-metadata.json"
@@ -33,6 +32,7 @@ _FEATURE_TYPES = {
     "token": "embedding",
     "feature": "cross layer transcoder",
     "direction": "cross layer transcoder",
+    "whole": "cross layer transcoder",
     "error": "mlp reconstruction error",
     "constants": "constants",
     "target": "logit",
@@ -125,20 +125,16 @@ def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
     together = _together(graph)
     probability = graph.scores.get("probability")
-    first_direction: defaultdict[int, int] = defaultdict(int)
-    for node in graph.nodes:
-        if node.kind == "feature":
-            first_direction[node.depth] = max(first_direction[node.depth], _number(node) + 1)
-
     nodes = []
     for node, influence in zip(graph.nodes, together, strict=True):
-        number, position = _number(node), node.position or 0
-        layer, feature, clerp = str(node.depth - 1), -1, node.label
+        number = 0 if node.index is None else node.index
+        # Of constants and the target no token is known: they stand at the two ends.
+        last = len(graph.tokens) - 1 if node.kind == "target" else 0
+        position = last if node.position is None else node.position
+        layer, feature, clerp = str(node.depth - 1), -1, node.label or node.layer
         node_id = f"{layer}_{node.kind}_{position}"
         js_id = f"{layer}_{position}-0"
-        if node.kind in ("feature", "direction"):
-            # The viewer tells features of a layer apart by number alone.
-            number += first_direction[node.depth] if node.kind == "direction" else 0
+        if node.kind in ("feature", "direction", "whole"):
             feature = _pair(node.depth - 1, number)
             node_id, js_id = f"{layer}_{number}_{position}", f"{layer}_{number}-0"
         elif node.kind == "token":
@@ -171,10 +167,6 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
             }
         )
     return nodes
-
-
-def _number(node: Node) -> int:
-    return 0 if node.index is None else node.index
 
 
 def _pair(x: int, y: int) -> int:

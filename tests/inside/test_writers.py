@@ -27,10 +27,10 @@ NODES = (
     Node("constants", "", 0, None, None, 0.5, 0.05, "constants"),
     Node("feature", LAYER, 1, 2, 17, 1.5, 0.6, "a lamp"),
     Node("feature", LAYER, 1, 0, 17, 0.5, 0.1, "a lamp"),
-    Node("direction", LAYER, 1, 2, 17, -2.0, 0.05, "a direction"),
+    Node("direction", LAYER, 1, 2, 18, -2.0, 0.05, "a direction"),
     Node("error", LAYER, 1, 2, None, 0.25, 0.02, "what is left at lamp"),
-    Node("feature", LAST, 2, 2, 1, 3.0, 0.4, 'says "lamp"'),
-    Node("target", "", 3, 2, 25, 11.5, 1.0, "lamp"),
+    Node("whole", LAST, 2, 2, None, 3.0, 0.4, ""),
+    Node("target", "", 3, None, 25, 11.5, 1.0, "lamp"),
 )
 SCORES = {"kept": 0.75, "completeness": 0.5, "replacement": 0.25}
 
@@ -78,14 +78,15 @@ def test_every_kind_has_its_place(graph: Graph, tmp_path: Path) -> None:
     ]
     assert [node["activation"] for node in nodes] == [node.activation for node in NODES]
     assert [node["is_target_logit"] for node in nodes] == 8 * [False] + [True]
-    assert [node["clerp"] for node in nodes[:-1]] == [node.label for node in NODES[:-1]]
+    assert [node["clerp"] for node in nodes[:-2]] == [node.label for node in NODES[:-2]]
+    assert nodes[-2]["clerp"] == LAST, "its layer stands for what has no label"
     assert nodes[3]["node_id"] == "0_17_2" and nodes[0]["node_id"] == "E_5_0"
 
 
 def test_features_are_numbered_by_layer_and_index(graph: Graph, tmp_path: Path) -> None:
     nodes = written(graph, tmp_path / "lamp.json")["nodes"]
     features = [unpaired(node["feature"]) for node in nodes if node["feature_type"] == FEATURE]
-    assert features == [(0, 17), (0, 17), (0, 18 + 17), (1, 1)], "directions come after features"
+    assert features == [(0, 17), (0, 17), (0, 18), (1, 0)]
 
 
 def test_links_are_the_edges(graph: Graph, tmp_path: Path) -> None:
