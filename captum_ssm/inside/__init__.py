@@ -1,11 +1,13 @@
 """Inside a model: any activation as what is explained, or as what explains."""
 
+from .dictionary import SparseAutoencoder
 from .features import Dictionary, Feature
 from .graph import Graph, Node
 from .layer import LayerLatimFlow, LayerMambaLRP
 from .make import attribution_graph
 from .neuron import NeuronLatimFlow, NeuronMambaLRP
 from .removal import against_truth, without
+from .writers import to_graphml, to_json
 
 __all__ = [
     "Dictionary",
@@ -16,7 +18,10 @@ __all__ = [
     "NeuronLatimFlow",
     "NeuronMambaLRP",
     "Node",
+    "SparseAutoencoder",
     "against_truth",
     "attribution_graph",
+    "to_graphml",
+    "to_json",
     "without",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .influence import influences, scores
+from .writers import to_graphml, to_json
 
 Kind = Literal["token", "feature", "direction", "whole", "error", "constants", "target"]
 
@@ -27,8 +29,9 @@ class Node:
         layer: the place; empty for tokens, constants and the target.
         depth: 0 for tokens, then the place among those of the graph in the order in which they
             ran, and one more for the target.
-        position: of which token; None for constants and the target.
-        index: the number of the feature, or of the token in the vocabulary; None for none.
+        position: of which token; None for constants, and a target that is of none.
+        index: the number of the feature or head, or of the token or class that is predicted, or
+            read, in the vocabulary; None for none.
         activation: its value: that of a feature, for a whole activation what it adds to the target,
             for an error its norm.
         influence: the share of what makes up the target that runs through it, 0 to 1.
@@ -96,6 +99,22 @@ class Graph:
                 break
             total, row = total + row, row @ shares
         return total
+
+    def to_json(self, path: str | Path) -> None:
+        """Write it for circuit-tracer's viewer; see :func:`captum_ssm.inside.to_json`.
+
+        Args:
+            path: the file, ending in ``.json``.
+        """
+        to_json(self, path)
+
+    def to_graphml(self, path: str | Path) -> None:
+        """Write it as GraphML; see :func:`captum_ssm.inside.to_graphml`.
+
+        Args:
+            path: the file.
+        """
+        to_graphml(self, path)
 
     def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:
         """The graph with only the nodes and edges of the greatest influence.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attr.call import checks
 from ..attr.call.inputs import BatchPart, single_input
-from ..attr.call.targets import Against
+from ..attr.call.targets import Against, target_index
 from ..attr.engine.decompose import Baselines, out_of_tuple
 from ..attr.engine.linear_method import Rules, linear_run, numbers_of, start_of
 from ..attr.engine.run import Request
@@ -92,7 +92,7 @@ def attribution_graph(
         >>> graph = attribution_graph(
         ...     model, ids, (-1, ids[0, 3]), nodes=blocks, contrast="mean", tokens=text.split())
         >>> [node.label or (node.layer, node.position) for node in graph.path()]
-        ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'target']
+        ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'lamp']
     """
     checks.flags(show_progress=show_progress)
     if checks.count("top", top) is None:
@@ -135,6 +135,15 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
     return list(found.items())
 
 
+def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
+    """Raise for a dictionary that says it is of another layer of the model."""
+    own = getattr(dictionary, "layer", "")
+    if isinstance(own, str) and own != layer and own in dict(model.named_modules()) and own:
+        raise OptionError(
+            f"nodes has a dictionary of {own!r} at {layer!r}. Pass nodes={{{own!r}: dictionary}}."
+        )
+
+
 class _Maker(FlowMethod):
     """Runs a model for a graph."""
 
@@ -158,12 +167,15 @@ class _Maker(FlowMethod):
         """A run, cut at the nodes' layers, and what reaches each node."""
         model = find_model(self.forward_func, self.model)
         taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
+        for site, how in taken.items():
+            _refuse_of_another(how, site.name, model)
 
         def explain(request: Request, questions: Sequence[Against], _: BatchPart) -> list[Parts]:
             request = replace(request, cuts=tuple(taken))
             with linear_run(request, questions, rules) as (network, output, kept):
                 (number,) = numbers_of(network, output, kept, questions)
-                parts = Parts(network, taken, *number, start_of(network, rules, baselines))
+                index = target_index(asked.target, output if kept is None else kept.whole(output))
+                parts = Parts(network, taken, *number, start_of(network, rules, baselines), index)
                 return [parts.followed(top, show_progress)]
 
         ((parts,),) = self._by_parts(inputs, [asked], additional_forward_args, None, explain)

@@ -29,6 +29,7 @@ class Parts:
         number: the target (1,).
         constant: a summand of it that no module added, or None.
         baseline: the input in comparison with which there are parts, or None.
+        index: where the target is in the model's output (1, [n,] dims), or None.
     """
 
     def __init__(
@@ -38,9 +39,12 @@ class Parts:
         number: Tensor,
         constant: Tensor | None,
         baseline: Tensor | None,
+        index: Tensor | None,
     ) -> None:
         self.network, self.taken = network, taken
         self.number, self.constant, self.baseline = number, constant, baseline
+        # a sum over several tokens is of none of them
+        self.target = [] if index is None or index.dim() > 2 else index[0].tolist()
         for site in taken:
             network.met(site)  # each of them ran
         assert network.sites is not None
@@ -93,7 +97,11 @@ class Parts:
         last = len(self.sites) + 1
         nodes.append(Node("constants", "", 0, None, None, 0.0, 0.0, "constants"))
         value = float(self.number.detach())
-        nodes.append(Node("target", "", last, None, None, value, 0.0, "target"))
+        predicted = self.target[-1] if self.target else None
+        known = dict(zip(ids, texts, strict=True))
+        label = "target" if predicted is None else known.get(predicted, str(predicted))
+        at = self.target[0] if len(self.target) == 2 else None
+        nodes.append(Node("target", "", last, at, predicted, value, 0.0, label))
         edges = torch.zeros(len(nodes), len(nodes), dtype=self.edges[-1].dtype)
         rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
         for row, found in zip([*rows, len(nodes) - 1], self.edges, strict=True):
