@@ -3,6 +3,7 @@
 from .captum_pictures import captum_image, captum_text, image_arrays
 from .curves import plot_curves, plot_perturbed
 from .edges import plot_edges, plot_windows
+from .graphs import plot_graph
 from .html.report import report
 from .intervals import plot_intervals
 from .layers import plot_decomposition_errors, plot_layers
@@ -22,6 +23,7 @@ __all__ = [
     "plot_decomposition_errors",
     "plot_depths",
     "plot_edges",
+    "plot_graph",
     "plot_image",
     "plot_intervals",
     "plot_layers",

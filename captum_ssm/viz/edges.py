@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The dark ends of the diverging colour map: positive, negative.
-_FOR, _AGAINST = "#542788", "#b35806"
+FOR, AGAINST = "#542788", "#b35806"
 #: Points that the strongest arc is wide, and the weakest.
 _WIDEST, _THINNEST = 4.0, 0.6
 #: Inches that arcs take over the words.
@@ -153,7 +153,7 @@ def plot_edges(
         if outside:
             raise InputError(f"edges names token {outside[0]}, but there are {len(tokens)} tokens.")
     effects = numbers([edge.effect for edge in edges], "edges")
-    words = _Words.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
+    words = Words.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
     layers = sorted({edge.layer for edge in edges})
     rows = [[layer] for layer in layers] if by_layer else [layers]
     deep = max(map(len, words.labels)) * 0.085 if words.turned else 0.2
@@ -161,7 +161,7 @@ def plot_edges(
     figure, axes = new_figure(words.length * CELL[0] + 0.3, high, nrows=len(rows), squeeze=False)
     largest = float(effects.abs().max()) or 1.0
     for axis, here in zip(axes[:, 0], rows, strict=True):
-        _set(axis, words)
+        set_words(axis, words)
         arcs = _arcs([edge for edge in edges if edge.layer in here], words)
         for arc in reversed(arcs):
             _draw(axis, arc, largest)
@@ -169,13 +169,13 @@ def plot_edges(
         _number(axis, numbered, named=len(layers) > 1 and not by_layer)
         if by_layer:
             axis.set_title(f"layer {here[0]}", size=9, loc="left")
-    _explain(figure, effects)
+    explain(figure, effects, "speaks for the output", "speaks against it")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """The words of a row.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Words(NamedTuple):
     length: float
 
     @classmethod
-    def of(cls, tokens: Sequence[str], ends: set[int]) -> _Words:
+    def of(cls, tokens: Sequence[str], ends: set[int]) -> Words:
         names = [cut(token) for token in tokens]
         turned = sum(width(name) + 1.4 for name in names) > LINE
         kept = _near(ends, len(tokens), _MOST_TURNED) if turned else list(range(len(tokens)))
@@ -231,7 +231,7 @@ class _Arc(NamedTuple):
     high: float
 
 
-def _arcs(edges: Sequence[EdgeLike], words: _Words) -> list[_Arc]:
+def _arcs(edges: Sequence[EdgeLike], words: Words) -> list[_Arc]:
     """The arcs, the strongest first; those that meet at a word stand side by side there."""
     strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
     at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)
@@ -257,7 +257,7 @@ def _sign(number: int) -> int:
     return (number > 0) - (number < 0)
 
 
-def _set(axis: Any, words: _Words) -> None:
+def set_words(axis: Any, words: Words) -> None:
     """An axis whose ticks are words."""
     axis.set_xlim(-0.3, words.length + 0.3)
     axis.set_ylim(0, 1.15)
@@ -273,7 +273,7 @@ def _draw(axis: Any, arc: _Arc, largest: float) -> None:
     from matplotlib.path import Path
 
     size = abs(arc.edge.effect) / largest
-    colour = _FOR if arc.edge.effect >= 0 else _AGAINST
+    colour = FOR if arc.edge.effect >= 0 else AGAINST
     wide = _THINNEST + (_WIDEST - _THINNEST) * size
     top = arc.high * 4 / 3  # a cubic Bézier curve rises to 3/4 of its inner points
     points = [(arc.source, 0.0), (arc.source, top), (arc.target, top), (arc.target, 0.05)]
@@ -297,20 +297,27 @@ def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
         if any(abs(middle - m) < half + h and abs(high - y) < 0.09 for m, y, h in taken):
             continue
         taken.append((middle, high, half))
-        colour = _FOR if arc.edge.effect >= 0 else _AGAINST
+        colour = FOR if arc.edge.effect >= 0 else AGAINST
         halo = [withStroke(linewidth=2.5, foreground="white")]
         where = {"ha": "center", "va": "center", "fontsize": 7.5, "path_effects": halo}
         axis.text(middle, high, text, color=colour, **where)
 
 
-def _explain(figure: Figure, effects: Tensor) -> None:
+def explain(figure: Figure, effects: Tensor, positive: str, negative: str) -> None:
+    """Say what the colours mean that are there.
+
+    Args:
+        figure: the figure.
+        effects: the numbers that are drawn.
+        positive, negative: what they say by their signs.
+    """
     from matplotlib.lines import Line2D
 
     said = []
     if bool((effects >= 0).any()):
-        said.append((_FOR, "speaks for the output"))
+        said.append((FOR, positive))
     if bool((effects < 0).any()):
-        said.append((_AGAINST, "speaks against it"))
+        said.append((AGAINST, negative))
     made = [Line2D([], [], color=colour, linewidth=2.5) for colour, _ in said]
     names = [name for _, name in said]
     figure.legend(made, names, loc="outside lower left", ncols=2, fontsize=8, frameon=False)

@@ -1,0 +1,222 @@
+"""Graphs of exact parts: features over the words at which they are, and what adds to what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from .edges import AGAINST, FOR, Words, explain, set_words
+from .figure import new_figure, numbers
+from .labels import FAMILIES, cut, shown
+from .text import CELL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Inches between rows, and points that the strongest edge is wide.
+_ROW, _WIDEST = 1.05, 4.5
+#: Square points of the node of the greatest influence, and of the least.
+_LARGEST, _SMALLEST = 170.0, 14.0
+#: Shares of what enters a node below which an edge is not drawn, and of a row that nodes take.
+_LEAST, _SPREAD = 0.03, 0.62
+
+
+class NodeLike(Protocol):
+    """What is drawn of a :class:`captum_ssm.inside.Node`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def layer(self) -> str: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def position(self) -> int | None: ...
+
+    @property
+    def influence(self) -> float: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+class GraphLike(Protocol):
+    """What is drawn of a :class:`captum_ssm.inside.Graph`."""
+
+    @property
+    def nodes(self) -> Sequence[NodeLike]: ...
+
+    @property
+    def edges(self) -> Tensor: ...
+
+    @property
+    def tokens(self) -> Sequence[str]: ...
+
+
+def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) -> tuple[Figure, Any]:
+    """Draw a graph's nodes over the words of the text, a row for each layer, and their edges.
+
+    A node is as large as its influence, an edge as wide as what it carries of that: purple where it
+    adds to what it enters, and brown where it takes off.  Errors are hollow.  Of a text that is too
+    long for one row, words far from all nodes are left out.
+
+    Args:
+        graph: a :class:`captum_ssm.inside.Graph`.
+        most: of how many nodes, beside tokens and the target: those of the greatest influence.
+            Default: 24.
+        title: a heading. Default: None.
+
+    Returns:
+        The matplotlib figure and its axis.
+
+    Raises:
+        OptionError: for ``most`` below 1.
+        InputError: when a number is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import attribution_graph
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.viz import plot_graph
+        >>> model, tokenizer = load_bundled()
+        >>> words = "anna owns the lamp . ? anna owns the".split()
+        >>> ids = torch.tensor([tokenizer.encode(" ".join(words))])
+        >>> graph = attribution_graph(
+        ...     model, ids, (-1, ids[0, 3]), nodes=["backbone.layers.0"], tokens=words)
+        >>> figure, axis = plot_graph(graph)
+        >>> [label.get_text() for label in axis.get_yticklabels()]
+        ['tokens', 'layers.0', 'target']
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise OptionError(f"most={most!r} must be an integer, at least 1.")
+    edges = numbers(graph.edges, "graph")
+    chosen = _chosen(graph, most)
+    last = len(graph.nodes) - 1
+    words = Words.of(graph.tokens, {_column(graph, i) for i in chosen})
+    depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
+    rows = {depth: row for row, depth in enumerate(depths)}
+    figure, axis = new_figure(
+        words.length * CELL[0] + 1.4, _ROW * len(rows) + 0.9 + 0.3 * bool(title)
+    )
+    set_words(axis, words)
+    axis.set_ylim(-0.35, len(rows) - 0.4)
+    axis.set_yticks(
+        range(len(rows)), [_row_name(graph, depth, last) for depth in depths], fontsize=8
+    )
+    axis.tick_params(axis="y", length=0)
+    places = _places(graph, chosen, words, rows)
+    influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
+    influence[last] = 1.0
+    drawn = _links(edges, chosen, influence)
+    largest = max((carried for *_, carried in drawn), default=0.0) or 1.0
+    for source, target, weight, carried in sorted(drawn, key=lambda link: link[-1]):
+        share = carried / largest
+        colour = FOR if weight >= 0 else AGAINST
+        (x0, y0), (x1, y1) = places[source], places[target]
+        looks = {"linewidth": 0.4 + _WIDEST * share, "alpha": 0.2 + 0.65 * share, "zorder": 1}
+        axis.plot([x0, x1], [y0, y1], color=colour, solid_capstyle="round", **looks)
+    top = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
+    for i in chosen:
+        node = graph.nodes[i]
+        share = 1.0 if i == last else float(influence[i]) / (top or 1.0)
+        face = "white" if node.kind == "error" else "0.25"
+        size = _SMALLEST + (_LARGEST - _SMALLEST) * min(share, 1.0)
+        axis.scatter(*places[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
+    _label(axis, graph, places, chosen)
+    explain(figure, torch.tensor([weight for *_, weight, _ in drawn] or [1.0]), "adds", "takes off")
+    if title:
+        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+    return figure, axis
+
+
+def _chosen(graph: GraphLike, most: int) -> list[int]:
+    """The nodes of the greatest influence, all tokens that add to them, and the target."""
+    inner = [
+        i
+        for i, node in enumerate(graph.nodes[:-1])
+        if node.kind not in ("token", "constants") and node.influence > 0
+    ]
+    inner = sorted(inner, key=lambda i: -graph.nodes[i].influence)[:most]
+    tokens = [
+        i for i, node in enumerate(graph.nodes) if node.kind == "token" and node.influence > 0
+    ]
+    tokens = sorted(tokens, key=lambda i: -graph.nodes[i].influence)[:most]
+    return sorted([*tokens, *inner, len(graph.nodes) - 1])
+
+
+def _column(graph: GraphLike, i: int) -> int:
+    """The token over which a node stands; a target of none, and an image, at the last."""
+    position = graph.nodes[i].position
+    return len(graph.tokens) - 1 if position is None else position
+
+
+def _row_name(graph: GraphLike, depth: int, last: int) -> str:
+    if depth == 0:
+        return "tokens"
+    if depth == graph.nodes[last].depth:
+        return "target"
+    layer = next(node.layer for node in graph.nodes if node.depth == depth and node.layer)
+    return shown(".".join(layer.split(".")[-2:]))
+
+
+def _places(
+    graph: GraphLike, chosen: Sequence[int], words: Words, rows: dict[int, int]
+) -> dict[int, tuple[float, float]]:
+    """Where each node is; several of one word in a row stand one above the other."""
+    together = defaultdict[tuple[int, int], list[int]](list)
+    for i in chosen:
+        together[_column(graph, i), graph.nodes[i].depth].append(i)
+    found = {}
+    for (column, depth), here in together.items():
+        for k, i in enumerate(sorted(here, key=lambda i: graph.nodes[i].influence)):
+            up = _SPREAD * ((k + 0.5) / len(here) - 0.5) if len(here) > 1 else 0.0
+            aside = 0.35 * words.halves[column] * (k % 2 * 2 - 1) if len(here) > 1 else 0.0
+            found[i] = (words.middles[column] + aside, rows[depth] + up)
+    return found
+
+
+def _links(
+    edges: Tensor, chosen: Sequence[int], influence: Tensor
+) -> list[tuple[int, int, float, float]]:
+    """Source, target, what the one adds to the other, and the influence that this carries."""
+    sizes = edges.abs().double()
+    shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)
+    return [
+        (s, t, float(edges[t, s]), float(shares[t, s] * influence[t]))
+        for t in chosen
+        for s in chosen
+        if float(shares[t, s]) >= _LEAST
+    ]
+
+
+def _label(
+    axis: Any,
+    graph: GraphLike,
+    places: dict[int, tuple[float, float]],
+    chosen: Sequence[int],
+) -> None:
+    """What nodes are called, the most influential first, where there is room."""
+    from matplotlib.patheffects import withStroke
+
+    taken: list[tuple[float, float, float]] = []
+    for i in sorted(chosen, key=lambda i: -graph.nodes[i].influence - (i == len(graph.nodes) - 1)):
+        node, (x, y) = graph.nodes[i], places[i]
+        if node.kind == "token" or not node.label:
+            continue
+        text = shown(cut(node.label))
+        left, half = x + 0.55, 0.36 * len(text)
+        middle = left + half
+        if any(abs(middle - m) < half + h and abs(y - high) < 0.13 for m, high, h in taken):
+            continue
+        taken.append((middle, y, half))
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        names = {"family": list(FAMILIES), "fontsize": 7, "path_effects": halo, "zorder": 3}
+        axis.text(left, y, text, ha="left", va="center", **names)
