@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from captum.attr import NeuronAttribution
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from ..attr.engine.run import Inner
 from ..attr.flow import FlowMethod
 from ..errors import TargetError
 from ..linear import Rule, find_site
+from ..operators.kernels.arithmetic import unseen
 from ..tracing import find_model
 from .layer import Layer
 
@@ -195,11 +197,21 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         )
         return self._delta(found, found.inputs, attributions)
 
+    def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: of a neuron there are no several targets."""
+        raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
+
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
         checks.flags(attribute_to_neuron_input=at_input)
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
-        return Inner(site, lambda tensors: _chosen(selector, tensors, site.name))
+
+        def chosen(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            number = _chosen(selector, tensors, site.name)
+            _require_real(number, tensors, mask, site.name)
+            return number
+
+        return Inner(site, chosen)
 
 
 class NeuronMambaLRP(NeuronLatimFlow):
@@ -259,3 +271,19 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     if found.dim() > 1:
         found = found.flatten(1).sum(1)
     return found
+
+
+def _require_real(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
+    """Raise if a number is made of the activation at padded tokens."""
+    shape = tensors[0].shape[:2]
+    if mask is None or mask.shape != shape or not number.requires_grad:
+        return
+    with unseen():
+        found = torch.autograd.grad(number.sum(), tensors, retain_graph=True, allow_unused=True)
+    read = [x.flatten(2).any(2) for x in found if x is not None]
+    at = [bool((x & ~mask.to(x.device)).any()) for x in read]
+    if any(at):
+        raise TargetError(
+            f"neuron_selector reads layer {layer!r} at padded tokens. Select real tokens of every "
+            "example, or explain each example by itself."
+        )

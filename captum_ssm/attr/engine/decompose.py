@@ -120,14 +120,7 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
     inner = network.begins is not None
     if isinstance(baselines, str):
         checks.choice("baselines", baselines, ("mean",))
-        mask, dims = network.mask, tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
-        if root.dim() != 3:
-            return root.mean(dims, keepdim=True).expand_as(root)
-        keep = root.new_ones(root.shape[:2])
-        if mask is not None and mask.shape == root.shape[:2]:
-            keep = mask.to(root)
-        total = keep.sum(1).clamp_min(1)[:, None, None]
-        return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
+        return _mean(network, root)
     looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
     if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
         return network.mode.looked_up(baselines)
@@ -142,6 +135,26 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
         f"{tuple(root.shape)}. Pass None, 'mean', a finite number, "
         f"a tensor of that shape{'' if inner else ', or token ids where inputs are ids'}."
     )
+
+
+def _mean(network: Network, root: Tensor) -> Tensor:
+    """The mean over the real tokens of each example, or over the pixels of an image."""
+    site, mask = network.begins, network.mask
+    in_heads = site is not None and site.at == "heads"
+    if root.dim() != 3 and not in_heads:
+        if site is not None:
+            raise OptionError(
+                f"baselines='mean', which some rules take where none are given, is over tokens, "
+                f"and layer {site.name!r} of shape {tuple(root.shape)} is not (B, L, E). Pass a "
+                "number, or a tensor of that shape."
+            )
+        dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
+        return root.mean(dims, keepdim=True).expand_as(root)
+    keep = root.new_ones(root.shape[:2])
+    if mask is not None and mask.shape == root.shape[:2]:
+        keep = mask.to(root)
+    keep = (keep / keep.sum(1, keepdim=True).clamp_min(1)).view(*keep.shape, *[1] * (root.dim() - 2))
+    return (root * keep).sum(1, keepdim=True).expand_as(root)
 
 
 def decompose(
@@ -285,16 +298,29 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
     return (x.sum() / batch).expand(batch)
 
 
-def exact(found: Decomposition) -> bool:
+def exact(found: Decomposition, start: Tensor | None = None) -> bool:
     """Whether inputs and biases sum to the output for every example.
 
     In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
     each can be explained by itself.
+
+    Args:
+        found: the parts.
+        start: what the network read, where ``inputs`` are those of a layer, which may be more
+            precise. Default: None.
     """
-    return sums_up(found, found.inputs, 1 if len(found.output) == 1 else 0.1)
+    share = 1 if len(found.output) == 1 else 0.1
+    return sums_up(found, found.inputs, share, dtypes=() if start is None else (start.dtype,))
 
 
-def sums_up(found: Parts, inputs: Tensor, share: float = 1.0, *, together: bool = False) -> bool:
+def sums_up(
+    found: Parts,
+    inputs: Tensor,
+    share: float = 1.0,
+    *,
+    together: bool = False,
+    dtypes: Sequence[torch.dtype] = (),
+) -> bool:
     """Whether parts sum to the output for every example.
 
     Args:
@@ -303,13 +329,14 @@ def sums_up(found: Parts, inputs: Tensor, share: float = 1.0, *, together: bool 
         share: of the tolerance. Default: 1.0.
         together: whether those of all examples together do, where constants may stand with the
             wrong example. Default: False.
+        dtypes: further ones in which they were computed. Default: none.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
-    dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
+    met, device = {inputs.dtype, found.output.dtype, *dtypes}, found.output.device.type
     if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
-    limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
+        met.add(torch.get_autocast_dtype(device))
+    limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in met)
     if together:
         return bool(found.delta.sum().abs() <= limit * size.sum())
     return bool((found.delta.abs() <= limit * size).all())

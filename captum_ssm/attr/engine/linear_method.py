@@ -135,7 +135,8 @@ def decompositions(
         rules: how it is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
-    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
+    read = None if request.begins is None else request.begins.module
+    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions, read)
     with _linear_run(replace(request, kept=kept), rules) as (network, output):
         fits = kept is None or kept.fit(output)
         if fits:
@@ -143,7 +144,7 @@ def decompositions(
     if not fits:
         with _linear_run(request, rules) as (network, output):
             found = _each_decomposed(network, output, None, questions, rules, baselines)
-    if all(map(exact, found)):
+    if all(exact(each, network.mode.root) for each in found):
         return found
     if len(output) == 1:
         raise not_linear(output)
@@ -286,7 +287,8 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         output = request.output(network.mode.begun(request.inputs))
         network.check_ran()
         if request.ends is not None:
-            output = request.ends.chosen(network.met(request.ends.site).tensors)
+            met = network.met(request.ends.site)
+            output = request.ends.chosen(met.tensors, network.mask)
         with unseen():
             yield network, output
 
