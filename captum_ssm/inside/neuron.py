@@ -258,11 +258,8 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     (value,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
     entries = [x if isinstance(x, slice) else checks.as_integer(x) for x in index]
-    inside = len(index) == value.dim() - 1 and all(
-        x is not None and (isinstance(x, slice) or -size <= x < size)
-        for x, size in zip(entries, value.shape[1:], strict=True)
-    )
-    if not inside:
+    fits = len(index) == value.dim() - 1 and all(map(_selects, entries, value.shape[1:]))
+    if not fits:
         raise TargetError(
             f"neuron_selector={selector!r} is no neuron {of}. Pass {value.dim() - 1} indices or "
             "slices of one example's, or a function that returns one number per example."
@@ -271,6 +268,16 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     if found.dim() > 1:
         found = found.flatten(1).sum(1)
     return found
+
+
+def _selects(entry: int | slice | None, size: int) -> bool:
+    """Whether an index or a slice selects any of so many."""
+    if not isinstance(entry, slice):
+        return entry is not None and -size <= entry < size
+    try:
+        return len(range(size)[entry]) > 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _require_real(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:

@@ -193,7 +193,7 @@ class Sites:
             tensors = list(_live(value))
             self._check(site, tensors)
             sizes = tuple(x.shape[-1] for x in tensors)
-            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+            whole = torch.cat(tensors, -1)  # a copy, also of one: what was met may be changed in place
             if not self.cut[site]:  # a copy goes on, so that what is read stays what it was
                 self.met[site] = Met(whole, sizes, None)
                 copies = [x.clone() for x in tensors]

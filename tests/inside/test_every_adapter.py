@@ -41,39 +41,65 @@ def close(found: Tensor, wanted: Tensor) -> float:
     return oracles.relative_error(found.double(), wanted.double())
 
 
-@every
-def test_layers_around_every_kind_of_block(case: Case, request: pytest.FixtureRequest) -> None:
-    blocks, target = blocks_of(case), target_of(case)
-    own = own_activations(case, blocks)
-    for name in blocks:
-        for at_input in (True, False):
-            explain = LayerLatimFlow(case.model, name)
-            found = explain.decompose(case.inputs, target, None, at_input)
-            value = torch.cat(own[name, at_input], -1)
-            assert found.inputs.shape == value.shape, name
-            assert found.sizes == tuple(x.shape[-1] for x in own[name, at_input])
-            assert left_over(found) <= FLOAT32, name
-            passed_by = bool(found.virtual.any())
-            assert not passed_by or request.node.callspec.params["case"] in PASSED_BY, name
+def sides(case: Case) -> list[tuple[str, bool]]:
+    """Outputs and inputs of blocks, and of a mixer of every kind."""
+    modules = {name: case.model.get_submodule(name) for name, _ in mixer_calls(case)}
+    calls = [name for name, _ in mixer_calls(case)]
+    mixers = {type(modules[name]): name for name in calls if calls.count(name) == 1}
+    names = [*blocks_of(case), *mixers.values()]
+    return [(name, at_input) for name in names for at_input in (False, True)]
 
 
 @every
-def test_neurons_around_every_kind_of_block(case: Case) -> None:
-    blocks = blocks_of(case)
-    own = own_activations(case, blocks)
-    for name in blocks:
-        for at_input in (True, False):
-            values = own[name, at_input]
-            token, feature = values[0].shape[1] // 2, 1
+def test_layers_around_blocks_and_mixers(case: Case, request: pytest.FixtureRequest) -> None:
+    places, target = sides(case), target_of(case)
+    own = own_activations(case, list(dict(places)))
+    mixers = [name for name, _ in mixer_calls(case)]
+    for name, at_input in places:
+        explain = LayerLatimFlow(case.model, name)
+        found = explain.decompose(case.inputs, target, None, at_input)
+        values = own[name, at_input]
+        assert found.inputs.shape == torch.cat(values, -1).shape, name
+        assert found.sizes == tuple(x.shape[-1] for x in values), name
+        assert left_over(found) <= FLOAT32, name
+        if name not in mixers and request.node.callspec.params["case"] not in PASSED_BY:
+            assert not found.virtual.any(), name
 
-            def chosen(tensors: Any, token: int = token, feature: int = feature) -> Tensor:
-                return sum(x[:, token, feature] for x in tensors)
 
-            selector: Any = chosen if len(values) > 1 else (token, feature)
-            explain = NeuronLatimFlow(case.model, name)
-            found = explain.decompose(case.inputs, selector, None, at_input)
-            assert close(found.output, chosen(values)) <= FLOAT32, name
-            assert left_over(found) <= FLOAT32 and not found.virtual.any(), name
+@every
+def test_neurons_around_blocks_and_mixers(case: Case) -> None:
+    places = sides(case)
+    own = own_activations(case, list(dict(places)))
+    for name, at_input in places:
+        values = own[name, at_input]
+        token, feature = values[0].shape[1] // 2, 1
+
+        def chosen(tensors: Any, token: int = token, feature: int = feature) -> Tensor:
+            return sum(x[:, token, feature] for x in tensors)
+
+        selector: Any = chosen if len(values) > 1 else (token, feature)
+        explain = NeuronLatimFlow(case.model, name)
+        found = explain.decompose(case.inputs, selector, None, at_input)
+        assert close(found.output, chosen(values)) <= FLOAT32, name
+        assert left_over(found) <= FLOAT32 and not found.virtual.any(), name
+
+
+@every
+def test_heads_of_every_kind_of_mixer(case: Case) -> None:
+    """What they add, and the biases of the projection behind them, is what the mixer adds."""
+    calls, target = [name for name, _ in mixer_calls(case)], target_of(case)
+    modules = {name: case.model.get_submodule(name) for name in calls}
+    for name in {type(modules[name]): name for name in calls if calls.count(name) == 1}.values():
+        mixed = LayerLatimFlow(case.model, name).decompose(case.inputs, target)
+        found = LayerLatimFlow(case.model, f"{name}.heads").decompose(case.inputs, target)
+        assert found.inputs.dim() == 4 and left_over(found) <= FLOAT32, name
+        behind = sum(
+            (bias for module, bias in found.biases.items() if module.startswith(name)),
+            torch.zeros_like(found.output),
+        )
+        adds = found.inputs.flatten(1).sum(1) + behind
+        size = mixed.inputs.abs().flatten(1).sum(1)
+        assert bool(((adds - mixed.inputs.flatten(1).sum(1)).abs() <= FLOAT32 * size).all()), name
 
 
 @every

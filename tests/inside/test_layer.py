@@ -18,7 +18,7 @@ from zoo.networks import MASKED
 from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
+from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow
 from captum_ssm.errors import GradientModeError, LayerError, NotLinearError, OptionError, TargetError
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
@@ -243,6 +243,44 @@ def test_tensors_of_several_dtypes_stay_what_they_are() -> None:
     assert found.sizes == (WIDTH, WIDTH)
     assert found.delta.abs().max() <= 1e-2 * found.inputs.abs().sum()
     assert close(found.output, model(ids)[:, -1, 3])
+
+
+class InPlace(nn.Module):
+    """Changes its residual stream in place."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.backbone.embeddings(ids)
+        for block in self.model.backbone.layers:
+            x += block.mixer(block.norm(x))
+        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x))
+        return out
+
+
+def test_a_stream_that_is_changed_in_place_behind_a_layer() -> None:
+    model, ids = mamba_lm(), token_ids()
+    layer = f"{BLOCK}.norm"
+    in_place = InPlace(model).eval()
+    for at_input in (True, False):
+        wanted = LayerLatimFlow(model, layer).attribute(ids, TARGET, None, at_input)
+        found = LayerLatimFlow(in_place, f"model.{layer}").attribute(ids, TARGET, None, at_input)
+        assert close(found, wanted)
+        activation = NeuronLatimFlow(in_place, f"model.{layer}").decompose(
+            ids, (7, 2), None, at_input
+        )
+        assert close(activation.output, own(model, ids, layer, at_input)[:, 7, 2])
+
+
+def test_outputs_of_transformers() -> None:
+    model, ids = mamba_lm(), token_ids()
+    found = LayerLatimFlow(model, "backbone").attribute(ids, TARGET)
+    assert close(found, LayerLatimFlow(model, "backbone.norm_f").attribute(ids, TARGET))
+    whole = LayerLatimFlow(model, "").attribute(ids, TARGET)
+    assert whole.shape == (2, 11, 19)
+    assert close(whole[:, -1, 3], model(ids).logits[:, -1, 3]) and whole.count_nonzero() == 2
 
 
 def test_images() -> None:

@@ -163,28 +163,33 @@ def test_a_number_that_does_not_depend_on_the_neurons(made: str) -> None:
 
 
 class Both(nn.Module):
-    """A block that returns a tensor for the next one and one beside it."""
+    """Returns what a block does, and what that is more than it was given."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         out = self.block(x)
         return out, out - x
 
 
 class First(nn.Module):
-    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-        return both[0]
+    def __init__(self, both: Both) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out, _ = self.both(x)
+        return out
 
 
 def test_several_tensors() -> None:
     model, ids = mamba_lm(), token_ids()
     block = model.backbone.layers[1]
     wanted = NeuronLatimFlow(model, block.mixer).attribute(ids, NEURON)
-    model.backbone.layers[1] = nn.Sequential(Both(block), First())
-    explain = NeuronLatimFlow(model, f"{BLOCK}.0")
+    model.backbone.layers[1] = First(Both(block))
+    explain = NeuronLatimFlow(model, f"{BLOCK}.both")
     assert close(explain.attribute(ids, lambda both: both[1][:, 7, 2]), wanted, 1e-4)
     with pytest.raises(TargetError, match="several tensors. Pass a function of all of them"):
         explain.attribute(ids, NEURON)
@@ -277,7 +282,8 @@ def test_rules_and_baselines(rule: Any) -> None:
 
 @METHODS
 def test_without_constants(method: Any) -> None:
-    found = method(mamba_lm(use_bias=True), BLOCK).decompose(token_ids(), NEURON, zero_bias=True)
+    explain = method(mamba_lm(use_bias=True), BLOCK)
+    found = explain.decompose(token_ids(), NEURON, zero_bias=True, roles=False)
     assert not found.biases and close(found.inputs.flatten(1).sum(1), found.output)
 
 
@@ -335,7 +341,8 @@ def test_virtual_tokens_have_no_place() -> None:
     wanted = NeuronLatimFlow(forward, BLOCK, model).decompose(read, (7, 2))
     assert close(found.output, wanted.output)
     assert close(found.tokens, wanted.tokens[:, 3:])
-    assert close(found.virtual, wanted.tokens[:, :3].sum(1), 1e-4)
+    constants = wanted.tokens[:, :3].sum(1) + wanted.bias
+    assert close(found.virtual + found.bias, constants, 1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
