@@ -213,7 +213,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: an activation need not have tokens."""
-        raise NotImplementedError(f"{self.name} has no such form; call attribute() for each target.")
+        raise NotImplementedError(f"{self.name} has no such form; call attribute() of each target.")
 
     def _several(self) -> Sequence[Layer]:
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
@@ -260,7 +260,7 @@ class LayerMambaLRP(LayerLatimFlow):
     It is :class:`LayerLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there.
+        forward_func, layer, model, layers: as there, with the same defaults.
 
     Example:
         >>> import torch

@@ -146,7 +146,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
                 baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
                 same defaults.
             roles, features: as in
-                :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`.
+                :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`, with the same
+                defaults.
 
         Returns:
             A :class:`~captum_ssm.attr.engine.decompose.Decomposition`; its ``inputs`` and
@@ -220,7 +221,7 @@ class NeuronMambaLRP(NeuronLatimFlow):
     It is :class:`NeuronLatimFlow` by the rules of :class:`~captum_ssm.MambaLRP`, ``rule="half"``.
 
     Args:
-        forward_func, layer, model, layers: as there.
+        forward_func, layer, model, layers: as there, with the same defaults.
 
     Example:
         >>> import torch
@@ -280,7 +281,9 @@ def _selects(entry: int | slice | None, size: int) -> bool:
         return False
 
 
-def _require_real(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
+def _require_real(
+    number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str
+) -> None:
     """Raise if a number is made of the activation at padded tokens."""
     shape = tensors[0].shape[:2]
     if mask is None or mask.shape != shape or not number.requires_grad:

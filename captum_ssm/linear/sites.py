@@ -52,6 +52,9 @@ def find_site(
         layers: names or modules of the mixers to use. Default: None, all of them.
         at_input: whether it is what the module is given. Default: False, what it returns.
 
+    Returns:
+        Where it is met.
+
     Raises:
         LayerError: for what is no module of the model, and for parts of mixers, in whose place
             their operators stand.
@@ -193,7 +196,8 @@ class Sites:
             tensors = list(_live(value))
             self._check(site, tensors)
             sizes = tuple(x.shape[-1] for x in tensors)
-            whole = torch.cat(tensors, -1)  # a copy, also of one: what was met may be changed in place
+            # a copy, also of one: what was met may be changed in place later
+            whole = torch.cat(tensors, -1)
             if not self.cut[site]:  # a copy goes on, so that what is read stays what it was
                 self.met[site] = Met(whole, sizes, None)
                 copies = [x.clone() for x in tensors]

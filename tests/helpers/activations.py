@@ -95,5 +95,8 @@ def _begin(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 def _live(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
-    items = value.values() if isinstance(value, dict) else value
-    return [x for item in items for x in _live(item)] if isinstance(value, list | tuple | dict) else []
+    if not isinstance(value, list | tuple | dict):
+        return []
+    return [
+        x for item in (value.values() if isinstance(value, dict) else value) for x in _live(item)
+    ]

@@ -34,6 +34,8 @@ every = pytest.mark.parametrize("case", thorough(ADAPTERS, ("mamba2", "mamba_ssm
 def left_over(found: Decomposition) -> float:
     """What is left of the output, as a share of all that adds to it."""
     size = found.inputs.abs().flatten(1).sum(1) + found.output.abs()
+    if found.past is not None:
+        size = size + found.past.abs().flatten(1).sum(1)
     return float((found.delta.abs() / size).max())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) ->
 
 
 @pytest.mark.parametrize("rule", ["frozen", "half"])
-@pytest.mark.parametrize("network", thorough(NETWORKS, [list(NETWORKS)[0]]))
+@pytest.mark.parametrize("network", thorough(NETWORKS, [next(iter(NETWORKS))]))
 def test_relevance_is_that_of_the_matrices_up_to_a_block(network: Any, rule: Any) -> None:
     model, *parts = network()
     model.double()
@@ -158,7 +159,7 @@ def test_a_number_that_does_not_depend_on_the_neurons(made: str) -> None:
         "rounded": lambda x: x[:, 0, 0].round(),
         "new": lambda x: torch.ones(2),
     }
-    with pytest.raises((GradientModeError, NotLinearError), match="depend|round"):
+    with pytest.raises((GradientModeError, NotLinearError), match=r"depend|round"):
         NeuronLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), how[made])
 
 
@@ -191,7 +192,7 @@ def test_several_tensors() -> None:
     model.backbone.layers[1] = First(Both(block))
     explain = NeuronLatimFlow(model, f"{BLOCK}.both")
     assert close(explain.attribute(ids, lambda both: both[1][:, 7, 2]), wanted, 1e-4)
-    with pytest.raises(TargetError, match="several tensors. Pass a function of all of them"):
+    with pytest.raises(TargetError, match=r"several tensors\. Pass a function of all of them"):
         explain.attribute(ids, NEURON)
 
 
@@ -255,7 +256,9 @@ def test_roles_streams_and_features_of_a_neuron() -> None:
     assert close(sum(found.roles.values()), found.tokens)
     assert [x.shape for x in found.streams] == [(2, 11, WIDTH)] * 3
     summed = explain.decompose(ids, NEURON, rule="centred")
-    for whole, tokens in zip(found.streams + found.mixers, summed.streams + summed.mixers):
+    for whole, tokens in zip(
+        found.streams + found.mixers, summed.streams + summed.mixers, strict=True
+    ):
         assert close(whole.sum(-1), tokens)
     of_a_middle_one = NeuronLatimFlow(model, BLOCK).decompose(ids, NEURON)
     assert of_a_middle_one.mixers[1].any() and not of_a_middle_one.mixers[2].any()
@@ -309,9 +312,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     for selector in ((padded, 2), (slice(None), 2), lambda x: x[:, padded].sum(-1)):
         with pytest.raises(TargetError, match=f"reads layer '{block}' at padded tokens"):
             explain.attribute(case.inputs, selector, mask)
-    of_each = explain.attribute(
-        case.inputs, lambda x: (x * mask[..., None]).sum((1, 2)), mask
-    )
+    of_each = explain.attribute(case.inputs, lambda x: (x * mask[..., None]).sum((1, 2)), mask)
     assert not of_each[0, mask[0] == 0].any() and of_each[0, mask[0] == 1].all()
 
 
@@ -364,7 +365,7 @@ def test_checkpoints(reentrant: bool) -> None:
 
     block.forward = forward
     for layer in (BLOCK, f"{BLOCK}.mixer"):
-        with pytest.raises((NotLinearError, LayerError), match="checkpoint|no_grad"):
+        with pytest.raises((NotLinearError, LayerError), match=r"checkpoint|no_grad"):
             NeuronLatimFlow(model, layer).attribute(ids, NEURON)
     before = NeuronLatimFlow(model, "backbone.layers.0").attribute(ids, NEURON)
     block.forward = inner
@@ -400,10 +401,8 @@ def test_nothing_is_left_on_the_model() -> None:
         lambda: LayerLatimFlow(model, BLOCK).attribute(ids, (-1, 99)),
         lambda: LayerLatimFlow(lambda x: fail(model(x)), BLOCK, model).attribute(ids, (-1, 3)),
     ):
-        try:
+        with contextlib.suppress(KeyError, TargetError):
             explain()
-        except (KeyError, TargetError):
-            pass
         assert hook_count(model) == hooks and torch.is_grad_enabled()
         assert torch.equal(model(ids).logits, before)
 

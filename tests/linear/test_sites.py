@@ -68,7 +68,7 @@ def test_mixers_that_are_not_used_have_no_operator() -> None:
     with pytest.raises(LayerError, match=r"but the mixers are: backbone.layers.0.mixer\."):
         find_site(model, f"{BLOCK}.mixer.heads", used)
     assert find_site(model, f"{BLOCK}.mixer.in_proj", used).at == "output"
-    with pytest.raises(LayerError, match="'backbone.layers.0.mixer.conv1d' is a part of the mixer"):
+    with pytest.raises(LayerError, match="is a part of the mixer"):
         find_site(model, "backbone.layers.0.mixer.conv1d", used)
 
 

@@ -49,6 +49,8 @@ class Decomposition:
             and ``"half"``, which ask for none.
         sizes: of the tensors that ``inputs`` holds one behind the other in its last dimension, for
             a layer that is explained in place of the input; else empty.
+        past: relevance of every feature of the embeddings (B, L, E) by what passes such a layer by,
+            which ``virtual`` sums up; else None.
     """
 
     inputs: Tensor
@@ -60,6 +62,7 @@ class Decomposition:
     roles: dict[Role, Tensor] | None = None
     content_only: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    past: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -153,8 +156,10 @@ def _mean(network: Network, root: Tensor) -> Tensor:
     keep = root.new_ones(root.shape[:2])
     if mask is not None and mask.shape == root.shape[:2]:
         keep = mask.to(root)
-    keep = (keep / keep.sum(1, keepdim=True).clamp_min(1)).view(*keep.shape, *[1] * (root.dim() - 2))
-    return (root * keep).sum(1, keepdim=True).expand_as(root)
+    each = root.flatten(2)
+    total = keep.sum(1).clamp_min(1)[:, None, None]
+    mean = (each * keep[..., None]).sum(1, keepdim=True) / total
+    return mean.expand_as(each).view_as(root)
 
 
 def decompose(
@@ -177,7 +182,7 @@ def decompose(
             False.
     """
     root, steps = network.root, network.steps
-    passing = [] if network.passing is None else [network.passing]
+    passing = () if network.passing is None else (network.passing,)
     wanted = [root, *passing, *(x for s in steps for x in (*s.entering, s.output))]
     gradients, biases = account(network.mode.ledger, output, constant, wanted)
     parts = zip(gradients, wanted, strict=True)
@@ -189,12 +194,13 @@ def decompose(
 
     def parted() -> Tensor:
         gradient, value = next(parts)
-        return gradient * value.detach()
+        found: Tensor = gradient * value.detach()
+        return found
 
     def tokens() -> Tensor:
         return parted() if features else parted().flatten(2).sum(-1)
 
-    past = sum((parted().flatten(1).sum(1) for _ in passing), torch.zeros_like(output))
+    past = parted() if passing else None
     streams, mixers = [], []
     for step in steps:
         entering = [tokens() for _ in step.entering]
@@ -203,7 +209,9 @@ def decompose(
         mixers.append(tokens())
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
-    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach()) + past.detach().to(output)
+    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
+    if past is not None:
+        virtual = virtual + past.flatten(1).sum(1).to(virtual)
     found = Decomposition(
         inputs,
         tuple(streams),
@@ -213,6 +221,7 @@ def decompose(
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
         sizes=() if network.begins is None else network.met(network.begins).sizes,
+        past=past,
     )
     if not by_role:
         return found
@@ -298,19 +307,14 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
     return (x.sum() / batch).expand(batch)
 
 
-def exact(found: Decomposition, start: Tensor | None = None) -> bool:
+def exact(found: Decomposition) -> bool:
     """Whether inputs and biases sum to the output for every example.
 
     In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
     each can be explained by itself.
-
-    Args:
-        found: the parts.
-        start: what the network read, where ``inputs`` are those of a layer, which may be more
-            precise. Default: None.
     """
     share = 1 if len(found.output) == 1 else 0.1
-    return sums_up(found, found.inputs, share, dtypes=() if start is None else (start.dtype,))
+    return sums_up(found, found.inputs, share, past=found.past)
 
 
 def sums_up(
@@ -319,7 +323,7 @@ def sums_up(
     share: float = 1.0,
     *,
     together: bool = False,
-    dtypes: Sequence[torch.dtype] = (),
+    past: Tensor | None = None,
 ) -> bool:
     """Whether parts sum to the output for every example.
 
@@ -329,14 +333,17 @@ def sums_up(
         share: of the tolerance. Default: 1.0.
         together: whether those of all examples together do, where constants may stand with the
             wrong example. Default: False.
-        dtypes: further ones in which they were computed. Default: none.
+        past: those that pass by what is explained, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
-    met, device = {inputs.dtype, found.output.dtype, *dtypes}, found.output.device.type
+    dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
+    if past is not None:  # of inputs that may be less precise than a layer behind them
+        size = size + past.flatten(1).abs().sum(1).to(size)
+        dtypes.add(past.dtype)
     if torch.is_autocast_enabled(device):
-        met.add(torch.get_autocast_dtype(device))
-    limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in met)
+        dtypes.add(torch.get_autocast_dtype(device))
+    limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     if together:
         return bool(found.delta.sum().abs() <= limit * size.sum())
     return bool((found.delta.abs() <= limit * size).all())
@@ -347,6 +354,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
     if len(parts) == 1:
         return parts[0]
     names = list(dict.fromkeys(name for part in parts for name in part.biases))
+    pasts = [part.past for part in parts if part.past is not None]
     return Decomposition(
         torch.cat([part.inputs for part in parts]),
         tuple(map(torch.cat, zip(*(part.streams for part in parts), strict=True))),
@@ -360,6 +368,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         _stacked_roles(parts),
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
         parts[0].sizes,
+        torch.cat(pasts) if pasts else None,
     )
 
 

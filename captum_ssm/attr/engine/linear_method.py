@@ -144,7 +144,7 @@ def decompositions(
     if not fits:
         with _linear_run(request, rules) as (network, output):
             found = _each_decomposed(network, output, None, questions, rules, baselines)
-    if all(exact(each, network.mode.root) for each in found):
+    if all(map(exact, found)):
         return found
     if len(output) == 1:
         raise not_linear(output)
