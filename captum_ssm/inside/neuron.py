@@ -17,7 +17,7 @@ from ..attr.engine.decompose import Baselines, Decomposition, out_of_tuple, stac
 from ..attr.engine.linear_method import decompositions
 from ..attr.engine.run import Inner
 from ..attr.flow import FlowMethod
-from ..errors import TargetError
+from ..errors import GradientModeError, NonFiniteError, TargetError
 from ..linear import Rule, find_site
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import find_model
@@ -108,7 +108,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the
                 inputs.
-            TargetError: for a selector that fits no neuron.
+            TargetError: for a selector that fits no neuron, or reads padded tokens.
             OptionError, InputError, GradientModeError, NotLinearError, NonFiniteError,
             ReconstructionError: as there.
         """
@@ -209,7 +209,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
 
         def chosen(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
             number = _chosen(selector, tensors, site.name)
-            _require_real(number, tensors, mask, site.name)
+            _check(number, tensors, mask, site.name)
             return number
 
         return Inner(site, chosen)
@@ -275,24 +275,31 @@ def _selects(entry: int | slice | None, size: int) -> bool:
     """Whether an index or a slice selects any of so many."""
     if not isinstance(entry, slice):
         return entry is not None and -size <= entry < size
-    try:
-        return len(range(size)[entry]) > 0
+    try:  # torch takes no steps back
+        return len(range(size)[entry]) > 0 and (entry.step is None or entry.step > 0)
     except (TypeError, ValueError):
         return False
 
 
-def _require_real(
-    number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str
-) -> None:
-    """Raise if a number is made of the activation at padded tokens."""
-    shape = tensors[0].shape[:2]
-    if mask is None or mask.shape != shape or not number.requires_grad:
+def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
+    """Raise for a number that cannot be explained, or that padded tokens are a part of."""
+    if not bool(number.detach().isfinite().all()):
+        raise NonFiniteError(
+            f"neuron_selector gives {number.detach().tolist()} of layer {layer!r}, which cannot be "
+            "divided into parts. Select neurons that are finite, or run the model in a wider dtype "
+            f"than {number.dtype}."
+        )
+    if not number.requires_grad:
+        raise GradientModeError(
+            f"What neuron_selector returns does not depend linearly on layer {layer!r}. Return "
+            "entries of the activation, or sums of them, with their graph."
+        )
+    if mask is None or mask.shape != tensors[0].shape[:2]:
         return
     with unseen():
         found = torch.autograd.grad(number.sum(), tensors, retain_graph=True, allow_unused=True)
     read = [x.flatten(2).any(2) for x in found if x is not None]
-    at = [bool((x & ~mask.to(x.device)).any()) for x in read]
-    if any(at):
+    if any(bool((x & ~mask.to(x.device)).any()) for x in read):
         raise TargetError(
             f"neuron_selector reads layer {layer!r} at padded tokens. Select real tokens of every "
             "example, or explain each example by itself."

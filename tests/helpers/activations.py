@@ -97,6 +97,5 @@ def _live(value: Any) -> list[Tensor]:
         return [value] if value.requires_grad else []
     if not isinstance(value, list | tuple | dict):
         return []
-    return [
-        x for item in (value.values() if isinstance(value, dict) else value) for x in _live(item)
-    ]
+    items = value.values() if isinstance(value, dict) else value
+    return [x for item in items for x in _live(item)]

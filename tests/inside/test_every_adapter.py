@@ -16,7 +16,6 @@ from zoo.architectures import Case
 from captum_ssm import LatimFlow, LayerLatimFlow, NeuronLatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
 
-pytestmark = pytest.mark.transformers5
 #: Norms and rotations are computed in float32 whatever the model is in.
 FLOAT32 = 1e-5
 #: Blocks that are given the embeddings anew, past the stream.
@@ -28,7 +27,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     return in_float64(ADAPTERS[request.param](monkeypatch))
 
 
-every = pytest.mark.parametrize("case", thorough(ADAPTERS, ("mamba2", "mamba_ssm")), indirect=True)
+every = pytest.mark.parametrize("case", thorough(ADAPTERS, ("mamba2",)), indirect=True)
 
 
 def left_over(found: Decomposition) -> float:
@@ -86,6 +85,7 @@ def test_neurons_around_blocks_and_mixers(case: Case) -> None:
         assert left_over(found) <= FLOAT32 and not found.virtual.any(), name
 
 
+@pytest.mark.full
 @every
 def test_heads_of_every_kind_of_mixer(case: Case) -> None:
     """What they add, and the biases of the projection behind them, is what the mixer adds."""
@@ -104,6 +104,7 @@ def test_heads_of_every_kind_of_mixer(case: Case) -> None:
         assert bool(((adds - mixed.inputs.flatten(1).sum(1)).abs() <= FLOAT32 * size).all()), name
 
 
+@pytest.mark.full
 @every
 def test_layers_are_what_the_whole_decomposition_has_there(case: Case) -> None:
     calls, target = mixer_calls(case), target_of(case)

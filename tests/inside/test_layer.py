@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
-from helpers.sessions import thorough
+from helpers.sessions import full, thorough
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -46,6 +46,7 @@ def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) ->
 # --- against matrices ----------------------------------------------------------------------------
 
 
+@pytest.mark.transformers5
 @pytest.mark.parametrize("rule", ["frozen", "half"])
 @pytest.mark.parametrize("network", thorough(NETWORKS, [list(NETWORKS)[-1]]))
 def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: Any) -> None:
@@ -131,6 +132,7 @@ def test_what_passes_a_mixer_by_is_the_stream_before_it() -> None:
     assert close(again, found.virtual - found.inputs.flatten(1).sum(1), 1e-4)
 
 
+@pytest.mark.full
 def test_the_head_has_all_positions() -> None:
     model, ids = mamba_lm(), token_ids()
     for at_input in (True, False):
@@ -170,6 +172,7 @@ def test_forms_of_inputs(method: Any) -> None:
         assert close(found, explain.attribute(row[None], target)[0])
 
 
+@pytest.mark.full
 def test_a_list_of_layers() -> None:
     model, ids = mamba_lm(), token_ids()
     names = ["backbone.layers.2.mixer.heads", model.backbone.layers[0], "backbone.embeddings"]
@@ -209,6 +212,7 @@ class ModelApart(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_several_tensors() -> None:
     model, ids = ModelApart(mamba_lm(), torch.float64).eval(), token_ids()
     explain = LayerLatimFlow(model, "blocks.1")
@@ -247,6 +251,7 @@ class Halves(nn.Module):
         return (x / 2).bfloat16(), x / 2
 
 
+@pytest.mark.full
 def test_tensors_of_several_dtypes_stay_what_they_are() -> None:
     model, ids = Mixed(mamba_lm()).eval(), token_ids()
     found = LayerLatimFlow(model, "block").decompose(ids, TARGET)
@@ -270,6 +275,7 @@ class InPlace(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_a_stream_that_is_changed_in_place_behind_a_layer() -> None:
     model, ids = mamba_lm(), token_ids()
     layer = f"{BLOCK}.norm"
@@ -308,7 +314,6 @@ def test_images() -> None:
 # --- padding -------------------------------------------------------------------------------------
 
 
-@pytest.mark.transformers5
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +334,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     assert not found[0, padded].any() and found[1, : target[0]].any()
 
 
+@pytest.mark.full
 def test_the_mean_is_that_of_real_tokens() -> None:
     model, ids = mamba_lm(), token_ids()
     mask = torch.ones_like(ids)
@@ -344,8 +350,8 @@ def test_the_mean_is_that_of_real_tokens() -> None:
 # --- rules and baselines -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [BLOCK, f"{BLOCK}.mixer.heads"])
-@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
+@pytest.mark.parametrize("layer", [BLOCK, *full(f"{BLOCK}.mixer.heads")])
+@pytest.mark.parametrize("rule", [*full("frozen", "half", "equal"), "centred"])
 @never_rounded()
 def test_baselines_are_the_layers_own(layer: str, rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True).double(), token_ids()
@@ -390,6 +396,7 @@ def test_there_is_no_mean_without_tokens(options: Any) -> None:
     assert explain.attribute(ids, 1, **(options | {"baselines": 0.0})).shape == (2, 5)
 
 
+@pytest.mark.full
 @METHODS
 def test_without_constants(method: Any) -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
@@ -407,6 +414,7 @@ def test_without_constants(method: Any) -> None:
     )
 
 
+@pytest.mark.full
 @METHODS
 def test_a_contrast(method: Any) -> None:
     model, ids = mamba_lm(), token_ids()
@@ -418,6 +426,7 @@ def test_a_contrast(method: Any) -> None:
 # --- precision -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model, ids = mamba_lm(), token_ids()
@@ -432,6 +441,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 # --- wrapped models ------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_virtual_tokens_are_tokens_of_a_layer() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
@@ -463,6 +473,7 @@ class BothWays(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_a_layer_that_reads_from_the_other_end() -> None:
     model, ids = BothWays(mamba_lm()).eval(), token_ids()
     explain = [LayerLatimFlow(model, f"model.backbone.layers.{i}") for i in range(3)]
@@ -471,6 +482,7 @@ def test_a_layer_that_reads_from_the_other_end() -> None:
     assert close(given[1].flip(1), returned[0]) and close(returned[1].flip(1), given[2])
 
 
+@pytest.mark.full
 def test_a_compiled_model() -> None:
     model, ids = mamba_lm(), token_ids()
     wanted = LayerLatimFlow(model, BLOCK).attribute(ids, TARGET)
@@ -555,6 +567,7 @@ def test_a_model_that_is_called_twice() -> None:
         LayerLatimFlow(forward, BLOCK, model).attribute(token_ids(), TARGET)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layer, reentrant, said",
     [
