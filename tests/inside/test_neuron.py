@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from helpers.sessions import thorough
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
-from zoo.architectures import Case, hook_count
+from zoo.architectures import Case
 from zoo.networks import MASKED
 from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
@@ -26,7 +25,6 @@ from captum_ssm.errors import (
     LayerError,
     NonFiniteError,
     NotLinearError,
-    OptionError,
     TargetError,
 )
 
@@ -424,48 +422,3 @@ def test_a_compiled_model() -> None:
     assert close(NeuronLatimFlow(compiled, BLOCK).attribute(ids, NEURON), wanted)
     model.backbone.layers[1].compile(backend="eager")
     assert close(NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON), wanted)
-
-
-# --- what is left, and what is refused -----------------------------------------------------------
-
-
-def test_nothing_is_left_on_the_model() -> None:
-    model, ids = mamba_lm(), token_ids()
-    before = model(ids).logits
-
-    def fail(x: Tensor) -> Tensor:
-        raise KeyError("own")
-
-    hooks = hook_count(model)
-    for explain in (
-        lambda: NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON),
-        lambda: NeuronLatimFlow(model, f"{BLOCK}.mixer.heads").attribute(ids, fail),
-        lambda: NeuronLatimFlow(model, BLOCK).attribute(ids, (99, 99)),
-        lambda: NeuronLatimFlow(lambda x: fail(model(x)), BLOCK, model).attribute(ids, NEURON),
-        lambda: LayerLatimFlow(model, BLOCK).attribute(ids, (-1, 3), None, True),
-        lambda: LayerLatimFlow(model, BLOCK).attribute(ids, (-1, 99)),
-        lambda: LayerLatimFlow(lambda x: fail(model(x)), BLOCK, model).attribute(ids, (-1, 3)),
-    ):
-        with contextlib.suppress(KeyError, TargetError):
-            explain()
-        assert hook_count(model) == hooks and torch.is_grad_enabled()
-        assert torch.equal(model(ids).logits, before)
-
-
-def test_modes_and_layers() -> None:
-    model, ids = mamba_lm(), token_ids()
-    with torch.inference_mode(), pytest.raises(GradientModeError, match="inference_mode"):
-        NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
-    with pytest.raises(LayerError, match="no module of the model"):
-        NeuronLatimFlow(model, "backbone.layers.9")
-    with pytest.raises(LayerError, match="type list"):
-        NeuronLatimFlow(model, [BLOCK])
-    with pytest.raises(LayerError, match="takes depends on the inputs"):
-        NeuronLatimFlow(model, "backbone.embeddings").attribute(ids, NEURON, None, True)
-    with pytest.raises(OptionError, match="attribute_to_neuron_input"):
-        NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON, None, 1)
-    with pytest.raises(NotImplementedError, match="Neuron LATIM Flow"):
-        NeuronLatimFlow(model, BLOCK).attribute_each(ids, [(-1, 3)])
-    with pytest.raises(LayerError, match="runs several times"):
-        twice = lambda x: model(x).logits + model(x).logits  # noqa: E731
-        NeuronLatimFlow(twice, BLOCK, model).attribute(ids, NEURON)
