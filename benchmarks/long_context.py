@@ -1,14 +1,14 @@
-"""A rollout row and LatimFlow of a Mamba of 130M's width at 131,072 tokens, on a CPU.
+"""A rollout row, LatimFlow and a span of an answer of a Mamba of 130M's width at 131,072 tokens.
 
     python -m benchmarks.long_context --out results
 
-prints time and peak memory at an eighth of the length and at the whole, and how far both methods
+prints time and peak memory on a CPU at an eighth of the length and at the whole, and how far all
 are from float64 at some columns.  There the row is found from the other side, by carrying one
-token's unit vector (for LatimFlow: its embedding) forward through the layers, which shares no code
-with the methods but the operators.  The exit status is 1 if the program's own time grows by more
-than the length to the power of 1.05, if memory passes 20 GB, or if anything is not finite or wrong
-by more than 1e-5.  The system's share, which maps memory, depends on the machine, and may grow by
-more.
+token's unit vector (for LatimFlow and the span: its embedding) forward through the layers, which
+shares no code with the methods but the operators.  The exit status is 1 if the program's own time
+grows by more than the length to the power of 1.05, if memory passes 20 GB, or if anything is not
+finite or wrong by more than 1e-5.  The system's share, which maps memory, depends on the machine,
+and may grow by more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.measure import measure, versions
 from benchmarks.report import markdown, write
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution, trace
 from captum_ssm.tracing import repaired_scans
 
 #: Bounds: memory in MiB, growth exponent, error.
@@ -35,6 +35,8 @@ MEMORY, EXPONENT, ERROR = 20e9 / 2**20, 1.05, 1e-5
 #: How far before the query the columns lie that are held to float64.
 BEFORE = (0, 40, 900)
 SHORTER = 8
+#: Tokens of the span, which end with one that is not read.
+SPAN = 128
 
 
 def main() -> None:
@@ -94,7 +96,31 @@ def methods(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
             ids, query=-1, components="exact"
         ),
         "LatimFlow": lambda ids: flow.attribute(ids, target=models.target("Mamba")),
+        "a span": lambda ids: _of_span(SSMLLMAttribution(flow, _Numbers()), ids),
     }
+
+
+class _Numbers:
+    """A tokenizer whose words are the ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(number) for number in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def _of_span(explain: SSMLLMAttribution, ids: Tensor) -> Tensor:
+    """Relevance of all that is read (1, L) to the tokens of the span together."""
+    start = ids.shape[1] + 1 - SPAN
+    found = explain.attribute(ids[:, :start], spanned(ids), spans="all")
+    assert found.generated_attr is not None
+    return torch.cat([found.token_attr, found.generated_attr[:, :-1]], 1)
+
+
+def spanned(ids: Tensor) -> Tensor:
+    """The tokens of the span (SPAN,): the last that are read but the first of all, and a word."""
+    return torch.cat([ids[0, 1 - SPAN :], torch.tensor([models.WORD])])
 
 
 def passed(row: dict[str, Any]) -> bool:
@@ -135,13 +161,13 @@ def against_float64(model: Any, ids: Tensor, found: dict[str, Tensor]) -> dict[s
             ]
             stream = block(stream)
             near = stream[:, end]
-    word = models.target("Mamba")[1]
-    head = model.get_output_embeddings().weight[word]
+    heads = model.get_output_embeddings().weight
+    head = heads[models.WORD]
+    ends = [rescaled(model.backbone.norm_f, share, near)[0, -SPAN:] for share in shares]
     wanted = {
         "ImplicitAttentionRollout": torch.stack([unit[0, -1] for unit in units]),
-        "LatimFlow": torch.stack(
-            [rescaled(model.backbone.norm_f, share, near)[0, -1] @ head for share in shares]
-        ),
+        "LatimFlow": torch.stack([end_of[-1] @ head for end_of in ends]),
+        "a span": torch.stack([(end_of * heads[spanned(ids)]).sum() for end_of in ends]),
     }
     return {
         name: float((found[name][end][columns] - right).abs().max() / found[name].abs().max())

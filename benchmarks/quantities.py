@@ -17,7 +17,9 @@ from captum_ssm import (
     LatimFlow,
     LatimLogit,
     LatimNorm,
+    LayerLatimFlow,
     MambaAttribution,
+    attribution_graph,
     knock_out,
     trace,
 )
@@ -25,7 +27,7 @@ from captum_ssm.attr.call.components import PRESETS
 from captum_ssm.attr.engine.strips import Budget, in_strips
 from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.operators import Chain, Operator, SelectiveScan
-from captum_ssm.tracing import repaired_scans
+from captum_ssm.tracing import find_mixers, repaired_scans
 
 #: Longest inputs for what takes far longer than the rest.
 TEXTBOOK_UP_TO, EXPONENTIALS_UP_TO, PRECISE_UP_TO = 197, 512, 1024
@@ -147,6 +149,7 @@ def _of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     centred = {**asked, "rule": "centred"}
     yield Quantity("LatimFlow, centred", lambda: flow.attribute(x, **centred))
     yield from _of_edges(model, x, target)
+    yield from _of_inside(model, x, target)
     if isinstance(target, tuple):
         several = [(-1 - k, models.WORD) for k in range(TARGETS)]
         logit = LatimLogit(model)
@@ -185,6 +188,16 @@ def _of_edges(model: nn.Module, x: Tensor, target: Any) -> Iterator[Quantity]:
     yield Quantity("knock_out, all layers", cut)
     yield Quantity("EdgeEffects, last token", of_one)
     yield Quantity("EdgeEffects, all edges", lambda: effects.attribute(x, target).top(1))
+
+
+def _of_inside(model: nn.Module, x: Tensor, target: Any) -> Iterator[Quantity]:
+    """What activations inside the model add, and the graph of some of them."""
+    mixers = [mixer.name for mixer in find_mixers(model)]
+    layer = LayerLatimFlow(model, mixers[0])
+    options: dict[str, Any] = {"nodes": mixers, "top": TARGETS, "keep": None}
+    yield Quantity("LayerLatimFlow, a mixer", lambda: layer.attribute(x, target))
+    graph = f"attribution_graph, {TARGETS} nodes"
+    yield Quantity(graph, lambda: attribution_graph(model, x, target, **options), long=True)
 
 
 @torch.no_grad()

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         compare,
     )
     from .edges import EdgeEffects, Edges, knock_out
-    from .inside import LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow, NeuronMambaLRP
+    from .inside import (
+        Feature,
+        LayerLatimFlow,
+        LayerMambaLRP,
+        NeuronLatimFlow,
+        NeuronMambaLRP,
+        attribution_graph,
+    )
     from .mixers import register_mixer, supported_architectures
     from .operators import discard_smallest
     from .tracing import trace
@@ -35,6 +42,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "EdgeEffects": "edges",
     "Edges": "edges",
+    "Feature": "inside",
     "ImplicitAttention": "attr",
     "ImplicitAttentionRollout": "attr",
     "LatimALTI": "attr",
@@ -50,6 +58,7 @@ _WHERE = {
     "SSMLLMAttribution": "attr",
     "StateMemory": "attr",
     "TransformerAttribution": "attr",
+    "attribution_graph": "inside",
     "compare": "attr",
     "discard_smallest": "operators",
     "knock_out": "edges",
@@ -63,6 +72,7 @@ __all__ = [
     "CaptumSSMError",
     "EdgeEffects",
     "Edges",
+    "Feature",
     "ImplicitAttention",
     "ImplicitAttentionRollout",
     "LatimALTI",
@@ -78,6 +88,7 @@ __all__ = [
     "SSMLLMAttribution",
     "StateMemory",
     "TransformerAttribution",
+    "attribution_graph",
     "compare",
     "discard_smallest",
     "knock_out",

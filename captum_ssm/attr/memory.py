@@ -1,4 +1,4 @@
-"""What states remember: of each token what is still there, for how long, and who erased it."""
+"""What states and caches remember: of each token what is there, for how long, and who erased it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from ..errors import OptionError, QueryError
 from ..mixers.base import LinearMixer
 from ..operators.kernels.arithmetic import underflow_flushed
+from ..operators.readings.cache import Cache
 from ..operators.readings.memory import Memory, memories_of
+from ..tracing.projection import projection_of
 from .call import checks
 from .engine.fold import verify_layer
 from .engine.method import Explainer
@@ -22,12 +24,14 @@ _ELEMENTS = 2**24
 
 
 class StateMemory(Explainer):
-    """What the states of a model's recurrences hold of each token of an input.
+    """What the states of a model's recurrences, and caches of attention, hold of each token.
 
     The state after token t is the sum of what each token up to t has written and what the steps
     since have left of it: decays of heads or single states, and of delta rules the corrections
     that erase along a key.  Everything is found for one token at a time, in a time linear in the
-    length.
+    length.  The cache of causal attention holds each token's value in a place of its own, whole for
+    as long as it is read; beside its operator, which is a matrix, it takes memory linear in the
+    length as well.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -60,7 +64,7 @@ class StateMemory(Explainer):
         *,
         verify: bool | float = True,
     ) -> list[LayerMemory]:
-        """The memories of all layers that have a state.
+        """The memories of all layers that have a state or a cache.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -71,11 +75,12 @@ class StateMemory(Explainer):
                 tolerance. Default: True.
 
         Returns:
-            One for each recurrence, in the order in which they ran; a mixer with two directions has
-            two.  Tokens are those that the mixers read.
+            One for each recurrence or cache, in the order in which they ran; a mixer with two
+            directions has two.  Tokens are those that the mixers read.
 
         Raises:
-            OptionError: when no layer has a state, as of attention alone.
+            OptionError: when no layer has a state or a cache, as of attention that reads what
+                comes later.
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
         """
@@ -85,20 +90,20 @@ class StateMemory(Explainer):
             for layer in run.layers:
                 verify_layer(layer, verify)
                 linear = layer.linear
-                count = len(memories_of(linear.operator.select([0]), linear.values[:, :, :1]))
+                count = len(memories_of(linear.operator.select(range(1)), linear.values[:, :, :1]))
                 found += [LayerMemory(layer.name, linear, which) for which in range(count)]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
-                f"No layer has a state: the model's mixers are {', '.join(kinds)}. What attention "
-                "holds of a token is its key and value, whole for as long as it is read."
+                f"No layer has a state or a cache: the model's mixers are {', '.join(kinds)}. "
+                "Attention has a cache where no token reads a later one."
             )
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """What one recurrence holds of each token.
+    """What one recurrence, or the cache of one attention, holds of each token.
 
     Attributes:
         name: of the mixer.
@@ -110,9 +115,16 @@ class LayerMemory:
     linear: LinearMixer
     which: int
 
+    @property
+    def is_cache(self) -> bool:
+        """Whether it is the cache of attention, from which only a window drops tokens."""
+        return isinstance(self._of_one_head(), Cache)
+
     @underflow_flushed()
     def held(self, token: int, *, by_head: bool = False) -> Tensor:
         """How large the share of each token is in the state after a token was read.
+
+        Of a cache it is the size of what its value becomes behind the head's output weights.
 
         Args:
             token: the token; negative ones count from the end.
@@ -128,18 +140,24 @@ class LayerMemory:
 
     @underflow_flushed()
     def state(self, token: int) -> Tensor:
-        """The state after a token was read, (B, H, N, P); its shares of all tokens add up to it."""
-        at = self._at("token", token)
-        return self._by_head(lambda memory: memory.state(at))
+        """The state after a token was read, (B, H, N, P); its shares of all tokens add up to it.
 
+        Of a cache N is L: each token's value in its own place.
+        """
+        return self._states([self._at("token", token)])[:, 0]
+
+    @underflow_flushed()
     def states_at(self, tokens: Sequence[int]) -> Tensor:
-        """The states after several tokens, (B, T, H, N, P).
+        """The states after several tokens, (B, T, H, N, P), in one pass over all steps.
 
         Args:
             tokens: the tokens; negative ones count from the end.
         """
         numbers = checks.integers("tokens", tokens, "tokens")
-        return torch.stack([self.state(token) for token in numbers], 1)
+        return self._states([self._at("tokens", token) for token in numbers])
+
+    def _states(self, at: list[int]) -> Tensor:
+        return torch.cat([memory.states(at) for memory in self._memories()], 2)
 
     def read(self, query: int, until: int | None = None) -> Tensor:
         """What a later token reads of each token, as shares of all that it reads, (B, L).
@@ -168,7 +186,8 @@ class LayerMemory:
         """Who took away what the state after a token has lost of a source.
 
         What fades is divided among the tokens between in proportion to their logarithms of
-        decays; the corrections of a delta rule are what each of them took.
+        decays; the corrections of a delta rule are what each of them took. Nobody takes anything
+        from a cache; what a window leaves behind counts for the first token that does not read it.
 
         Args:
             source: the token that wrote.
@@ -182,10 +201,33 @@ class LayerMemory:
         found = self._by_head(lambda memory: memory.erased(first, last))
         return found if by_head else found.sum(1)
 
+    @underflow_flushed()
+    def held_without(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
+        """How much a state would hold of a source, had each token left the state as it was.
+
+        That is the share of the source with one token's step undone, its decay and what it erases
+        by a delta rule, and all others as they are; less what is held, it is what would come back
+        without that token. By another text, in which the token is missing, later steps may become
+        others as well.
+
+        Args:
+            source: the token that wrote.
+            token: the token after which the state is looked at.
+            by_head: whether heads are told apart. Default: False, the norm of all heads together.
+
+        Returns:
+            (B, L), or (B, H, L): by the token left out; what is held for those that are not
+            between.
+        """
+        first, last = self._at("source", source), self._at("token", token)
+        found = self._by_head(lambda memory: memory.without(first, last))
+        return found if by_head else found.norm(dim=1)
+
     def half_lives(self) -> Tensor:
         """After how many tokens half of a share is left, by the decays at this input (B, H, N).
 
-        N is 1 where heads fade as a whole.  What a delta rule erases comes on top.
+        N is 1 where heads fade as a whole; of a cache, where nothing does, it is infinite.  What a
+        delta rule erases, and a window leaves behind, comes on top.
         """
         return self._by_head(lambda memory: memory.half_lives())
 
@@ -207,20 +249,27 @@ class LayerMemory:
         spread = (rows * (distance - mean[..., None]).square()).sum(-1) / total
         return mean, spread.sqrt()
 
-    def _by_head(self, of: Callable[[Memory], Tensor]) -> Tensor:
+    def _by_head(self, of: Callable[[Memory | Cache], Tensor]) -> Tensor:
         """What is found of some heads at a time, together (B, H, ...)."""
         return torch.cat([of(memory) for memory in self._memories()], 1)
 
-    def _memories(self) -> Iterator[Memory]:
+    def _memories(self) -> Iterator[Memory | Cache]:
         operator, values = self.linear.operator, self.linear.values
         batch, tokens, heads, per_head = operator.shape
-        one = memories_of(operator.select([0]), values[:, :, :1])[self.which]
-        each = batch * tokens * max(one.key.shape[-1], per_head)
+        each = batch * tokens * max(self._of_one_head().width, per_head)
         count = max(1, _ELEMENTS // each)
         for start in range(0, heads, count):
             some = range(start, min(heads, start + count))
-            part = operator.select(list(some))
-            yield memories_of(part, values[:, :, some.start : some.stop])[self.which]
+            part = operator.select(some)
+            memory = memories_of(part, values[:, :, some.start : some.stop])[self.which]
+            if isinstance(memory, Cache):
+                weight = torch.unflatten(projection_of(self.linear).weight, 0, (heads, per_head))
+                memory = memory._replace(weight=weight[some.start : some.stop])
+            yield memory
+
+    def _of_one_head(self) -> Memory | Cache:
+        operator, values = self.linear.operator, self.linear.values
+        return memories_of(operator.select(range(1)), values[:, :, :1])[self.which]
 
     def _at(self, name: str, token: Any) -> int:
         tokens = self.linear.operator.shape.tokens

@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
@@ -18,12 +20,12 @@ if TYPE_CHECKING:
     from ..viz.html.example import Example, Subject
     from ..viz.html.outline import Outline
 
-_DESCRIPTION = """Run a model on a text without some of the messages between its tokens, and say
-what that does to the prediction.  Without --from and --to, the strongest edges are found and each
-is cut by itself.  MODEL is what captum-ssm explain takes.
+_DESCRIPTION = """Run a model on a text, or an image, without some of the messages between its
+tokens, and say what that does to the prediction.  Without --from and --to, the strongest edges are
+found and each is cut by itself.  MODEL is what captum-ssm explain takes.
 
 Tokens are named by words of the text, or by positions from 0, also from the end as -1, or as a
-slice, such as 0:4, or : for all.
+slice, such as 0:4, or : for all; patches by positions, or as in "row 2, column 3".
 
 Examples:
   captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the"
@@ -60,7 +62,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("text", metavar="TEXT")
+    parser.add_argument("text", metavar="TEXT|IMAGE", help="the text, or the file of the image")
     parser.add_argument(
         "--target",
         help="whose logit effects are on: a class's name or number, or the next token's text, or "
@@ -92,9 +94,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--replace",
-        metavar="mean|TEXT",
+        metavar="mean|TEXT|IMAGE",
         help="what comes in place of messages: what the mean token would send, or what is sent in "
-        "a run on another text of as many tokens; nothing if left",
+        "a run on another text or image of as many tokens; nothing if left",
     )
     parser.add_argument(
         "--top",
@@ -138,19 +140,20 @@ def run(options: argparse.Namespace) -> None:
     if options.top < 1:
         raise OptionError(f"--top {options.top}: at least 1 edge is to be found.")
     loaded = loaded_by(options)
-    if loaded.tokenizer is None:
-        raise OptionError(f"{options.model} reads images; knockout takes a text.")
     from ..edges import EdgeEffects
     from ..explain.typed_target import read_target
-    from ..viz.html.example import find_subject, read_examples
-    from ..viz.html.outline import outline
+    from ..viz.html.example import find_subject
+    from ..viz.html.outline import outline, patch_names
 
     subject = find_subject(loaded.model, None, None, loaded.tokenizer, loaded.labels)
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
-    (example,) = read_examples(subject, options.text, target, None, None)
-    known, method = outline(subject, example), EdgeEffects(loaded.model)
+    example = _read(loaded, subject, options.text, target)
+    known = outline(subject, example)
+    method = EdgeEffects(loaded.model, exact_norms=True)
+    if example.is_image:
+        example = replace(example, names=patch_names(known))
     facts = {"model": options.model, "explained": known.explained, "tokens": example.names}
     if named:
         cut = _cut(options, loaded, subject, example, known, method)
@@ -170,6 +173,15 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(told))
 
 
+def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> Example:
+    """The text, or the image in a file."""
+    from ..viz.html.example import read_examples
+
+    inputs: Any = given if loaded.tokenizer is not None else loaded.prepared([Path(given)])
+    (example,) = read_examples(subject, inputs, target, None, None)
+    return example
+
+
 def _cut(
     options: argparse.Namespace,
     loaded: Loaded,
@@ -187,7 +199,7 @@ def _cut(
         known.target,
         _edges(options, example),
         lambda index, output: label_of(subject, index, output),
-        replace=_replacement(options.replace, subject, example),
+        replace=_replacement(options.replace, loaded, subject, example),
     )
 
 
@@ -215,13 +227,11 @@ def _layers(given: list[str]) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _replacement(given: str | None, subject: Subject, example: Example) -> Any:
+def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: Example) -> Any:
     """What comes in place of messages, as :func:`captum_ssm.knock_out` takes it."""
     if given is None or given == "mean":
         return given
-    from ..viz.html.example import read_examples
-
-    (other,) = read_examples(subject, given, None, None, None)
+    other = _read(loaded, subject, given)
     counts = [each.inputs.shape[1] for each in (other, example)]
     if counts[0] != counts[1]:
         raise OptionError(

@@ -111,6 +111,7 @@ class Cut:
         self.call = replace(call, args=args, kwargs=kwargs, output=output)
         self.hidden, self.output = call.hidden_states, call.output_tensor
         self.edges: dict[Kind, list[Edges]] = {}
+        self._found: dict[tuple[Kind, tuple[Edges, ...]], list[Pairs]] = {}
         for one in acting:
             for edges in one.of[mixer.module]:
                 by = None if one.given is None else one
@@ -193,8 +194,11 @@ class Cut:
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
         size, given = self._tokens
-        named = self.edges[kind] if edges is None else edges
-        return list(pairs_of(named, size, given, by_target=kind.selection or kind.share.constants))
+        named = tuple(self.edges[kind] if edges is None else edges)
+        if (kind, named) not in self._found:
+            by_target = kind.selection or kind.share.constants
+            self._found[kind, named] = list(pairs_of(named, size, given, by_target=by_target))
+        return self._found[kind, named]
 
     def _refuse_two_ways(self) -> None:
         """Raise if edges cut one message in two ways."""

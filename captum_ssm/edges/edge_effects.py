@@ -22,6 +22,7 @@ from ..linear import FAMILY
 from ..tracing import find_mixers, find_model, graphs_dropped, repaired_scans
 from .effects import Effects, LayerEffects
 from .pairs import Edges
+from .readers import NormCalls, Readers
 from .truth import Interventions, Truth, sampled
 
 
@@ -41,11 +42,13 @@ class EdgeEffects(Explainer):
         layers: names or modules of the mixers to use. Default: None, all of them.
         rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centred"``, or None for the model's own
             gradient. Default: None.
+        exact_norms: whether the norms that read what a layer writes are taken as they are without a
+            message, and not to first order. Default: False.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
-        OptionError: for a rule that is not known.
+        OptionError: for a rule that is not known, or one with ``exact_norms``.
 
     Example:
         >>> import torch
@@ -68,9 +71,17 @@ class EdgeEffects(Explainer):
         layers: Sequence[str | nn.Module] | None = None,
         *,
         rule: str | None = None,
+        exact_norms: bool = False,
     ) -> None:
         super().__init__(forward_func, model, layers)
         self.rule: Any = None if rule is None else checks.choice("rule", rule, FAMILY)
+        checks.flags(exact_norms=exact_norms)
+        if exact_norms and rule is not None:
+            raise OptionError(
+                f"rule={rule!r} holds norms, and exact_norms=True takes them as they are without a "
+                "message. Leave one of the two out."
+            )
+        self.exact_norms = exact_norms
 
     def attribute(
         self,
@@ -175,12 +186,16 @@ class EdgeEffects(Explainer):
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
 
     def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
-        by_rule = self.rule is not None
+        by_rule, calls = self.rule is not None, None
+        mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:
             stack.enter_context(repaired_scans())
             stack.enter_context(graphs_dropped(request.model))
             stack.enter_context(torch.set_grad_enabled(not by_rule))
-            run = traced(replace(request, graph="none" if by_rule else "outputs"))
+            with ExitStack() as listening:
+                if self.exact_norms:
+                    calls = NormCalls(request.model, mixers, listening)
+                run = traced(replace(request, graph="none" if by_rule else "outputs"))
             index = target_index(asked.target, run.output)
             require_real_target(index, run.output, run.mask)
             if by_rule:
@@ -192,13 +207,14 @@ class EdgeEffects(Explainer):
                 names = [layer.name for layer in run.layers]
                 found = replace(run, questions=[question]).gradients(outputs, names)
         layers = []
-        for layer, gradient in zip(run.layers, found, strict=True):
+        norms = [()] * len(found) if calls is None else calls.of_layers(run.layers, found)
+        for layer, gradient, read_by in zip(run.layers, found, norms, strict=True):
             verify_layer(layer, verify)
-            linear, gradient = layer.written, layer.in_order(gradient)
-            layers.append(LayerEffects(layer.mixer, linear, gradient.to(linear.values)))
+            linear, gradient = layer.written, layer.in_order(gradient).to(layer.written.values)
+            readers = Readers(layer, read_by) if read_by else None
+            layers.append(LayerEffects(layer.mixer, linear, gradient, readers))
         if request.inputs.dim() == 4:
             tokens = layers[0].linear.operator.shape.tokens
         else:
             tokens = request.inputs.shape[1]
-        mixers = find_mixers(request.model, request.layers)
         return Effects(tuple(layers), mixers, number.detach(), tokens, run.given)

@@ -23,12 +23,13 @@ from ..attr.vectors.latim import query_index
 from ..errors import InputError, OptionError
 from ..mixers.base import LinearMixer
 from ..operators import Operator
-from ..operators.kernels.arithmetic import underflow_flushed
+from ..operators.kernels.arithmetic import sum_tensors, underflow_flushed
 from ..operators.kernels.rows import Positions, at_positions, in_stacks, slices
 from ..tracing import Mixer
 from ..tracing.projection import projection_of
 from .messages import carried, is_attention, share_of
 from .pairs import Edges, pairs_of
+from .readers import Readers
 
 #: Rows of a layer's matrix that exist at a time.
 _ROWS = 256
@@ -60,11 +61,14 @@ class LayerEffects:
         mixer: the mixer.
         linear: the same at the run's input.
         gradient: that of the output at what it wrote, (B, L, E).
+        readers: the norms that read it, where effects go by them; None where they are of first
+            order. Default: None.
     """
 
     mixer: Mixer
     linear: LinearMixer
     gradient: Tensor
+    readers: Readers | None = None
 
     @property
     def name(self) -> str:
@@ -80,11 +84,21 @@ class LayerEffects:
     @cached_property
     def _factors(self) -> tuple[Tensor, Operator]:
         """Row factors, and an operator by channel whose columns the values are factors of."""
+        return self._factors_of(self._left)
+
+    def _factors_of(self, left: Tensor) -> tuple[Tensor, Operator]:
         local, core = local_and_core(self.linear.operator, like=self.linear.values)
-        left = self._left
         for part in local:
             left = part.transpose(left)
         return left, core
+
+    def _left_at(self, index: Tensor) -> Tensor:
+        """The gradient before the projection at tokens (B, Q), and zeros elsewhere."""
+        weight = projection_of(self.linear).weight
+        example = torch.arange(len(index), device=index.device)[:, None]
+        before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
+        before[example, index] = self.gradient[example, index] @ weight.T
+        return before.view(self.linear.operator.shape)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the matrix (B, Q, L).
@@ -92,7 +106,9 @@ class LayerEffects:
         Args:
             index: which, (B, Q).
         """
-        left, core = self._factors
+        if self.readers is not None:
+            return self.readers.rows(index)
+        left, core = self._factors_of(self._left_at(index))
         found = index.new_zeros(*index.shape, core.shape.tokens).to(left)
         elements = self.linear.values.numel()
         for some in in_stacks(range(index.shape[1]), elements, left.device):
@@ -108,20 +124,34 @@ class LayerEffects:
 
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
         """Neighbouring rows a few at a time, (B, R, L) each, with their numbers."""
-        left, core = self._factors
-        tokens = core.shape.tokens
+        batch, tokens = self.linear.operator.shape[:2]
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
-            yield some, core.strip(left, self.linear.values, some).whole(tokens)
+            if self.readers is None:
+                left, core = self._factors
+                yield some, core.strip(left, self.linear.values, some).whole(tokens)
+            else:
+                index = torch.tensor(some, device=self.gradient.device)
+                yield some, self.readers.rows(index.expand(batch, -1))
 
     def by_source(self) -> Tensor:
         """The sum over targets (B, L)."""
+        if self.readers is not None:
+            return self._summed(1)
         sent = self.linear.operator.transpose(self._left)
         return (sent * self.linear.values).sum((-1, -2))
 
     def by_target(self) -> Tensor:
         """The sum over sources (B, L)."""
+        if self.readers is not None:
+            return self._summed(2)
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
+
+    def _summed(self, over: int) -> Tensor:
+        """The matrix summed over targets (1) or sources (2), strip by strip."""
+        rows = range(self.linear.operator.shape.tokens)
+        found = [part.sum(over) for _, part in self.strips(rows)]
+        return sum_tensors(found) if over == 1 else torch.cat(found, 1)
 
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
         """The effect of cutting edges together, (B,).
@@ -142,8 +172,18 @@ class LayerEffects:
         if share.is_whole:
             ((targets, _),) = pairs
             keep = targets[0].to(self.gradient)[..., None]
-            return (self.gradient * self.linear.output() * keep).flatten(1).sum(1)
-        return (carried(self.linear, pairs, share, self.name) * self._left).flatten(1).sum(1)
+            return self._of_lost(self.linear.output() * keep)
+        before = carried(self.linear, pairs, share, self.name)
+        if self.readers is None:
+            return (before * self._left).flatten(1).sum(1)
+        return self._of_lost(before.flatten(-2) @ projection_of(self.linear).weight)
+
+    def _of_lost(self, lost: Tensor) -> Tensor:
+        """The effect of what all tokens are not written, (B, L, E)."""
+        if self.readers is None:
+            return (self.gradient * lost).flatten(1).sum(1)
+        every = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
+        return self.readers.lost(lost[:, :, None], every).flatten(1).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +212,11 @@ class Effects:
     def names(self) -> list[str]:
         """The mixers' names, in the order in which they ran."""
         return [layer.name for layer in self.layers]
+
+    @property
+    def first_order(self) -> list[str]:
+        """The names of the layers whose effects are of first order, norms included."""
+        return [layer.name for layer in self.layers if layer.readers is None]
 
     @underflow_flushed()
     def matrix(self, layers: Any = None) -> Tensor:

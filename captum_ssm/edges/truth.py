@@ -22,17 +22,17 @@ _LARGE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What cutting edges was estimated to do, and what it did.
+    """What cutting edges, or removing nodes, was estimated to do, and what it did.
 
     Attributes:
-        edges: the edges, as :class:`~captum_ssm.edges.Edge` where they were sampled.
+        edges: the edges, as :class:`~captum_ssm.edges.Edge` where they were sampled; or the nodes.
         examples: the example of each.
         estimated: what the output was expected to lose (n,).
         true: what it lost (n,).
         rounding: the size below which a true effect is rounding.
     """
 
-    edges: Sequence[Edge | Edges]
+    edges: Sequence[Any]
     examples: Sequence[int]
     estimated: Tensor
     true: Tensor

@@ -45,8 +45,8 @@ class Cut(NamedTuple):
             returns one number.
         before: the explained number of the model as it is.
         without: the same without the edges.
-        estimated: what it was expected to lose, to first order; None where edges are not simply
-            cut, but by ``selection`` or with something in their place.
+        estimated: what it was expected to lose; None where edges are not simply cut, but by
+            ``selection`` or with something in their place.
     """
 
     answers: list[Answer]

@@ -237,7 +237,7 @@ class AttributionCalculation:
         inputs = self.transformed(example)
         asked = self.predict(model, inputs, example.additional).target(target)
         asked = asked if self.use_label_for_attr else None
-        method, additional = EdgeEffects(model), example.additional or None
+        method, additional = EdgeEffects(model, exact_norms=True), example.additional or None
 
         def label(index: int, output: Tensor) -> str:
             return self.score(0.0, index).label

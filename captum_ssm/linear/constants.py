@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Ledger:
             out: a tensor of the graph.
             constant: broadcastable to it.
         """
-        constant = constant.detach()
+        constant = once(constant.detach())
         if not self.kept:
             out = out - _droppable(constant)
             constant = constant - _droppable(constant)
@@ -145,6 +146,19 @@ def share(product: Tensor, factors: int) -> Tensor:
     )
     # another tensor, so that whoever asks for the gradient of the product gets all of it
     return product.view_as(product)
+
+
+def once(constant: Any) -> Any:
+    """What a tensor holds that is repeated along some of its dimensions, of size 1 along these.
+
+    Args:
+        constant: the tensor; numbers are returned as they are.
+    """
+    if isinstance(constant, Tensor):
+        for dim, stride in enumerate(constant.stride()):
+            if stride == 0 and constant.shape[dim] > 1:
+                constant = constant.narrow(dim, 0, 1)
+    return constant
 
 
 def contribution(gradient: Tensor, constant: Tensor) -> Tensor:

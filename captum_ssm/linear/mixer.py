@@ -8,13 +8,15 @@ from torch import Tensor
 
 from ..mixers.base import LinearMixer
 from ..operators import Chain, Diagonal, Operator, Sum
-from ..operators.coefficients import follow_mask
+from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import unseen
 from .mode import Linearising
-from .shares import is_shared, shared
+from .shares import FAMILY, Rule, is_shared, shared
 
 
-def through(linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor]) -> Tensor:
+def through(
+    linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """What the mixer returns, computed so that its graph is linear, (B, L, E).
 
     Args:
@@ -25,25 +27,38 @@ def through(linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], T
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask = linear.mask
     del linear  # of long inputs the values take much: they are let go of once they are read
-    out = _apply(operator, values.pop(), mode, mask)
+    _cut(operator, mode.rule)
+    out = _apply(operator, values, mode, mask)
     return project(out if inside is None else inside(out))
 
 
-def _apply(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None) -> Tensor:
+def _cut(operator: Operator, rule: Rule) -> None:
+    """Let go of the graphs of coefficients that get no share by a rule."""
+    for (leaf, name), coefficient in live_coefficients(operator).items():
+        if leaf.roles[name] not in FAMILY[rule]:
+            leaf.live = {**leaf.live, name: coefficient.detach()}
+
+
+def _apply(
+    operator: Operator, given: list[Tensor], mode: Linearising, mask: Tensor | None
+) -> Tensor:
+    """What an operator makes of values, taken out of a list so that nobody else holds them."""
     if isinstance(operator, Chain):
         for place in reversed(range(len(operator.parts))):
             if mode.divides and is_shared(operator.parts[place], mode.rule):
                 outer = Chain(*operator.parts[: place + 1])
                 with unseen():
-                    return shared(outer, v, mode.rule, mode.ledger, mode.labels, mask)
-            v = _apply(operator.parts[place], v, mode, mask)
+                    return shared(outer, given.pop(), mode.rule, mode.ledger, mode.labels, mask)
+            given.append(_apply(operator.parts[place], given, mode, mask))
             mask = follow_mask(operator.parts[place], mask, {})
-        return v
+        return given.pop()
     if isinstance(operator, Sum) and not operator.live:
-        total = _apply(operator.parts[0], v, mode, mask)
-        for part in operator.parts[1:]:
-            total = total + _apply(part, v, mode, mask)
+        first, *others = operator.parts
+        total = _apply(first, given[:] if others else given, mode, mask)
+        for part in others:
+            total = total + _apply(part, given if part is others[-1] else given[:], mode, mask)
         return total
+    v = given.pop()
     if mode.divides and is_shared(operator, mode.rule):
         with unseen():
             return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..mixers.base import Call, LinearMixer
+from ..mixers.parts.heard import forget
 from ..operators.kernels.arithmetic import full_precision, unseen
 from ..tracing import Mixer, find_mixers, require_real_tokens
 from ..tracing.chance import refusals
@@ -162,8 +163,8 @@ class Network(Watcher):
         real, self.ran = call.output_tensor, True
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
-            linear = self._took(linearize(mixer, call), mixer.name)
-            out = through(linear, self.mode, functools.partial(self._inside, mixer))
+            inside = functools.partial(self._inside, mixer)
+            out = through(self._took(linearize(mixer, call), mixer.name), self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
         if self.keeps_steps:
@@ -178,6 +179,8 @@ class Network(Watcher):
         """The linear mixer, in which there is nothing to complain of."""
         require_real_tokens(linear.mask)
         linear.check_finite(name)
+        if self.mode.ledger.kept:  # else it may be linearised once more
+            forget()
         self.mask = linear.mask if self.mask is None else self.mask
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):

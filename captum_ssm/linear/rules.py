@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .constants import once
 from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
 from .norms import batch_norm, filled, group_norm, layer_norm, normalize, rms_norm
 
@@ -86,8 +87,8 @@ def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
     fixed = [value for value in (x, other) if not mode.is_live(value)]
     if not fixed or (not isinstance(fixed[0], Tensor) and fixed[0] == 0):
         return out
-    # zeros without a shape, so that the constant keeps its own
-    x, other = (out.new_zeros(()) if mode.is_live(value) else value for value in (x, other))
+    # zeros without a shape, and what is repeated once, so that the constant keeps its own
+    x, other = (out.new_zeros(()) if mode.is_live(value) else once(value) for value in (x, other))
     if isinstance(fixed[0], Tensor):
         return mode.ledger.included(out, func(x, other, **kwargs))
     mode.ledger.noted(out, func(x, other, **kwargs))

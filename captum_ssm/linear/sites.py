@@ -53,7 +53,7 @@ def find_site(
         at_input: whether it is what the module is given. Default: False, what it returns.
 
     Returns:
-        Where it is met.
+        The :class:`Site`.
 
     Raises:
         LayerError: for what is no module of the model, and for parts of mixers, in whose place

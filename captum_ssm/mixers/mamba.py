@@ -106,7 +106,7 @@ def _linearize(
     # first, while little else is held: of long inputs every tensor here takes much memory
     gate = Diagonal(as_heads(gating), shape, "gate")
     conv, ratio, activated = _activated(module, values, mask, shape)
-    dt, b, c = select(activated)
+    dt, b, c = select(activated.pop())
     a = -torch.exp(module.A_log.to(values)).flatten(0, -2)
     skip = frozen(module.D, values).view(1, 1, -1, 1)
     operator = Chain(
@@ -126,19 +126,21 @@ def _linearize(
 
 def _activated(
     module: Any, values: Tensor, mask: Tensor | None, shape: Shape
-) -> tuple[ShortConv, Tensor, Tensor]:
-    """The convolution, the ratio SiLU(u) / u (B, L, D, 1), and v (B, L, D)."""
+) -> tuple[ShortConv, Tensor, list[Tensor]]:
+    """The convolution, the ratio SiLU(u) / u (B, L, D, 1), and v (B, L, D), to be taken out."""
     conv, u = causal_conv(module.conv1d, values, mask, shape)
     ratio = activation_ratio(module.act, module.activation, u)
     activated = (u * ratio).squeeze(-1)
-    return conv, ratio, activated if mask is None else activated * mask[:, :, None]
+    return conv, ratio, [activated if mask is None else activated * mask[:, :, None]]
 
 
 def _x_proj(module: Any, as_module: bool) -> Callable[[Tensor], Selected]:
     """How the selected parameters follow from v."""
 
     def select(activated: Tensor) -> Selected:
-        return _selective_parameters(module, _call(module.x_proj, activated, as_module))
+        selected = _call(module.x_proj, activated, as_module)
+        del activated  # what is made of it takes as much again
+        return _selective_parameters(module, selected)
 
     return select
 

@@ -19,8 +19,6 @@ E     width of the residual stream
 
 A *band* is a matrix of a few diagonals, held by lag: lag k of row i is column i - k.  A *strip* is
 some neighbouring rows of a matrix, of which only the columns that can differ from zero are held.
-:meth:`Operator.stream` feeds an operator a few tokens at a time; it has nothing to do with the
-residual stream of a model.
 
 An operator maps values ``v`` (..., B, L, H, P) to outputs of the same shape and never mixes
 channels, so that channel c has one implicit attention matrix ``alpha_c`` (L, L).  Leading
@@ -49,8 +47,6 @@ from .reduction import Reduce
 
 #: What a part of a mixer can stand for, and what users' choices of components are made of.
 COMPONENTS = frozenset({"conv", "activation", "scan", "skip", "gate", "norm"})
-
-
 #: What a factor of a mixer does: what is moved, what it is matched by, what asks, how much is let
 #: through, and how far a state moves on.
 Role = Literal["content", "key", "query", "gate", "step"]
@@ -82,19 +78,11 @@ class Shape(NamedTuple):
 class Mixing(Enum):
     """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
 
-    The theorem asks of a layer whether the part that mixes its tokens depends on the data.  S4 and
-    DSS convolve with a fixed kernel; GSS and Hyena put gates, one factor per token, around such a
-    kernel; in S6, as in attention, the data enters the mixing itself.
-
-    The answer follows from the parts an operator is made of, whatever numbers they hold:
-
-    - A product of fixed mixing with gates between, such as two steps of Hyena (gate . conv . gate .
-      conv), is data-controlled: what reaches token i from token j depends on the tokens between.
-      The theorem, too, speaks of a single step.
-    - A recurrence whose decays follow from the data is data-controlled even with a single state.
-      Each of its matrices is a constant one between two diagonals, but these hold products of
-      decays over the whole past, not factors of single tokens.
-    - Which tokens are padding is no data.
+    The theorem asks of a layer whether the part that mixes its tokens depends on the data.  It
+    follows from the parts an operator is made of, whatever numbers they hold.  Several
+    steps of fixed mixing with gates between are data-controlled, as is a recurrence whose decays
+    follow from the data: what reaches token i from token j depends on the tokens between.  Which
+    tokens are padding is no data.
 
     Attributes:
         NONE: no output reads another token.
@@ -443,7 +431,7 @@ class Operator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The coefficients' dtype."""
+        """Their dtype."""
         return self._example().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:
@@ -453,9 +441,10 @@ class Operator:
         return generic.channel_mean(self, r, transposed=True)
 
     def _example(self) -> Tensor:
-        coefficients = (t for leaf in self.leaves() for t in leaf.tensors().values())
-        found = next(coefficients, None)
-        return next(self.leaves())._without_coefficients() if found is None else found
+        for leaf in self.leaves():
+            for coefficient in leaf.tensors().values():
+                return coefficient
+        return next(self.leaves())._without_coefficients()
 
     def _without_coefficients(self) -> Tensor:
         """A number of the dtype and on the device of an operator that has no coefficients."""
@@ -468,12 +457,3 @@ class Operator:
 
     def _ones(self, *size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)
-
-
-def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Those of an operator's coefficients that have a graph.
-
-    Args:
-        coefficients: by name; None for one that is not there.
-    """
-    return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

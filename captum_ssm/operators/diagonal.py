@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator, Role, Shape, with_graphs
-from .kernels.arithmetic import Scratch
+from .base import Operator, Role, Shape
+from .kernels.arithmetic import Scratch, with_graphs
 from .kernels.bands import Band
 from .kernels.portions import LARGE, Portion, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped

@@ -8,9 +8,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .base import Operator, Role, Shape, with_graphs
+from .base import Operator, Role, Shape
 from .diagonal import Diagonal
-from .kernels.arithmetic import full_precision, matmul, underflow_flushed
+from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
+from .kernels.portions import some_heads
 from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
@@ -148,7 +149,7 @@ class DenseHeads(HeadOperator):
         return {"matrices": self.matrices}
 
     def select(self, heads: Sequence[int]) -> Operator:
-        matrices = self.matrices[:, list(heads)]
+        matrices = some_heads(self.matrices.transpose(1, 2), heads).transpose(1, 2)
         return DenseHeads(matrices, self.shape.per_head, self.component, self._data_dependent)
 
     def head_matrices(self) -> Tensor:

@@ -149,7 +149,9 @@ class _Calls:
         block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
         around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
-        with telling({child: once for child, once in heard.items() if once is not None}):
+        known = {child: once for child, once in heard.items() if once is not None}
+        del heard  # so that who forgets what is known has nobody beside it
+        with telling(known):
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
                 changed = changed if found is None else found

@@ -166,6 +166,26 @@ def test_what_a_span_adds_up_to() -> None:
     assert near(found.token_attr, torch.stack(sums, 1), 5e-6)
 
 
+@pytest.mark.parametrize("method", [LatimFlow, *full(MambaLRP, LatimLogit)])
+def test_a_batch_of_one_is_not_divided(method: Any) -> None:
+    explain, asked = explainer(method), {"spans": "sentence", "contrast": "all"}
+    found = explain.attribute(PROMPT, TEXT, internal_batch_size=1, **asked)
+    assert torch.equal(found.token_attr, explain.attribute(PROMPT, TEXT, **asked).token_attr)
+    with pytest.raises(OptionError, match="internal_batch_size=0"):
+        explain.attribute(PROMPT, TEXT, internal_batch_size=0, **asked)
+
+
+@pytest.mark.parametrize("budget, error", [("1MiB", None), (1, OptionError)])
+def test_a_budget_is_for_the_rows_that_spans_are_made_of(budget: Any, error: Any) -> None:
+    explain = explainer(MambaAttribution)
+    if error is not None:
+        with pytest.raises(error, match="memory_budget=1 bytes is too little"):
+            explain.attribute(PROMPT, TEXT, spans="sentence", memory_budget=budget)
+        return
+    found = explain.attribute(PROMPT, TEXT, spans="sentence", memory_budget=budget)
+    assert near(found.token_attr, explain.attribute(PROMPT, TEXT, spans="sentence").token_attr)
+
+
 def test_features_of_the_prompt_by_mask_and_ranges() -> None:
     explain = explainer()
     whole = explain.attribute(PROMPT, TEXT, spans="all")

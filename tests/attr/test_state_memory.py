@@ -17,8 +17,8 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     return ZOO[request.param](monkeypatch)
 
 
-#: Of softmax attention, and of short convolutions, there is no state.
-NONE = ("gpt_neox", "vit", "lfm2")
+#: Attention that reads what comes later has no cache.
+NONE = ("vit",)
 
 
 @every([name for name in ZOO if name not in NONE])
@@ -30,8 +30,11 @@ def test_every_recurrence(case: Case) -> None:
         assert bool((held >= 0).all())
         assert bool(held.any())
         state = layer.state(tokens // 2)
-        assert bool(state.flatten(1).norm(dim=-1).le(held.sum(-1) * 1.0001).all())
-        assert torch.allclose(layer.states_at([tokens // 2])[:, 0], state)
+        if not layer.is_cache:  # whose sizes are those behind the output weights
+            assert bool(state.flatten(1).norm(dim=-1).le(held.sum(-1) * 1.0001).all())
+        states = layer.states_at([-1, tokens // 2])
+        assert torch.allclose(states[:, 1], state)
+        assert torch.allclose(states[:, 0], layer.state(-1), rtol=1e-4, atol=1e-6)
         assert torch.allclose(
             layer.read(-1).sum(1), torch.ones(len(case.inputs)).to(held), atol=1e-4
         )
@@ -42,6 +45,9 @@ def test_every_recurrence(case: Case) -> None:
         )
         erased = layer.erased(0, tokens - 1)
         assert not erased[:, 0].any()
+        without, left = layer.held_without(0, -1), layer.held(-1)[:, 0]
+        assert torch.allclose(without[:, 0], left, rtol=1e-4, atol=1e-7)
+        assert without.shape == held.shape
 
 
 def test_heads_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +72,55 @@ def test_the_state_is_the_one_of_the_run() -> None:
     assert torch.allclose(read, scan.apply(memory.value)[:, -1])
 
 
+def test_what_a_cache_holds_and_what_is_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the attention that transformers returns, which takes its softmax in float32."""
+    case = ZOO["gpt_neox"](monkeypatch)
+    model, ids = case.model.double(), case.inputs
+    found = StateMemory(model).of(ids)
+    assert len(found) == len(model.gpt_neox.layers)
+    model.set_attn_implementation("eager")
+    seen = []
+    for block in model.gpt_neox.layers:
+        block.attention.query_key_value.register_forward_hook(lambda *args: seen.append(args[2]))
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    query = ids.shape[1] - 2
+    for layer, block, attention, projected in zip(
+        found, model.gpt_neox.layers, weights, seen, strict=True
+    ):
+        heads = attention.shape[1]
+        value = projected.unflatten(-1, (heads, -1)).chunk(3, -1)[2]  # (B, L, H, P)
+        outputs = block.attention.dense.weight.T.unflatten(0, (heads, -1))  # (H, P, E)
+        written = torch.einsum("blhp,hpe->bhle", value, outputs).norm(dim=-1)
+        held = layer.held(query, by_head=True)
+        assert layer.is_cache
+        assert torch.allclose(held[..., : query + 1], written[..., : query + 1], rtol=1e-6)
+        assert not held[..., query + 1 :].any()
+        taken = attention[:, :, query].mT[..., None] * value  # (B, L, H, P)
+        whole = taken.sum(1, keepdim=True)
+        shares = (taken * whole).sum((-1, -2)) / whole.square().sum((-1, -2))
+        assert torch.allclose(layer.read(query), shares, rtol=1e-5, atol=1e-7)
+        state = layer.state(query)
+        kept = value.transpose(1, 2)[:, :, : query + 1]
+        assert torch.allclose(state[:, :, : query + 1], kept, rtol=1e-5, atol=1e-7)
+        assert not layer.erased(0, query).any()
+        assert layer.half_lives().isinf().all()
+
+
+def test_what_comes_back_is_seen_in_the_states_of_the_run() -> None:
+    """A share is linear: the state with a token's step undone, less that of the others alone."""
+    layer = StateMemory(mamba_lm().double()).of(torch.randint(15, (2, 9)))[1]
+    (memory,) = memories_of(layer.linear.operator, layer.linear.values)
+    found = layer.held_without(2, 7, by_head=True)
+    for token in range(3, 8):
+        decays = memory.log_decay.clone()
+        decays[:, token] = 0
+        size = memory._replace(log_decay=decays).sizes(7)[..., 2]
+        assert torch.allclose(found[..., token], size, rtol=1e-12)
+    assert bool((found >= layer.held(7, by_head=True)[..., 2, None] - 1e-12).all())
+    assert torch.allclose(layer.held_without(2, 7), found.norm(dim=1))
+
+
 def test_reads_until_a_token() -> None:
     layer = StateMemory(mamba_lm()).of(torch.randint(15, (2, 9)))[1]
     whole, early = layer.read(7), layer.read(7, until=4)
@@ -77,7 +132,7 @@ def test_reads_until_a_token() -> None:
 def test_what_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NONE:
         case = ZOO[name](monkeypatch)
-        with pytest.raises(OptionError, match="No layer has a state"):
+        with pytest.raises(OptionError, match="reads a later one"):
             StateMemory(case.model).of(case.inputs)
     layer = StateMemory(mamba_lm()).of(torch.randint(15, (1, 6)))[0]
     with pytest.raises(QueryError, match="token=6"):

@@ -16,7 +16,9 @@ from captum_ssm import EdgeEffects, Edges, knock_out
 from captum_ssm.cli import main
 from captum_ssm.errors import OptionError
 from captum_ssm.explain.knockout import read_tokens
+from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import load_bundled
+from captum_ssm.viz.html.pictures import png
 
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 WORDS = PROMPT.split()
@@ -45,7 +47,7 @@ def test_the_prediction_with_and_without_an_edge(capsys: pytest.CaptureFixture[s
     assert found["without"] == pytest.approx(float(without[lamp]), rel=1e-5)
     assert found["true"] == pytest.approx(float(before[lamp] - without[lamp]), rel=1e-5)
     ids = torch.tensor([vocabulary.encode(PROMPT)])
-    effects = EdgeEffects(model).attribute(ids, (-1, lamp))
+    effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, lamp))
     assert found["estimated"] == pytest.approx(float(effects.of(Edges(1, 3, -1))), rel=1e-4)
     chances = {answer["label"]: answer for answer in found["answers"]}
     likeliest = {vocabulary.vocab[int(k)] for x in (before, without) for k in x.topk(3).indices}
@@ -113,7 +115,7 @@ def test_the_strongest_edges_each_cut_by_itself(capsys: pytest.CaptureFixture[st
     model, vocabulary = load_bundled()
     lamp = vocabulary.id_of("lamp")
     ids = torch.tensor([vocabulary.encode(PROMPT)])
-    top = EdgeEffects(model).attribute(ids, (-1, lamp)).top(4)[0]
+    top = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, lamp)).top(4)[0]
     for edge, each in zip(top, found["edges"], strict=True):
         assert (each["layer"], each["source"], each["target"]) == (
             edge.layer, edge.source, edge.target
@@ -151,6 +153,34 @@ def test_a_classifier_of_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["knockout", "valence-mamba", "a good film", "--top", "2"]
     assert main(arguments) == 0
     assert "What it loses" in capsys.readouterr().out
+
+
+def test_patches_of_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "one.png", tmp_path / "other.png"]
+    for file in files:
+        file.write_bytes(png(torch.rand(32, 32, 3)))
+    model, classes = load_bundled("scenes-vim")
+    images = load(Source("scenes-vim")).prepared(files)
+    ring = list(classes).index("ring")
+
+    def told(*options: str) -> Any:
+        words = ["knockout", "scenes-vim", str(files[0]), "--target", "ring", "--json"]
+        assert main([*words, *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def number(edges: Edges, **options: Any) -> float:
+        with torch.no_grad(), knock_out(model, edges, **options):
+            return float(model(images[:1])[0, ring])
+
+    named = told("--from", "row 2, column 3", "--to", "0:9")
+    patch = named["tokens"].index("row 2, column 3")
+    edges = Edges(sources=patch, targets=slice(9))
+    assert named["without"] == pytest.approx(number(edges), rel=1e-4)
+    patched = told("--from", "row 2, column 3", "--to", "0:9", "--replace", str(files[1]))
+    assert patched["without"] == pytest.approx(number(edges, replace=images[1:]), rel=1e-4)
+    edge = told("--top", "1")["edges"][0]
+    lost = named["before"] - number(Edges(edge["layer"], edge["source"], edge["target"]))
+    assert edge["true"] == pytest.approx(lost, rel=1e-2)
 
 
 def test_words_and_positions() -> None:
@@ -197,6 +227,6 @@ def test_mistakes_are_named(
     assert said in capsys.readouterr().err
 
 
-def test_images_have_no_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_no_file_of_an_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["knockout", "scenes-vim", "a cat"]) == 1
-    assert "scenes-vim reads images; knockout takes a text" in capsys.readouterr().err
+    assert "a cat" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_the_prediction_without_a_message():
             without = model(ids).logits[0, -1].double()
     for name, x in (("before", before), ("without", without)):
         assert found[name] == pytest.approx(float(x[7]), abs=1e-5)
-    effects = EdgeEffects(model).attribute(ids, (-1, 7))
+    effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, 7))
     assert found["estimated"] == pytest.approx(float(effects.matrix(1)[0, 4, 2]), rel=1e-4)
     named = {answer["label"]: answer for answer in found["answers"]}
     likeliest = {int(k) for x in (before, without) for k in x.topk(3).indices}

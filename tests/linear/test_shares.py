@@ -310,8 +310,10 @@ def test_the_family_holds_the_rules_that_have_a_way_of_their_own(
 ) -> None:
     """Frozen and half as members of the family are what the product rule makes of them."""
 
-    def by_family(operator: Operator, v: Tensor, mode: Linearising, mask: Tensor | None) -> Tensor:
-        return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
+    def by_family(
+        operator: Operator, given: list[Tensor], mode: Linearising, mask: Tensor | None
+    ) -> Tensor:
+        return shared(operator, given.pop(), mode.rule, mode.ledger, mode.labels, mask)
 
     model = MIXERS[name][0](monkeypatch)
     hidden, seed = torch.randn(2, 2, TOKENS, model.width, dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch import Tensor
 from captum_ssm.operators import (
     Chain,
     DeltaRule,
+    DenseHeads,
     Diagonal,
     ElementwiseRecurrence,
     Operator,
@@ -21,6 +22,8 @@ from captum_ssm.operators import (
     Sum,
     VectorDecayHeads,
 )
+from captum_ssm.operators.readings import cache as caches
+from captum_ssm.operators.readings.cache import Cache
 from captum_ssm.operators.readings.memory import memories_of
 
 B, L, H, N, P = 2, 7, 3, 4, 2
@@ -120,13 +123,45 @@ def test_shares_are_what_a_token_alone_leaves_in_the_state(kind: str, token: int
     (memory,) = memories_of(operator, values)
     width = memory.key.shape[-1]
     whole = run(step, values, token, width)
-    assert torch.allclose(memory.state(token), whole, rtol=0, atol=1e-12)
+    assert torch.allclose(memory.states([token])[:, 0], whole, rtol=0, atol=1e-12)
     sizes = memory.sizes(token)
     for j in range(L):
         alone = torch.zeros_like(values)
         alone[:, j] = values[:, j]
         expected = run(step, alone, token, width).flatten(2).norm(dim=-1)
         assert torch.allclose(sizes[..., j], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_after_several_tokens_in_any_order(kind: str) -> None:
+    operator, step, per_head = KINDS[kind]()
+    values = torch.randn(B, L, H, per_head).double()
+    (memory,) = memories_of(operator, values)
+    tokens = [5, 0, L - 1, 2, 5]
+    found = memory.states(tokens)
+    assert found.shape[1] == len(tokens)
+    for state, token in zip(found.unbind(1), tokens, strict=True):
+        expected = run(step, values, token, memory.key.shape[-1])
+        assert torch.allclose(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source, token", [(1, L - 1), (0, 4), (3, 4), (2, 2), (4, 3)])
+def test_what_comes_back_without_each_token(kind: str, source: int, token: int) -> None:
+    """The loop leaves the token's step out: it writes nothing of the source's share."""
+    operator, step, per_head = KINDS[kind]()
+    values = torch.zeros(B, L, H, per_head).double()
+    values[:, source] = torch.randn(B, H, per_head).double()
+    (memory,) = memories_of(operator, values)
+    found = memory.without(source, token)
+    for missing in range(L):
+        state = torch.zeros(B, H, memory.key.shape[-1], per_head).double()
+        for t in range(token + 1):
+            if t != missing or t <= source:
+                state = step(state, values[:, t], t)
+        expected = state.flatten(2).norm(dim=-1)
+        assert torch.allclose(found[..., missing], expected, rtol=0, atol=1e-12)
+    assert found.any() == (source <= token)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,9 +224,75 @@ def test_what_stands_around_a_recurrence() -> None:
     backward = Chain(flip, scan, flip)
     values = torch.randn(B, L, H, 1).double()
     first, second = memories_of(Sum(forward, backward), values)
-    assert torch.allclose(first.state(3), run(step, conv.affine(values), 3, 1))
-    assert torch.allclose(second.state(3), run(step, values.flip(1), L - 1 - 3, 1))
+    assert torch.allclose(first.states([3])[:, 0], run(step, conv.affine(values), 3, 1))
+    assert torch.allclose(second.states([3])[:, 0], run(step, values.flip(1), L - 1 - 3, 1))
     held = second.sizes(3)
     assert not held[..., :3].any()
     assert (held[..., 3:] != 0).any()
+    end = second.without(L - 2, 2)  # read backwards: those between are 2 to 4
+    assert torch.allclose(end[..., L - 2], second.sizes(2)[..., L - 2], rtol=0, atol=1e-12)
+    assert (end[..., 2 : L - 2] > end[..., -1:]).any(-1).all()
     assert memories_of(conv, values) == []
+
+
+# --- caches of attention --------------------------------------------------------------------------
+
+
+def attention(window: int = L, padded: int = 0) -> DenseHeads:
+    """Causal attention of a window, whose first tokens are padding."""
+    at = torch.arange(L)
+    distance = at[:, None] - at
+    pairs = (distance >= 0) & (distance < window) & (at >= padded) & (at[:, None] >= padded)
+    scores = torch.randn(B, H, L, L).double().masked_fill(~pairs, -torch.inf)
+    return DenseHeads(scores.softmax(-1).nan_to_num(0), P)
+
+
+@pytest.mark.parametrize("window, padded", [(L, 0), (3, 0), (L, 2), (3, 2)])
+def test_a_cache_keeps_values_for_as_long_as_they_are_read(window: int, padded: int) -> None:
+    operator = attention(window, padded)
+    values, weight = torch.randn(B, L, H, P).double(), torch.randn(H, P, 6).double()
+    (found,) = memories_of(operator, values)
+    assert isinstance(found, Cache)
+    cache = found._replace(weight=weight)
+    kept: dict[int, Tensor] = {}
+    for token in range(L):
+        if token >= padded:
+            kept[token] = values[:, token]
+        kept.pop(token - window, None)
+        (state,) = cache.states([token]).unbind(1)
+        sizes = cache.sizes(token)
+        for j in range(L):
+            value = kept.get(j, torch.zeros(B, H, P).double())
+            assert torch.equal(state[:, :, j], value)
+            written = torch.einsum("bhp,hpe->bhe", value, weight).norm(dim=-1)
+            assert torch.allclose(sizes[..., j], written, rtol=0, atol=1e-12)
+    assert cache.half_lives().isinf().all()
+
+
+def test_what_a_window_leaves_behind() -> None:
+    operator = attention(window=3)
+    values = torch.randn(B, L, H, P).double()
+    (cache,) = memories_of(operator, values)
+    size = values[:, 1].norm(dim=-1)
+    assert not cache.erased(1, 3).any()
+    erased = cache.erased(1, 6)
+    assert torch.allclose(erased[..., 4], size)
+    assert not erased[..., [0, 1, 2, 3, 5, 6]].any()
+    back = cache.without(1, 6)
+    assert torch.allclose(back[..., 4], size)
+    assert torch.equal(cache.without(1, 3), size[..., None].expand(-1, -1, L))
+    (whole,) = memories_of(attention(), values)
+    assert not whole.erased(1, L - 1).any()
+
+
+@pytest.mark.parametrize("rows", [2, 256])
+def test_attention_that_reads_what_comes_later_has_no_cache(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "_ROWS", rows)
+    values = torch.randn(B, L, H, P).double()
+    both = DenseHeads(torch.rand(B, H, L, L).double(), P)
+    assert memories_of(both, values) == []
+    nearly = attention().matrices.clone()
+    nearly[1, 0, L - 2, L - 1] = 1e-9
+    assert memories_of(DenseHeads(nearly, P), values) == []

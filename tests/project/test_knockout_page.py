@@ -96,7 +96,7 @@ def test_the_page_of_some_results(tool: Any, results: Path, tmp_path: Path) -> N
     assert all(entry.startswith("0.750 [") for entry in (row[3] for row in groups))
     assert [row[0] for row in rows(page, "model | mixers")] == list(MODELS)
     assert rows(page, "model | as it is | mixers held")[0] == [MODELS[0], "0.50", *["1.00"] * 5]
-    assert rows(page, "model | as it is | by share")[2] == [MODELS[2], "0.50", *["1.00"] * 5]
+    assert rows(page, "model | as it is | exact norms")[2] == [MODELS[2], "0.50", *["1.00"] * 6]
     assert [row[1] for row in rows(page, "model | layer")] == ["0, Mamba"] * 3
     for block in re.findall(r"(?:^\|.*\|\n)+", page, re.MULTILINE):
         assert len({line.count("|") for line in block.splitlines()}) == 1, block
@@ -132,7 +132,7 @@ def test_the_shipped_page_says_what_its_tables_say(tool: Any) -> None:
         for model, cell, *entries in rows(page, f"models | {what}"):
             for column, said in zip(columns, entries, strict=True):
                 check(said, column, (model, cell, "all"))
-    for first, column in (("mixers held", "r, matched"), ("by share", "r")):
+    for first, column in (("mixers held", "r, matched"), ("exact norms", "r")):
         head = re.search(rf"\| model \| (as it is \| {first}.*) \|\n", page)
         assert head is not None
         for model, *entries in rows(page, f"model | as it is | {first}"):

@@ -15,7 +15,7 @@ from zoo.mamba2 import make_model
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers.parts import common
 from captum_ssm.mixers.parts.common import run
-from captum_ssm.mixers.parts.heard import Heard, telling
+from captum_ssm.mixers.parts.heard import Heard, forget, telling
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 TARGET = (-1, 2)
@@ -132,6 +132,14 @@ def test_only_what_was_given_is_told() -> None:
         projection.float()
         assert torch.equal(run(nn.Sequential(projection), x), projection(x))
     assert torch.equal(run(projection, x), projection(x))
+
+
+def test_what_is_forgotten_is_not_told() -> None:
+    projection, x = nn.Linear(4, 3, bias=False), torch.randn(1, 5, 4)
+    with torch.no_grad(), telling({projection: heard(projection, x)}):
+        forget()
+        assert torch.equal(run(projection, x), projection(x))
+    forget()  # where nobody tells anything
 
 
 @pytest.mark.parametrize("which", ["given", "output"])

@@ -74,7 +74,7 @@ def kept_positions(
     inputs: Tensor,
     additional: tuple[Any, ...],
     questions: Iterable[Against],
-    read: nn.Module | None = None,
+    read: Sequence[nn.Module] = (),
 ) -> Kept | None:
     """The positions at which a run's head is needed; None where it runs at all.
 
@@ -86,7 +86,7 @@ def kept_positions(
         inputs: the one input.
         additional: further arguments of forward_func.
         questions: what is asked of the output.
-        read: a module whose activation is asked for as well. Default: None.
+        read: modules whose activations are asked for as well. Default: none.
     """
     if inputs.dim() not in (2, 3) or not _can_be_told(forward_func, (inputs, *additional), read):
         return None
@@ -111,7 +111,7 @@ def kept_positions(
 
 
 def _can_be_told(
-    forward_func: Callable[..., Any], given: Sequence[Any], read: nn.Module | None
+    forward_func: Callable[..., Any], given: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
     """Whether the model has a head that acts on each position by itself, and runs where it is told.
 
@@ -137,7 +137,7 @@ def _can_be_told(
     if named.get(_ARGUMENT) is not None or named.get("labels") is not None:
         return False
     head = model.get_output_embeddings()
-    if read is not None and any(part is head for part in read.modules()):
+    if any(part is head for module in read for part in module.modules()):
         return False
     return type(head) is nn.Linear and not (
         _is_changed(model) or _is_changed(head) or _has_any_global_hook()  # type: ignore[no-untyped-call]

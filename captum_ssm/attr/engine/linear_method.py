@@ -135,15 +135,8 @@ def decompositions(
         rules: how it is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
-    read = None if request.begins is None else request.begins.module
-    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions, read)
-    with _linear_run(replace(request, kept=kept), rules) as (network, output):
-        fits = kept is None or kept.fit(output)
-        if fits:
-            found = _each_decomposed(network, output, kept, questions, rules, baselines)
-    if not fits:
-        with _linear_run(request, rules) as (network, output):
-            found = _each_decomposed(network, output, None, questions, rules, baselines)
+    with linear_run(request, questions, rules) as (network, output, kept):
+        found = _each_decomposed(network, output, kept, questions, rules, baselines)
     if all(map(exact, found)):
         return found
     if len(output) == 1:
@@ -182,29 +175,19 @@ def in_turn(
     """
     # every token is looked up, whichever; none is known before the output is
     known = Against(Total(positions, torch.zeros(len(positions)).long()), None)
-    kept = kept_positions(request.forward_func, request.inputs, request.additional, [known])
-    for chosen in (kept, None):
-        with _linear_run(replace(request, kept=chosen), rules) as (network, output):
-            if chosen is not None and not chosen.fit(output):
-                continue
-            where = torch.tensor(positions) % (output.shape[1] if chosen is None else chosen.tokens)
-            if chosen is not None:
-                where = torch.searchsorted(torch.tensor(chosen.positions), where)
-            asked_for = output.detach()[0, where.to(output.device)]
+    with linear_run(request, [known], rules) as (network, output, kept):
+        where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
+        if kept is not None:
+            where = torch.searchsorted(torch.tensor(kept.positions), where)
+        asked_for = output.detach()[0, where.to(output.device)]
 
-            def answer(
-                question: Against,
-                network: Network = network,
-                output: Tensor = output,
-                kept: Kept | None = chosen,
-            ) -> Decomposition:
-                (found,) = _each_decomposed(network, output, kept, [question], rules, baselines)
-                if not exact(found):
-                    raise not_linear(output)
-                return found
+        def answer(question: Against) -> Decomposition:
+            (found,) = _each_decomposed(network, output, kept, [question], rules, baselines)
+            if not exact(found):
+                raise not_linear(output)
+            return found
 
-            return answered(ask(lambda logits=asked_for: logits), answer)  # type: ignore[misc]
-    raise AssertionError("the last run keeps all positions")
+        return answered(ask(lambda: asked_for), answer)
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
@@ -233,6 +216,26 @@ def _each_decomposed(
     baselines: Baselines,
 ) -> list[Decomposition]:
     """The decomposition of each question to a network's output, at the positions kept."""
+    numbers = numbers_of(network, output, kept, questions)
+    start = start_of(network, rules, baselines)
+    return [decompose(network, *number, start, rules.by_role, rules.features) for number in numbers]
+
+
+def numbers_of(
+    network: Network, output: Tensor, kept: Kept | None, questions: Sequence[Against]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """The number that each question asks for (B,), and its constant summand.
+
+    Args:
+        network: the network, after its forward run.
+        output: what it returned, at the positions kept.
+        kept: these, or None for all.
+        questions: what is asked of it.
+
+    Raises:
+        TargetError, OptionError, NonFiniteError: for what does not fit the output.
+        GradientModeError: when the output does not depend on the input.
+    """
     whole = output if kept is None else kept.whole(output)
     for question in questions:
         index = target_index(question.target, whole)
@@ -240,10 +243,20 @@ def _each_decomposed(
     numbers = [contrasted(output, q.target, q.contrast, kept) for q in questions]
     if not output.requires_grad:
         raise not_reached()
+    return numbers
+
+
+def start_of(network: Network, rules: Rules, baselines: Baselines) -> Tensor | None:
+    """The input that relevance is in comparison with by these rules; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        rules: how it was made linear.
+        baselines: what the user asked for.
+    """
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
-    start = baseline_of(network, baselines)
-    return [decompose(network, *number, start, rules.by_role, rules.features) for number in numbers]
+    return baseline_of(network, baselines)
 
 
 def coefficients(
@@ -270,6 +283,32 @@ def coefficients(
 
 
 @contextmanager
+def linear_run(
+    request: Request, questions: Sequence[Against], rules: Rules
+) -> Iterator[tuple[Network, Tensor, Kept | None]]:
+    """A network whose run has left a linear graph, and its output where questions ask for it.
+
+    Args:
+        request: what is run.
+        questions: what will be asked of it.
+        rules: how it is made linear.
+
+    Yields:
+        The network, its output, and the positions that this is of, None for all.
+    """
+    begins = () if request.begins is None else (request.begins,)
+    read = [site.module for site in (*begins, *request.cuts)]
+    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions, read)
+    if kept is not None:
+        with _linear_run(replace(request, kept=kept), rules) as (network, output):
+            if kept.fit(output):
+                yield network, output, kept
+                return
+    with _linear_run(request, rules) as (network, output):
+        yield network, output, None
+
+
+@contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
     """A network whose run has left a linear graph, and its output, out of sight of the rules."""
     with linearised(
@@ -282,6 +321,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         steps=rules.by_layer,
         verify=rules.verify,
         begins=request.begins,
+        cuts=request.cuts,
         reads=() if request.ends is None else (request.ends.site,),
     ) as network:
         output = request.output(network.mode.begun(request.inputs))

@@ -70,6 +70,7 @@ class Request:
         direct: whether the run leaves the graph of its direct paths. Default: False.
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
+        cuts: further activations at which the graph ends and begins anew. Default: none.
         ends: the number that is explained in place of the output's. Default: None.
     """
 
@@ -85,6 +86,7 @@ class Request:
     direct: bool = False
     kept: Kept | None = None
     begins: Site | None = None
+    cuts: Sequence[Site] = ()
     ends: Inner | None = None
 
     @property

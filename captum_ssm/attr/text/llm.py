@@ -110,8 +110,9 @@ class SSMLLMAttribution(Attribution):
                 pass: ``"token"``, ``"word"``, ``"sentence"``, ``"paragraph"``, ``"all"``, a
                 compiled pattern of what stands between them, or ranges of the text's tokens. What
                 is explained is the sum of what the method explains of each token; with
-                ``contrast="all"`` that is the log-probability of the span. Default: None, each
-                token, and no sums of constants.
+                ``contrast="all"`` that is the log-probability of the span. They share one forward
+                run and are explained one after another, so that any number of them takes the
+                memory of one. Default: None, each token, and no sums of constants.
             prompt_spans: the same for what the prompt's features are, or ``"turn"`` for the
                 messages of a chat, or Captum's feature mask, integers (L,). Default: None, its
                 tokens.
@@ -226,6 +227,8 @@ class SSMLLMAttribution(Attribution):
         length, method, given = len(prompt.ids), self.attr_method, dict(options)
         positions = [i - len(text) for i in range(len(text))]
         contrast = given.pop("contrast", None)
+        if _adds_up(method):  # of one example, whatever the number
+            checks.count("internal_batch_size", given.pop("internal_batch_size", None))
 
         def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[Hop]]:
             questions = follow(text, spans, length, contrast, asked.hops, logits)

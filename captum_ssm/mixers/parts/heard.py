@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -75,21 +75,28 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-_heard: ContextVar[Mapping[nn.Module, Heard] | None] = ContextVar("heard", default=None)
+_heard: ContextVar[dict[nn.Module, Heard] | None] = ContextVar("heard", default=None)
 
 
 @contextmanager
-def telling(heard: Mapping[nn.Module, Heard]) -> Iterator[None]:
+def telling(heard: dict[nn.Module, Heard]) -> Iterator[None]:
     """Let adapters be told what modules returned.
 
     Args:
-        heard: the calls of those that ran once.
+        heard: the calls of those that ran once, until they are forgotten.
     """
     token = _heard.set(heard)
     try:
         yield
     finally:
         _heard.reset(token)
+
+
+def forget() -> None:
+    """Let go of what modules returned: of long inputs it takes much, and nobody asks any more."""
+    heard = _heard.get()
+    if heard is not None:
+        heard.clear()
 
 
 def told(module: nn.Module, x: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ linear maps that bring their own adjoint, and one scan of logarithms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import pairwise
@@ -230,3 +230,12 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     for before, sums in pairwise(runs.unbind(1)):
         torch.logaddexp(before[:, -1:] + faded, sums, out=sums)
     return out[:, :tokens]
+
+
+def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those of some coefficients that have a graph.
+
+    Args:
+        coefficients: by name; None for one that is not there.
+    """
+    return {n: x for n, x in coefficients.items() if x is not None and x.requires_grad}

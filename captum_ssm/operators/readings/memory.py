@@ -10,6 +10,7 @@ in the number of tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..base import Operator
 from ..chain import Chain
+from ..heads import DenseHeads
 from ..kernels.portions import vectors_of_heads
 from ..recurrences.delta_rule import DeltaRule
 from ..recurrences.elementwise import ElementwiseRecurrence
@@ -24,6 +26,7 @@ from ..recurrences.scalar_decay import ScalarDecayHeads
 from ..recurrences.selective_scan import SelectiveScan
 from ..recurrences.vector_decay import VectorDecayHeads
 from ..reorder import Permute
+from .cache import Cache, is_causal
 from .states import products_of
 
 #: Recurrences that have a state.
@@ -52,6 +55,11 @@ class Memory(NamedTuple):
     erases: tuple[Tensor, Tensor] | None
     order: Tensor
 
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token, for each value channel."""
+        return self.key.shape[-1]
+
     def step_of(self, token: int) -> int:
         """The step at which a token is read."""
         return int((self.order == token).nonzero()[0, 0])
@@ -63,10 +71,23 @@ class Memory(NamedTuple):
         found[:, : step + 1] = self._decayed(step) if self.erases is None else self._passed(step)
         return found[:, self.order.argsort()]
 
-    def state(self, token: int) -> Tensor:
-        """The state after a token was read, (B, H, N, P)."""
-        value = self.value[:, self.order.argsort()]
-        return torch.einsum("bjhn,bjhp->bhnp", self.kept(token), value)
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The states after tokens were read, (B, T, H, N, P), all in one pass over the steps.
+
+        Args:
+            tokens: which tokens.
+        """
+        batch, _, heads, width = self.key.shape
+        state = self.key.new_zeros(batch, heads, width, self.value.shape[-1])
+        found, start = {}, 0
+        for step in sorted(map(self.step_of, tokens)):
+            steps = slice(start, step + 1)
+            if step >= start:
+                state = (
+                    self._faded(state, steps) if self.erases is None else self._ran(state, steps)
+                )
+            found[step], start = state, step + 1
+        return torch.stack([found[self.step_of(token)] for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
         """How large the share of each token in the state is, by head (B, H, L).
@@ -95,6 +116,26 @@ class Memory(NamedTuple):
             found[..., first + 1 : last + 1] = taken * size[..., None]
         return found[..., self.order.argsort()]
 
+    def without(self, source: int, token: int) -> Tensor:
+        """How much would be held of a source, had each token's step left the state as it was.
+
+        By head (B, H, L); for tokens that are not between, how much is.
+        """
+        first, last = self.step_of(source), self.step_of(token)
+        if last < first:
+            return self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)
+        between = range(first + 1, last + 1)
+        each, whole = (
+            self._faded_but_once(first, between)
+            if self.erases is None
+            else self._corrected_but_once(first, between)
+        )
+        found: Tensor = whole.norm(dim=-1)[..., None].repeat(1, 1, self.key.shape[1])  # (B, H, L)
+        if between:
+            found[..., between.start : between.stop] = each.norm(dim=-1)
+        found *= self.value[:, first].norm(dim=-1)[..., None]
+        return found[..., self.order.argsort()]
+
     def half_lives(self) -> Tensor:
         """After how many tokens half of a share is left, by the mean decay (B, H, 1 or N).
 
@@ -108,11 +149,23 @@ class Memory(NamedTuple):
     # --- decays alone ----------------------------------------------------------------------
 
     def _decayed(self, step: int) -> Tensor:
-        logs = self.log_decay[:, 1 : step + 1]
-        # summed from the back: no difference of large sums, and a reset stays one
-        later = logs.flip(1).cumsum(1).flip(1)
-        passed = torch.cat([later.exp(), torch.ones_like(self.log_decay[:, :1])], 1)
-        return passed * self.key[:, : step + 1]
+        return _summed_behind(self.log_decay[:, : step + 1]).exp() * self.key[:, : step + 1]
+
+    def _faded(self, state: Tensor, steps: slice) -> Tensor:
+        """The state some steps later."""
+        logs = self.log_decay[:, steps]
+        later = _summed_behind(logs)
+        written = later.exp() * self.key[:, steps]
+        faded = logs.sum(1).exp()[..., None] * state
+        return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
+
+    def _faded_but_once(self, first: int, between: range) -> tuple[Tensor, Tensor]:
+        """A share without each of the steps between, (B, H, S, N), and with all, (B, H, N)."""
+        logs = self.log_decay[:, between.start : between.stop]
+        before = logs.cumsum(1).roll(1, 1)  # no difference of sums: a reset would undo itself
+        before[:, :1] = 0
+        each = (before + _summed_behind(logs)).exp() * self.key[:, first, None]
+        return each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _by_decay(self, first: int, last: int) -> Tensor:
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
@@ -124,18 +177,47 @@ class Memory(NamedTuple):
     # --- with corrections ------------------------------------------------------------------
 
     def _passed(self, step: int) -> Tensor:
+        pairs = self._backwards(step)
+        found = [torch.einsum("bhmn,bhn->bhm", through, self.key[:, j]) for j, through in pairs]
+        return torch.stack(found[::-1], 1)
+
+    def _backwards(self, step: int) -> Iterator[tuple[int, Tensor]]:
+        """What passes from each step up to one, the last first: T[step] ... T[j + 1]."""
         assert self.erases is not None
         along, size = self.erases
         width = self.key.shape[-1]
         through = torch.eye(width, dtype=self.key.dtype, device=self.key.device)
         through = through.expand(*self.key.shape[:1], self.key.shape[2], width, width)
-        found = []
         for j in range(step, -1, -1):
-            found.append(torch.einsum("bhmn,bhn->bhm", through, self.key[:, j]))
+            yield j, through
             erased = torch.einsum("bhmn,bhn->bhm", through, along[:, j]) * size[:, j]
             through = through - erased[..., None] * along[:, j, :, None]
             through = through * self.log_decay[:, j].exp()[..., None, :]
-        return torch.stack(found[::-1], 1)
+
+    def _stepped(self, state: Tensor, step: int) -> Tensor:
+        """T[step] times states (B, H, N, P)."""
+        assert self.erases is not None
+        along, size = (x[:, step] for x in self.erases)
+        state = state * self.log_decay[:, step].exp()[..., None]
+        found = torch.einsum("bhn,bhnp->bhp", along, state) * size
+        return state - along[..., None] * found[:, :, None]
+
+    def _ran(self, state: Tensor, steps: slice) -> Tensor:
+        """The state some steps later."""
+        for step in range(steps.start, steps.stop):
+            written = self.key[:, step, :, :, None] * self.value[:, step, :, None]
+            state = self._stepped(state, step) + written
+        return state
+
+    def _corrected_but_once(self, first: int, between: range) -> tuple[Tensor, Tensor]:
+        """As :meth:`_faded_but_once`."""
+        share, before = self.key[:, first, ..., None], []  # before each step, (B, H, N, 1)
+        for step in between:
+            before.append(share[..., 0])
+            share = self._stepped(share, step)
+        pairs = zip(self._backwards(between.stop - 1), reversed(before), strict=False)
+        each = [torch.einsum("bhmn,bhn->bhm", through, x) for (_, through), x in pairs]
+        return torch.stack(each[::-1], 2) if each else share, share[..., 0]
 
     def _by_step(self, first: int, last: int) -> Tensor:
         assert self.erases is not None
@@ -152,28 +234,43 @@ class Memory(NamedTuple):
         return torch.stack(taken, -1)
 
 
-def memories_of(operator: Operator, values: Tensor) -> list[Memory]:
-    """The recurrences of an operator, and what each is given of the values.
+def _summed_behind(logs: Tensor) -> Tensor:
+    """Of each step the sum over those behind it, (B, L, ...).
+
+    From the back: no difference of large sums, and a reset stays one.
+    """
+    found = logs.flip(1).cumsum(1).flip(1).roll(-1, 1)
+    found[:, -1:] = 0
+    return found
+
+
+def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
+    """The recurrences and causal attention of an operator, and what each is given of the values.
 
     Args:
         operator: the operator.
         values: what it acts on (B, L, H, P).
 
     Returns:
-        One for each recurrence, such as the two directions of a Vision Mamba; none where tokens
-        are mixed by other means.
+        One for each recurrence, such as the two directions of a Vision Mamba, or for attention its
+        cache; none where tokens are mixed by other means.
     """
-    found = []
+    found: list[Memory | Cache] = []
     for parts in products_of(operator):
-        at = [i for i, part in enumerate(parts) if isinstance(part, Stateful)]
+        at = [i for i, part in enumerate(parts) if isinstance(part, Stateful | DenseHeads)]
         if len(at) != 1:
             continue
         behind = parts[at[0] + 1 :]
         given = Chain(*behind).affine(values) if behind else values
+        mixes = parts[at[0]]
+        if isinstance(mixes, DenseHeads):
+            if is_causal(mixes) and not any(isinstance(part, Permute) for part in parts):
+                found.append(Cache(given, mixes.matrices))
+            continue
         order = torch.arange(values.shape[1], device=values.device)
         for part in reversed(behind):
             order = order[part.order] if isinstance(part, Permute) else order
-        found.append(_memory(parts[at[0]], given, order))  # type: ignore[arg-type]
+        found.append(_memory(mixes, given, order))  # type: ignore[arg-type]
     return found
 
 

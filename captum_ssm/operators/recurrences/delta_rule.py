@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..base import Operator, Role, Shape, with_graphs
+from ..base import Operator, Role, Shape
+from ..kernels.arithmetic import with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, Steps, in_chunks
 from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected

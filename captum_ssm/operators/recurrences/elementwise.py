@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Operator, Role, Shape, with_graphs
+from ..base import Operator, Role, Shape
 from ..chain import Chain
 from ..combine import Sum
 from ..conv import ShortConv
@@ -26,6 +26,7 @@ from ..kernels.arithmetic import (
     full_precision,
     underflow_flushed,
     unseen,
+    with_graphs,
 )
 from ..kernels.bands import Band, shift_tokens
 from ..kernels.chunk_tree import decay_matrices

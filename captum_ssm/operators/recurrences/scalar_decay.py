@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..base import Operator, Role, Shape, with_graphs
-from ..kernels.arithmetic import exponential
+from ..base import Operator, Role, Shape
+from ..kernels.arithmetic import exponential, with_graphs
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_tree import semiseparable_strip

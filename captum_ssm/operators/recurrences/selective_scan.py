@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..base import Pull, Role, Shape, with_graphs
+from ..base import Pull, Role, Shape
 from ..kernels import chunks
-from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed
+from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed, with_graphs
 from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_strip import Fades, from_pivot

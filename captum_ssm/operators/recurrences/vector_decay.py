@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Operator, Role, Shape, with_graphs
+from ..base import Operator, Role, Shape
 from ..chain import Chain
 from ..conv import ShortConv
 from ..diagonal import Diagonal
-from ..kernels.arithmetic import Scratch, exponential
+from ..kernels.arithmetic import Scratch, exponential, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps

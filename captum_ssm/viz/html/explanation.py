@@ -21,7 +21,7 @@ from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
 from .example import Example, Subject
-from .outline import LayerOutline, Outline
+from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
 from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
 from .pictures import in_base64
@@ -193,7 +193,7 @@ def _listed(methods: Methods) -> list[Any]:
 def _names(example: Example, known: Outline) -> list[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
-        return _patch_names(known)
+        return patch_names(known)
     if example.names is None:
         ids = example.inputs[0].tolist() if example.inputs.dim() == 2 else None
         return [str(i if ids is None else ids[i]) for i in known.real]
@@ -205,16 +205,6 @@ def _names(example: Example, known: Outline) -> list[str]:
         f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
         f"tokens, {len(known.real)} of them not padding; give one for each."
     )
-
-
-def _patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, other tokens by number."""
-    names = [f"token {i}" for i in known.real]
-    if known.grid is not None:
-        columns = known.grid.size[1]
-        for place, token in enumerate(known.grid.tokens.tolist()):
-            names[token] = f"row {place // columns}, column {place % columns}"
-    return names
 
 
 def _direction(text: str) -> str:

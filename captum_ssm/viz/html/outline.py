@@ -175,3 +175,17 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
     if output.dim() == 2 and isinstance(known, dict) and index in known:
         return str(known[index])
     return str(index)
+
+
+def patch_names(known: Outline) -> list[str]:
+    """Patches by row and column, other tokens by number.
+
+    Args:
+        known: what is known of an image.
+    """
+    names = [f"token {i}" for i in known.real]
+    if known.grid is not None:
+        columns = known.grid.size[1]
+        for place, token in enumerate(known.grid.tokens.tolist()):
+            names[token] = f"row {place // columns}, column {place % columns}"
+    return names

@@ -17,7 +17,14 @@ pytest.importorskip("safetensors")
 
 from captum_ssm import EdgeEffects, knock_out
 from captum_ssm.bench import EXPERIMENTS, Cell, Key, lines
-from captum_ssm.bench.experiments.knockout.experiment import AS_IT_IS, HELD, RULES, Drawn
+from captum_ssm.bench.experiments.knockout.experiment import (
+    AS_IT_IS,
+    BY_SHARE,
+    EXACT_NORMS,
+    HELD,
+    RULES,
+    Drawn,
+)
 from captum_ssm.bench.experiments.knockout.held import scale_of
 from captum_ssm.bench.experiments.knockout.parts import CHANCE, WHOLE
 from captum_ssm.bench.experiments.knockout.paths import STEPS, mean_up_to
@@ -73,15 +80,16 @@ def test_edges_are_those_of_a_direct_call_and_columns_their_correlations(seed: i
     assert of_layers == {f"layer {layer}, Mamba-2" for layer in layers}
 
 
-def test_other_rules_estimate_the_same_edges(seed: int) -> None:
+@pytest.mark.parametrize("options", [{"rule": "centred"}, {"exact_norms": True}])
+def test_other_options_estimate_the_same_edges(options: dict[str, Any], seed: int) -> None:
     one = drawn("pairs-mamba", 0, seed)
     model, question = load_bundled("pairs-mamba")[0], one.question
-    effects = EdgeEffects(model, rule="centred").attribute(question.inputs, question.target)
+    effects = EdgeEffects(model, **options).attribute(question.inputs, question.target)
     expected = [effects.matrix(e.layer)[0, e.target, e.source] for e in one.edges]
     torch.testing.assert_close(
-        one.estimated_by("centred"), torch.stack(expected).double(), rtol=1e-4, atol=1e-5
+        one.estimated_by(**options), torch.stack(expected).double(), rtol=1e-4, atol=1e-5
     )
-    assert not torch.allclose(one.estimated_by("centred"), one.estimated, rtol=0.01)
+    assert not torch.allclose(one.estimated_by(**options), one.estimated, rtol=0.01)
 
 
 def test_the_way_that_an_edge_goes(seed: int) -> None:
@@ -277,7 +285,8 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert {"all", "large", "even"} <= {line["row"] for line in own}
     assert all(line["r"]["value"] is not None for line in own if line["row"] == "all")
     assert all(
-        (line["r, matched"]["value"] is None) == line["method"].startswith("by ")
+        (line["r, matched"]["value"] is None)
+        == (Cell(line["method"], line["formulation"]) in (EXACT_NORMS, BY_SHARE, *RULES))
         for line in own
         if line["row"] == "all"
     )

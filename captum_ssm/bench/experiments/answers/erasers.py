@@ -99,8 +99,7 @@ class Erasers(LinkedTexts):
             eraser = int(layer.erased(source, end)[0].argmax())
             if cell == TAKEN_OUT:
                 left = held_without(memory, ids, source, number) / written
-                undone = [held_with(layer, source, end, at) for at in range(source + 1, end + 1)]
-                expected = torch.stack(undone) / written
+                expected = layer.held_without(source, end)[0, source + 1 :] / written
                 named = eraser - source - 1
                 true, predicted = left[named], expected[named]
                 most = int(left.argmax())
@@ -147,7 +146,8 @@ def held_with(
         eraser: the token whose step is another.
         step: the token whose step it is. Default: None, it leaves the state as it was.
     """
-    (memory,) = memories_of(layer.linear.operator, layer.linear.values)
+    found = memories_of(layer.linear.operator, layer.linear.values)
+    (memory,) = (each for each in found if isinstance(each, Memory))
     changed = memory._replace(
         log_decay=_exchanged(memory.log_decay, eraser, step), erases=_erases(memory, eraser, step)
     )

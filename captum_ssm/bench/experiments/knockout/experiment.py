@@ -35,6 +35,8 @@ EDGES = 10
 
 #: The gradient against the model as it is.
 AS_IT_IS = Cell("as it is")
+#: The same with the norms that read a message as they are without it.
+EXACT_NORMS = Cell("exact norms")
 #: Other estimates of the same edges, by the rule that divides the products of the network.
 RULES: Mapping[Cell, str] = MappingProxyType({Cell("by rule", rule): rule for rule in FAMILY})
 #: The estimate by gradients on the way to where the layer writes nothing.
@@ -94,7 +96,7 @@ class Knockout(Experiment):
         return [bundled(name) for group in self.groups.values() for name in group]
 
     def cells(self) -> Sequence[Cell]:
-        return [AS_IT_IS, BY_SHARE, *RULES, *HELD]
+        return [AS_IT_IS, EXACT_NORMS, BY_SHARE, *RULES, *HELD]
 
     def example(self, subject: Subject, index: int, seed: int) -> Question:
         return self._questions(subject.name).question(f"{seed}/{index}")
@@ -112,10 +114,12 @@ class Knockout(Experiment):
             for edge in edges:
                 rows["all"] |= edge
             return rows
+        if cell == EXACT_NORMS:
+            return by_row(drawn, drawn.estimated_by(exact_norms=True), drawn.true)
         if cell == BY_SHARE:
             return by_row(drawn, drawn.estimated_by_share(), drawn.true)
         if cell in RULES:
-            return by_row(drawn, drawn.estimated_by(RULES[cell]), drawn.true)
+            return by_row(drawn, drawn.estimated_by(rule=RULES[cell]), drawn.true)
         matched, true = drawn.plain.effects(drawn.edges, drawn.effects, HELD[cell])
         return by_row(drawn, drawn.estimated, true, matched)
 
@@ -154,7 +158,7 @@ class Drawn:
     @cached_property
     def effects(self) -> Effects:
         """Those of all edges, by the model's own gradient."""
-        return self._effects(None)
+        return self._effects()
 
     @cached_property
     def plain(self) -> PlainRun:
@@ -167,12 +171,12 @@ class Drawn:
         run = PlainRun(self._model, self._inputs, self.question.target)
         return by_share(run, self.effects, self.edges)
 
-    def estimated_by(self, rule: str) -> Tensor:
-        """What cutting each edge is estimated to do by a rule."""
-        return along(self._effects(rule), self.edges)
+    def estimated_by(self, **options: Any) -> Tensor:
+        """What cutting each edge is estimated to do with options of EdgeEffects."""
+        return along(self._effects(**options), self.edges)
 
-    def _effects(self, rule: str | None) -> Effects:
-        return EdgeEffects(self._model, rule=rule).attribute(self._inputs, self.question.target)
+    def _effects(self, **options: Any) -> Effects:
+        return EdgeEffects(self._model, **options).attribute(self._inputs, self.question.target)
 
 
 def by_row(

@@ -1,0 +1,239 @@
+"""What norms make of a stream that lacks a message.
+
+What a mixer writes at a token joins the residual stream, which later layers and the head read
+through norms, each at the stream x as it is there:
+
+    N(x) = s(x) A x + constant ,   s(x) = (mean of c(x)^2 + eps) ** -0.5 ,
+
+A being linear, and c(x) being x or, in LayerNorm, x less its mean.  Without a message m the norm
+grows, of which a gradient knows nothing.  With g, the output's gradient at what N returns,
+
+    effect of m = sum over norms of <g, N(x) - N(x - m)>
+
+takes three numbers of a message for each norm, <x, m>, <m, m> and <A'g, m>, and is exact where
+nothing but one norm, and what is linear, lies between a message and the output.  Otherwise it is of
+first order in all but the norms that read the message first hand.
+
+Shapes: B batch, L tokens, E width of the stream; q targets and s sources of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.vectors.contributions import Contributions, tiles
+from ..mixers.base import first_tensor
+from ..operators.kernels.arithmetic import sum_tensors
+from ..tracing import Layer, Mixer
+from ..tracing.find import registered_mixers
+from ..tracing.hooks import hooked
+from ..tracing.verification import relative_error, tolerance_for
+
+#: How norms call what they add to a mean square.
+_EPS = ("eps", "variance_epsilon", "epsilon")
+
+
+class Norm(NamedTuple):
+    """One norm at the stream that it read in a run.
+
+    Attributes:
+        stream: c(x), (B, L, E).
+        scale: s(x), (B, L, 1).
+        toward: A'g, (B, L, E).
+        explained: <g, N(x) - constant>, (B, L).
+        eps: what is added to the mean square.
+        centred: whether the mean is taken off.
+    """
+
+    stream: Tensor
+    scale: Tensor
+    toward: Tensor
+    explained: Tensor
+    eps: float
+    centred: bool
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Norm:
+        """The same, its tensors moved or laid out otherwise."""
+        four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
+        stream, scale, toward, explained = four
+        return Norm(stream, scale, toward, explained, self.eps, self.centred)
+
+    def pulled(self) -> Tensor:
+        """The gradient at x, (B, L, E)."""
+        along = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
+        return self.scale * self.toward - along * self.stream
+
+    def lost(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
+        """<g, N(x) - N(x - m)> of messages, (B, q, s).
+
+        Args:
+            messages: (B, q, s, E).
+            square: their mean squares after c, (B, q, s).
+            index: the tokens that they reach, (B, q).
+        """
+        example = torch.arange(len(index), device=index.device)[:, None]
+        here = self.each(lambda x: x[example, index])
+        along = (messages @ here.stream[..., None])[..., 0] / messages.shape[-1]
+        grown = here.scale.square() * (square - 2 * along)
+        # that is all of the mean square, but for rounding
+        least = here.scale.square() * self.eps - 1 + torch.finfo(grown.dtype).eps
+        # s(x - m) / s(x) - 1, as exact where it is near 0
+        change = torch.expm1(-torch.log1p(grown.clamp_min(least)) / 2)
+        first = here.scale * (messages @ here.toward[..., None])[..., 0]
+        return first + change * (first - here.explained[..., None])
+
+
+class Readers:
+    """The norms that read what one layer writes, and the messages that they read.
+
+    Args:
+        layer: the recorded call.
+        norms: those that read it.
+    """
+
+    def __init__(self, layer: Layer, norms: Sequence[Norm]) -> None:
+        self._messages = Contributions(layer)
+        like = self._messages.weight
+        self.norms = [norm.each(lambda x: x.to(like)) for norm in norms]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """What the output loses with each message to tokens ``index`` (B, q), (B, q, L)."""
+        found = self.norms[0].stream.new_zeros(*index.shape, self._messages.shape.tokens)
+        for tile in tiles([self._messages], index):
+            found[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
+        return found
+
+    def lost(self, messages: Tensor, index: Tensor) -> Tensor:
+        """What the output loses with messages (B, q, s, E) to tokens (B, q), (B, q, s)."""
+        whole = messages.square().mean(-1)
+        varied = whole - messages.mean(-1).square() if self._any_centred else whole
+        total = torch.zeros_like(whole)
+        for norm in self.norms:
+            total += norm.lost(messages, varied if norm.centred else whole, index)
+        return total
+
+    @property
+    def _any_centred(self) -> bool:
+        return any(norm.centred for norm in self.norms)
+
+
+class NormCalls:
+    """Listens to the norms outside of mixers in a run, and to the backward pass through it.
+
+    Args:
+        model: the model.
+        mixers: those of its mixers that are recorded.
+        stack: when it is left, nothing of this stays on the model.
+    """
+
+    def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
+        self._returned = 0
+        self._calls: list[_Call] = []
+        every = (*mixers, *registered_mixers(model))
+        inside = {part for mixer in every for part in mixer.module.modules()}
+        for mixer in mixers:
+            stack.enter_context(hooked(mixer.module.register_forward_hook, self._count))
+        for module in model.modules():
+            if module not in inside and "norm" in type(module).__name__.lower():
+                register = module.register_forward_hook
+                stack.enter_context(hooked(register, self._note, with_kwargs=True))
+
+    def _count(self, mixer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._returned += 1
+
+    def _note(
+        self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        # a fused norm is given the stream in two parts, and returns the sum as well
+        parts = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        made = first_tensor(output)
+        if parts and made.requires_grad and all(x.shape == made.shape for x in parts):
+            stream = sum_tensors(x.detach() for x in parts)
+            call = _Call(norm, stream, made.detach(), self._returned)
+            made.register_hook(call.gradients.append)  # type: ignore[no-untyped-call]
+            self._calls.append(call)
+
+    def of_layers(
+        self, layers: Sequence[Layer], gradients: Sequence[Tensor]
+    ) -> list[Sequence[Norm]]:
+        """The norms that read what each layer writes; none where those are not known.
+
+        They are where the gradients that come through norms add up to the whole one.
+
+        Args:
+            layers: the layers of the run.
+            gradients: those at what they wrote, (B, L, E).
+        """
+        norms = [(call.after, call.norm()) for call in self._calls]
+        found: list[Sequence[Norm]] = []
+        for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
+            later = [norm for after, norm in norms if after > number and norm is not None]
+            later = [norm for norm in later if norm.stream.shape == gradient.shape]
+            if layer.map is not None:
+                later = []
+            read_by = _adding_up_to(gradient, later, layer.tolerance)
+            found.append([norm.each(layer.in_order) for norm in read_by])
+        return found
+
+
+def _adding_up_to(gradient: Tensor, norms: Sequence[Norm], tolerance: float) -> Sequence[Norm]:
+    """The norms, or the later ones of them, that a gradient (B, L, E) comes through, or none.
+
+    A norm beside a mixer may run after it and not read it.
+    """
+    pulled = [norm.pulled() for norm in norms]
+    for first in range(len(norms)):
+        through = sum_tensors(x.to(gradient.device) for x in pulled[first:])
+        if relative_error(through, gradient.to(through)) <= tolerance:
+            return norms[first:]
+    return ()
+
+
+class _Call:
+    """A call of a norm, after so many mixers have returned."""
+
+    def __init__(self, module: nn.Module, x: Tensor, output: Tensor, after: int) -> None:
+        self.module, self.x, self.output, self.after = module, x, output, after
+        self.gradients: list[Tensor] = []
+
+    def norm(self) -> Norm | None:
+        """The norm; None if no gradient reached it, or if it is none of the known form."""
+        eps = next((getattr(self.module, name) for name in _EPS if hasattr(self.module, name)), 0.0)
+        eps = torch.finfo(self.x.dtype).eps if eps is None else eps
+        if len(self.gradients) != 1 or not isinstance(eps, float | int):
+            return None
+        x, aside = self.x, self.x + self.x.abs().mean()
+        centred = self._is_what_it_returns(self._made(aside))
+
+        def scaled(of: Tensor) -> tuple[Tensor, Tensor]:
+            wide = of.to(torch.promote_types(of.dtype, torch.float32))
+            wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+            return wide, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+        constant, (stream, scale) = self._made(x * 0), scaled(x)
+        some = torch.arange(x.shape[-1], device=x.device) < x.shape[-1] // 2
+        parts = (x * some, x * ~some)
+        linear = sum_tensors((self._made(part) - constant) / scaled(part)[1] for part in parts)
+        if not self._is_what_it_returns(linear * scale + constant):
+            return None
+        gradient = self.gradients[0].to(scale)
+        explained = ((self.output - constant) * gradient).sum(-1)
+        with torch.enable_grad():
+            at = x.clone().requires_grad_()
+            (pulled,) = torch.autograd.grad(first_tensor(self.module(at)), at, self.gradients[0])
+        along = scale.square() * explained[..., None] / x.shape[-1]
+        toward = (pulled + along * stream) / scale
+        return Norm(stream, scale, toward, explained, float(eps), centred)
+
+    @torch.no_grad()
+    def _made(self, x: Tensor) -> Tensor:
+        found = first_tensor(self.module(x))
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+
+    def _is_what_it_returns(self, found: Tensor) -> bool:
+        return relative_error(found, self.output.to(found)) <= tolerance_for(self.output)

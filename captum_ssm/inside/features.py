@@ -1,0 +1,269 @@
+"""Features: directions that a stream is read by and written along, at a place in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ..linear.sites import Met, Site
+from .layer import Layer
+
+
+class Dictionary(Protocol):
+    """Whatever takes activations apart into features, such as a sparse autoencoder."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Activations (..., E) as those of features (..., F)."""
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Those of features (..., F) as activations (..., E)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """A direction of an activation, as a node of a graph.
+
+    Attributes:
+        layer: a module of the model, or its qualified name.
+        direction: what it writes (E,), or the number of a neuron.
+        position: of which token; negative ones count from the end. Default: None, of each.
+        encode: what reads it (E,). Default: None, such that together with the other features at
+            its place it leaves as little over as can be.
+        label: what a reader sees. Default: ``""``, its number.
+
+    Example:
+        >>> from captum_ssm.inside import Feature
+        >>> Feature("backbone.layers.0", 7, position=-1).direction
+        7
+    """
+
+    layer: Layer
+    direction: Tensor | int
+    position: int | None = None
+    encode: Tensor | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Readings:
+    """What features are at one place in a run; n of them.
+
+    Attributes:
+        site: the place.
+        positions: the token of each (n,).
+        indices: the number of each; None for a whole activation, or a part of it.
+        labels: what a reader sees of each.
+        activations: of each (n,); for whole ones what they add to the target.
+        directions: what each adds to the activation there for each unit of its own (n, W); for
+            whole ones all that there is of them.
+        reads: the derivative of each activation with respect to what is there at its token (n, W).
+        rest: what is common to all inputs, of each token (L, W) or (W,).
+        kind: ``"feature"`` of a dictionary, ``"direction"`` or ``"whole"``.
+    """
+
+    site: Site
+    positions: Tensor
+    indices: list[int | None]
+    labels: list[str]
+    activations: Tensor
+    directions: Tensor
+    reads: Tensor
+    rest: Tensor
+    kind: Literal["feature", "direction", "whole"]
+
+    @property
+    def writes(self) -> Tensor:
+        """What each adds to the activation at its token (n, W)."""
+        if self.kind == "whole":
+            return self.directions
+        return self.activations[:, None] * self.directions
+
+    def only(self, chosen: Tensor) -> Readings:
+        """Some of them.
+
+        Args:
+            chosen: which ones, in the order wanted.
+        """
+        which = chosen.tolist()
+        return Readings(
+            self.site,
+            self.positions[chosen],
+            [self.indices[i] for i in which],
+            [self.labels[i] for i in which],
+            self.activations[chosen],
+            self.directions[chosen],
+            self.reads[chosen],
+            self.rest,
+            self.kind,
+        )
+
+
+def tokens_of(met: Met, site: Site) -> Tensor:
+    """An activation as one row for each token, (L, W).
+
+    Raises:
+        OptionError: where it has none.
+    """
+    value = met.value.detach()
+    if value.dim() < 3 or len(value) != 1:
+        raise OptionError(
+            f"nodes names {site.name!r}, whose activation is {tuple(value.shape)}, and a graph is "
+            "of one example's tokens, (1, L, E). Pass a layer that has them."
+        )
+    return value[0].flatten(1)
+
+
+def whole(site: Site, met: Met, gradient: Tensor) -> Readings:
+    """An activation as one node for each token, for heads as one for each head of each token.
+
+    Args:
+        site: the place.
+        met: what there was.
+        gradient: that of the target with respect to it, (L, W).
+    """
+    x = tokens_of(met, site)
+    heads = met.value.shape[2] if site.at == "heads" else 1
+    split = x.view(len(x), heads, -1)
+    own = torch.eye(heads).to(x)[None, :, :, None]
+    writes = (split[:, None] * own).flatten(2).flatten(0, 1)
+    reads = (gradient.reshape(split.shape)[:, None] * own).flatten(2).flatten(0, 1)
+    positions = torch.arange(len(x), device=x.device).repeat_interleave(heads)
+    named = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
+    indices = [head if heads > 1 else None for _ in range(len(x)) for head in range(heads)]
+    activations = (writes * reads).sum(1)
+    rest = x.new_zeros(x.shape[1])
+    return Readings(site, positions, indices, named, activations, writes, reads, rest, "whole")
+
+
+def of_dictionary(site: Site, met: Met, dictionary: Dictionary) -> Readings:
+    """The features of a dictionary that are active.
+
+    Args:
+        site: the place.
+        met: what there was.
+        dictionary: takes it apart.
+
+    Raises:
+        OptionError: when it does not fit the activation.
+    """
+    x = tokens_of(met, site)
+    with torch.enable_grad():
+        start = x.clone().requires_grad_()
+        try:
+            features = dictionary.encode(start)
+            fits = isinstance(features, Tensor) and features.shape[:-1] == x.shape[:1]
+            written = dictionary.decode(features.detach()) if fits else x.new_zeros(0)
+        except RuntimeError as error:
+            raise _does_not_fit(site, x, dictionary, str(error)) from error
+        if not fits or written.shape != x.shape:
+            raise _does_not_fit(site, x, dictionary, f"it gives {_shape(features)}")
+        positions, indices = features.detach().nonzero(as_tuple=True)
+        reads = _reads(features, start, positions, indices)
+    with torch.no_grad():
+        used, where = torch.unique(indices, return_inverse=True)
+        none = features.new_zeros(1, features.shape[-1])
+        rest = dictionary.decode(none)[0].to(x)
+        each = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)
+        directions = (dictionary.decode(each).to(x) - rest)[where] if len(used) else x[:0]
+        activations = features.detach()[positions, indices].to(x)
+    numbers: list[int | None] = list(indices.tolist())
+    labels = [f"feature {i}" for i in numbers]
+    return Readings(
+        site, positions, numbers, labels, activations, directions, reads, rest, "feature"
+    )
+
+
+def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
+    """The derivative of each active feature with respect to the activation at its token.
+
+    Tokens are encoded each by itself, so that one pass back serves a feature of every token.
+    """
+    reads = start.new_zeros(len(positions), start.shape[1])
+    if not len(positions):
+        return reads
+    rank = torch.arange(len(positions), device=positions.device)
+    first = torch.searchsorted(positions, positions)  # of each token's features
+    rank = rank - first
+    for turn in range(int(rank.max()) + 1):
+        chosen = (rank == turn).nonzero()[:, 0]
+        number = features[positions[chosen], indices[chosen]].sum()
+        (gradient,) = torch.autograd.grad(number, start, retain_graph=True)
+        reads[chosen] = gradient[positions[chosen]]
+    return reads
+
+
+def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings:
+    """Directions that the user names.
+
+    Args:
+        site: the place.
+        met: what there was.
+        features: they.
+
+    Raises:
+        OptionError: for a direction of another width, or a position outside.
+    """
+    x = tokens_of(met, site)
+    length, width = x.shape
+    placed: dict[int, list[tuple[int, Feature]]] = {}
+    for number, feature in enumerate(features):
+        for position in _positions(feature, length):
+            placed.setdefault(position, []).append((number, feature))
+    positions, indices, labels, reads, directions = [], [], [], [], []
+    for position, here in sorted(placed.items()):
+        along = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
+        inverse = torch.linalg.pinv(along.double()).mT.to(along)
+        for (number, feature), direction, own in zip(here, along, inverse, strict=True):
+            given = feature.encode
+            positions.append(position)
+            indices.append(number)
+            labels.append(feature.label or f"direction {number}")
+            reads.append(own if given is None else _vector(given, x, site, "encode"))
+            directions.append(direction)
+    read = torch.stack(reads)
+    at = torch.tensor(positions, device=x.device)
+    activations = (read * x[at]).sum(1)
+    along, rest = torch.stack(directions), x.new_zeros(width)
+    return Readings(site, at, list(indices), labels, activations, along, read, rest, "direction")
+
+
+def _positions(feature: Feature, length: int) -> Iterator[int]:
+    if feature.position is None:
+        yield from range(length)
+        return
+    if not -length <= feature.position < length:
+        raise OptionError(
+            f"Feature(position={feature.position}) lies outside of the {length} tokens at layer "
+            f"{feature.layer!r}. Pass one of them, or None for all."
+        )
+    yield feature.position % length
+
+
+def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
+    """A direction (W,) from what the user gave."""
+    width = x.shape[1]
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < width:
+        return torch.zeros_like(x[0]).index_fill(0, torch.tensor([value], device=x.device), 1.0)
+    if isinstance(value, Tensor) and value.shape == (width,) and bool(value.any()):
+        return value.detach().to(x)
+    got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise OptionError(
+        f"Feature({name}={got}) is no direction at {site.name!r}, whose activation has {width} "
+        f"features. Pass the number of one of them, or a tensor ({width},) that is not 0."
+    )
+
+
+def _does_not_fit(site: Site, x: Tensor, dictionary: Any, found: str) -> OptionError:
+    return OptionError(
+        f"The dictionary {type(dictionary).__name__} does not take apart what there is at "
+        f"{site.name!r}, activations {tuple(x.shape)}: {found}. Pass the layer that it is of."
+    )
+
+
+def _shape(features: Any) -> str:
+    return str(tuple(features.shape)) if isinstance(features, Tensor) else type(features).__name__

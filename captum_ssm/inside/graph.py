@@ -1,0 +1,192 @@
+"""The graph of the exact parts of an output: tokens, features, and what each adds to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from .influence import influences, scores
+
+Kind = Literal["token", "feature", "direction", "whole", "error", "constants", "target"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a graph.
+
+    Attributes:
+        kind: ``"token"`` of the input; ``"feature"`` of a dictionary; ``"direction"`` that a user
+            named; ``"whole"``, all of an activation at a token; ``"error"``, what the features at a
+            place leave over of it; ``"constants"``, biases and all else that no input adds;
+            ``"target"``.
+        layer: the place; empty for tokens, constants and the target.
+        depth: 0 for tokens, then the place among those of the graph in the order in which they
+            ran, and one more for the target.
+        position: of which token; None for constants and the target.
+        index: the number of the feature, or of the token in the vocabulary; None for none.
+        activation: its value: that of a feature, for a whole activation what it adds to the target,
+            for an error its norm.
+        influence: the share of what makes up the target that runs through it, 0 to 1.
+        label: what a reader sees.
+    """
+
+    kind: Kind
+    layer: str
+    depth: int
+    position: int | None
+    index: int | None
+    activation: float
+    influence: float
+    label: str
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """What each node of a run adds to each other, directly.
+
+    Attributes:
+        nodes: tokens, features, errors, constants, and last the target; n of them.
+        edges: ``edges[t, s]`` is what node s adds to node t past all others, (n, n). The row of a
+            node sums to its activation, as long as nothing was left out of the graph.
+        tokens: a text for each position.
+        scores: ``kept``, the share of the influence that the nodes have that were not pruned;
+            ``completeness``, the share of what enters nodes, by their influence, that is told
+            apart, not an error; ``replacement``, the share of the influence of all that begins in
+            the graph that tokens have, not errors.
+        writes: what each node adds to the activation at its place; None for tokens, constants and
+            the target.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import attribution_graph
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> mixers = ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+        >>> graph = attribution_graph(model, ids, target=(-1, 5), nodes=mixers, keep=None)
+        >>> row = graph.edges[-1]
+        >>> graph.nodes[-1].kind, bool((row.sum() - graph.nodes[-1].activation).abs() < 1e-4)
+        ('target', True)
+    """
+
+    nodes: tuple[Node, ...]
+    edges: Tensor
+    tokens: tuple[str, ...]
+    scores: Mapping[str, float]
+    writes: tuple[Tensor | None, ...] = ()
+
+    def effects(self) -> Tensor:
+        """What each node adds to the target on all paths, (n,), in the linear network.
+
+        Of a graph that was pruned, on the paths that are left.
+        """
+        sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
+        inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
+        edges = self.edges.double().cpu()
+        shares = torch.where(inner, 1 / sizes, torch.zeros_like(sizes))[:, None] * edges
+        row = edges[-1]
+        total = torch.zeros_like(row)
+        for _ in self.nodes:  # at most as long as the longest path
+            if not bool(row.any()):
+                break
+            total, row = total + row, row @ shares
+        return total
+
+    def pruned(self, keep: float = 0.8, keep_edges: float = 0.98) -> Graph:
+        """The graph with only the nodes and edges of the greatest influence.
+
+        Args:
+            keep: the share of the influence of features and errors that is kept. Tokens, constants
+                and the target stay. Default: 0.8.
+            keep_edges: the share of that of the edges; others become 0. Default: 0.98.
+        """
+        for name, value in (("keep", keep), ("keep_edges", keep_edges)):
+            if isinstance(value, bool) or not 0 < value <= 1:
+                raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
+        inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in self.nodes])
+        strength = torch.tensor([node.influence for node in self.nodes], dtype=torch.double)
+        stays = ~inner | _greatest(strength * inner, keep)
+        kept = float((strength * inner * stays).sum() / (strength * inner).sum().clamp_min(1e-30))
+        which = stays.nonzero()[:, 0]
+        edges = self.edges[which][:, which]
+        nodes = tuple(self.nodes[i] for i in which.tolist())
+        told = _told(nodes)
+        weights, through = influences(edges, told)
+        by_edge = weights * (through + _at_target(through))[:, None]
+        stays = _greatest(by_edge.flatten(), keep_edges).view_as(edges)
+        stays |= ~told  # constants are no influence, and stay
+        edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
+        found = {**scores(edges, told, _errors(nodes), _tokens(nodes)), "kept": kept}
+        writes = tuple(self.writes[i] for i in which.tolist()) if self.writes else ()
+        return Graph(nodes, edges, self.tokens, found, writes)
+
+    def path(self, start: int | None = None) -> list[Node]:
+        """The nodes on the path that carries most from the tokens to the target, token first.
+
+        Of a path as much is carried as the product of its edges' shares in what enters each node.
+
+        Args:
+            start: the position of the token that it begins with. Default: None, any.
+        """
+        if start is not None and not -len(self.tokens) <= start < len(self.tokens):
+            raise OptionError(f"start={start} is none of the {len(self.tokens)} tokens.")
+        told = _told(self.nodes)
+        weights, _ = influences(self.edges, told)
+        order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)
+        best = torch.zeros(len(self.nodes), dtype=torch.double)
+        after = [-1] * len(self.nodes)
+        best[-1] = 1.0
+        for node in order:
+            if best[node] == 0:
+                continue
+            for source in (weights[node] > 0).nonzero()[:, 0].tolist():
+                reached = float(best[node] * weights[node, source])
+                if reached > best[source]:
+                    best[source], after[source] = reached, node
+        tokens = _tokens(self.nodes).double() * best
+        if start is not None:
+            at = [node.position == start % len(self.tokens) for node in self.nodes]
+            tokens = tokens * torch.tensor(at)
+        if not bool(tokens.any()):
+            return [self.nodes[-1]]
+        found = [int(tokens.argmax())]
+        while after[found[-1]] >= 0:
+            found.append(after[found[-1]])
+        return [self.nodes[i] for i in found]
+
+
+#: Kinds of nodes that something enters, the target aside.
+_ENTERED = ("feature", "direction", "whole")
+#: Kinds of nodes that may be pruned.
+_INNER = (*_ENTERED, "error")
+
+
+def _told(nodes: Sequence[Node]) -> Tensor:
+    """Which nodes have influence: all but constants, (n,)."""
+    return torch.tensor([node.kind != "constants" for node in nodes])
+
+
+def _errors(nodes: Sequence[Node]) -> Tensor:
+    return torch.tensor([node.kind == "error" for node in nodes])
+
+
+def _tokens(nodes: Sequence[Node]) -> Tensor:
+    return torch.tensor([node.kind == "token" for node in nodes])
+
+
+def _at_target(through: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(through[:-1]), torch.ones_like(through[-1:])])
+
+
+def _greatest(values: Tensor, share: float) -> Tensor:
+    """The fewest entries that have such a share of the sum."""
+    order = values.argsort(descending=True)
+    so_far = values[order].cumsum(0)
+    # one that begins below the share is in; the last digits of a sum do not decide
+    inside = (so_far - values[order]) < share * so_far[-1] * (1 - 1e-12)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(0, order, inside)

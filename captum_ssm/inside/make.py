@@ -1,0 +1,170 @@
+"""Making a graph: one run of a linear network, and one pass back for each node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..attr.call import checks
+from ..attr.call.inputs import BatchPart, single_input
+from ..attr.call.targets import Against
+from ..attr.engine.decompose import Baselines, out_of_tuple
+from ..attr.engine.linear_method import Rules, linear_run, numbers_of, start_of
+from ..attr.engine.run import Request
+from ..attr.flow import FlowMethod
+from ..errors import InputError, OptionError
+from ..linear import Rule, find_site
+from ..tracing import find_model
+from .features import Dictionary, Feature
+from .graph import Graph
+from .layer import Layer
+from .parts import Parts
+
+#: What a graph's nodes are asked for as: layers, whole or by a dictionary, and single directions.
+Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
+
+
+def attribution_graph(
+    forward_func: Callable[..., Any],
+    inputs: Tensor | tuple[Tensor, ...],
+    target: Any = None,
+    additional_forward_args: Any = None,
+    *,
+    nodes: Nodes,
+    contrast: Any = None,
+    rule: Rule | None = None,
+    baselines: Baselines = None,
+    top: int = 512,
+    keep: float | None = 0.8,
+    tokens: Sequence[str] | None = None,
+    model: nn.Module | None = None,
+    layers: Sequence[Layer] | None = None,
+    show_progress: bool = False,
+    verify: bool | float | None = None,
+) -> Graph:
+    """The exact parts of an output, and of these parts, down to the tokens.
+
+    One forward run of the network that :class:`~captum_ssm.LatimFlow` makes linear, and one
+    backward pass for each node.  What enters a node adds up to its activation.
+
+    Args:
+        forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
+            it.
+        inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W), which is one node;
+            or a tuple of one such tensor.
+        target, additional_forward_args, contrast, rule, baselines, verify: as in
+            :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same defaults.
+        nodes: the layers whose outputs are taken apart: a mapping of layers to dictionaries,
+            objects with ``encode`` and ``decode`` such as sparse autoencoders, or to None for an
+            activation that is one node at each token (for heads, such as
+            ``"backbone.layers.0.mixer.heads"``, one for each head); or a list of layers and of
+            :class:`Feature`.
+        top: how many features are followed, those which add most to the target; what others at
+            their place write is in its error. Default: 512.
+        keep: the share of the influence that is kept when the graph is pruned, see
+            :meth:`Graph.pruned`. Default: 0.8; None for the whole graph.
+        tokens: a text for each position. Default: None, their ids or numbers.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        show_progress: show a progress bar over the nodes. Default: False.
+
+    Returns:
+        The :class:`Graph`.
+
+    Raises:
+        LayerError: for a layer that is none of the model, did not run, ran several times or is a
+            part of a mixer.
+        OptionError: for nodes, or another option, that do not fit.
+        InputError, TargetError, GradientModeError, NotLinearError, NonFiniteError,
+        ReconstructionError: as LatimFlow.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import attribution_graph
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> text = "anna owns the lamp . anna owns the"
+        >>> ids = torch.tensor([tokenizer.encode(text)])
+        >>> blocks = ["backbone.layers.0", "backbone.layers.1"]
+        >>> graph = attribution_graph(
+        ...     model, ids, (-1, ids[0, 3]), nodes=blocks, contrast="mean", tokens=text.split())
+        >>> [node.label or (node.layer, node.position) for node in graph.path()]
+        ['lamp', ('backbone.layers.0', 3), ('backbone.layers.1', 7), 'target']
+    """
+    checks.flags(show_progress=show_progress)
+    if checks.count("top", top) is None:
+        raise OptionError("top=None must be an integer, at least 1.")
+    tensor, _ = single_input(inputs)
+    if len(tensor) != 1:
+        raise InputError(
+            f"inputs has {len(tensor)} examples, and a graph is of one. Pass inputs[i : i + 1]."
+        )
+    maker = _Maker(forward_func, model, layers)
+    asked = Against(target, contrast)
+    start = out_of_tuple(baselines)
+    rules = maker.rules(rule, verify)
+    taken = _by_layer(nodes)
+    parts = maker.parts(
+        tensor, asked, additional_forward_args, taken, rules, start, top, show_progress
+    )
+    graph = parts.graph(tokens, tensor)
+    return graph if keep is None else graph.pruned(keep)
+
+
+def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
+    """Layers, and what takes them apart: None, a dictionary, or a list of features."""
+    if isinstance(nodes, Mapping) and nodes:
+        return list(nodes.items())
+    if not isinstance(nodes, list | tuple) or not nodes:
+        raise OptionError(
+            f"nodes={nodes!r} must be a mapping of layers to dictionaries or None, or a list of "
+            "layers and features; not empty."
+        )
+    found: dict[Layer, list[Feature] | None] = {}
+    for one in nodes:
+        own = [one] if isinstance(one, Feature) else None
+        layer = one.layer if isinstance(one, Feature) else one
+        before = found.setdefault(layer, own)
+        if (before is None) != (own is None):
+            raise OptionError(f"nodes names {layer!r} whole and by features; choose one of them.")
+        if before is not None and own is not None and before is not own:
+            before += own
+    return list(found.items())
+
+
+class _Maker(FlowMethod):
+    """Runs a model for a graph."""
+
+    name = "Attribution Graph"
+
+    def rules(self, rule: Rule | None, verify: bool | float | None) -> Rules:
+        """What the user asks for, checked."""
+        return self._rules(rule, False, verify, by_layer=False)
+
+    def parts(
+        self,
+        inputs: Tensor,
+        asked: Against,
+        additional_forward_args: Any,
+        nodes: Sequence[tuple[Layer, Any]],
+        rules: Rules,
+        baselines: Baselines,
+        top: int,
+        show_progress: bool,
+    ) -> Parts:
+        """A run, cut at the nodes' layers, and what reaches each node."""
+        model = find_model(self.forward_func, self.model)
+        taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
+
+        def explain(request: Request, questions: Sequence[Against], _: BatchPart) -> list[Parts]:
+            request = replace(request, cuts=tuple(taken))
+            with linear_run(request, questions, rules) as (network, output, kept):
+                (number,) = numbers_of(network, output, kept, questions)
+                parts = Parts(network, taken, *number, start_of(network, rules, baselines))
+                return [parts.followed(top, show_progress)]
+
+        ((parts,),) = self._by_parts(inputs, [asked], additional_forward_args, None, explain)
+        return parts

@@ -1,0 +1,247 @@
+"""The parts of a run that is cut at places: what features are there, and what reaches what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from captum._utils.progress import progress
+from torch import Tensor
+
+from ..attr.engine.decompose import TOLERANCES, account, not_linear
+from ..errors import OptionError
+from ..linear import Network, Site
+from ..operators.kernels.arithmetic import unseen
+from .features import Readings, of_dictionary, of_directions, tokens_of, whole
+from .graph import Graph, Kind, Node
+from .influence import influences, scores
+
+
+class Parts:
+    """A run whose graph ends and begins anew at the nodes' layers.
+
+    Args:
+        network: the network, after its forward run.
+        taken: how the activation at each place is taken apart: None, whole; a list of features; or
+            a dictionary.
+        number: the target (1,).
+        constant: a summand of it that no module added, or None.
+        baseline: the input in comparison with which there are parts, or None.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        taken: Mapping[Site, Any],
+        number: Tensor,
+        constant: Tensor | None,
+        baseline: Tensor | None,
+    ) -> None:
+        self.network, self.taken = network, taken
+        self.number, self.constant, self.baseline = number, constant, baseline
+        for site in taken:
+            network.met(site)  # each of them ran
+        assert network.sites is not None
+        self.sites = [site for site in network.sites.met if site in taken]
+        self.met = {site: network.met(site) for site in self.sites}
+        self.values = {site: tokens_of(self.met[site], site) for site in self.sites}
+        self.readings: dict[Site, Readings] = {}
+        self.edges: list[Tensor] = []
+
+    def followed(self, top: int, show_progress: bool) -> Parts:
+        """The same, with what reaches each of the nodes that add most to the target.
+
+        Args:
+            top: how many nodes, at most.
+            show_progress: whether a progress bar is shown.
+        """
+        with unseen():
+            effects = self._read()
+            strength = torch.cat([effects[site].abs() for site in self.sites])
+            best = torch.zeros_like(strength, dtype=torch.bool)
+            best[strength.topk(min(top, len(strength))).indices] = True
+            sizes = [len(effects[site]) for site in self.sites]
+            for site, chosen in zip(self.sites, torch.split(best, sizes), strict=True):
+                self.readings[site] = self.readings[site].only(chosen.nonzero()[:, 0])
+            self.errors = {site: self._error(site) for site in self.sites}
+            numbers = list(self._numbers())
+            steps = (
+                numbers
+                if not show_progress
+                else progress(numbers, desc="nodes", total=len(numbers))
+            )
+            for number, constant, activation in steps:
+                self.edges.append(self._row(number, constant, activation))
+        return self
+
+    def graph(self, tokens: Sequence[str] | None, inputs: Tensor) -> Graph:
+        """The graph.
+
+        Args:
+            tokens: a text for each token that the user gave, or None.
+            inputs: what was explained.
+        """
+        texts, ids = self._texts(tokens, inputs)
+        image = inputs.dim() == 4
+        nodes = [
+            Node("token", "", 0, None if image else i, ids[i], 0.0, 0.0, text)
+            for i, text in enumerate(texts)
+        ]
+        nodes += self._inner_nodes()
+        last = len(self.sites) + 1
+        nodes.append(Node("constants", "", 0, None, None, 0.0, 0.0, "constants"))
+        value = float(self.number.detach())
+        nodes.append(Node("target", "", last, None, None, value, 0.0, "target"))
+        edges = torch.zeros(len(nodes), len(nodes), dtype=self.edges[-1].dtype)
+        rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
+        for row, found in zip([*rows, len(nodes) - 1], self.edges, strict=True):
+            edges[row, :-1] = found
+        kinds = [node.kind for node in nodes]
+        told, errors, given = (
+            torch.tensor([kind in which for kind in kinds])
+            for which in (set(kinds) - {"constants"}, {"error"}, {"token"})
+        )
+        _, through = influences(edges, told)
+        counted = [
+            replace(node, influence=share)
+            for node, share in zip(nodes, through.tolist(), strict=True)
+        ]
+        counts = {**scores(edges, told, errors, given), "kept": 1.0}
+        writes = (*([None] * len(texts)), *self._writes(), None, None)
+        return Graph(tuple(counted), edges, tuple(texts), counts, writes)
+
+    def _read(self) -> dict[Site, Tensor]:
+        """What each node adds to the target on all paths, from the last place to the first."""
+        leaves = [self.met[site].leaf for site in self.sites]
+        gradients, _ = account(self.network.mode.ledger, self.number, self.constant, leaves)  # type: ignore[arg-type]
+        total = dict(zip(self.sites, gradients, strict=True))
+        effects = {}
+        for place in reversed(range(len(self.sites))):
+            site = self.sites[place]
+            gradient = total[site][0].flatten(1)
+            found = self._readings(site, gradient)
+            self.readings[site] = found
+            effects[site] = (gradient[found.positions] * found.writes).sum(1)
+            onward = found.reads
+            if found.kind != "whole":
+                per_unit = (gradient[found.positions] * found.directions).sum(1)
+                onward = per_unit[:, None] * found.reads
+            through = torch.zeros_like(gradient).index_add(0, found.positions, onward)
+            value = self.met[site].value
+            earlier = [leaf for leaf in leaves[:place] if leaf is not None]
+            if not earlier:
+                continue
+            more = torch.autograd.grad(
+                value, earlier, through.view_as(value), retain_graph=True, allow_unused=True
+            )
+            for before, gradient_there in zip(self.sites[:place], more, strict=True):
+                if gradient_there is not None:
+                    total[before] = total[before] + gradient_there
+        return effects
+
+    def _readings(self, site: Site, gradient: Tensor) -> Readings:
+        how, met = self.taken[site], self.met[site]
+        if how is None:
+            return whole(site, met, gradient)
+        if isinstance(how, list):
+            return of_directions(site, met, how)
+        return of_dictionary(site, met, how)
+
+    def _error(self, site: Site) -> Tensor:
+        """What the features that are followed leave over of each token (L, W)."""
+        found = self.readings[site]
+        written = torch.zeros_like(self.values[site])
+        written = written.index_add(0, found.positions, found.writes)
+        return self.values[site] - written - found.rest
+
+    def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+        """Each node that something enters: its number (1,), its own constant, its activation."""
+        for site in self.sites:
+            found, rows = self.readings[site], self.met[site].value[0].flatten(1)
+            there = self.values[site][found.positions]
+            own = found.activations - (found.reads * there).sum(1)
+            for i in range(len(own)):
+                number = (found.reads[i] * rows[found.positions[i]]).sum()[None]
+                yield number, own[i : i + 1], float(found.activations[i])
+        yield self.number, self.constant, float(self.number.detach())
+
+    def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
+        """What all nodes but the target add to a number, in the order of the graph's nodes."""
+        root, leaves = self.network.root, [self.met[site].leaf for site in self.sites]
+        if not number.requires_grad:  # of a place that no node is before
+            number = number + 0 * root.sum()
+        (first, *others), biases = account(
+            self.network.mode.ledger,
+            number,
+            constant,
+            [root, *leaves],  # type: ignore[list-item]
+        )
+        kept = sum((b.sum() for b in biases.values()), number.new_zeros(()).detach())
+        value = root.detach()
+        if self.baseline is not None:
+            kept = kept + (first * self.baseline).sum()
+            value = value - self.baseline
+        relevance = first * value
+        if relevance.dim() == 4:
+            row = [relevance.flatten().sum()[None]]
+        else:
+            row = [relevance[0].flatten(1).sum(1) if relevance.dim() > 2 else relevance[0]]
+        errors, size = [], relevance.abs().sum()
+        for site, gradient in zip(self.sites, others, strict=True):
+            found, rows = self.readings[site], gradient[0].flatten(1)
+            row.append((rows[found.positions] * found.writes).sum(1))
+            errors.append((rows * self.errors[site]).sum(1)[self._has_error(site)])
+            kept = kept + (rows * found.rest).sum()
+            size = size + (rows * self.values[site]).abs().sum()
+        whole_row = torch.cat([*row, *errors, kept[None]]).detach().double().cpu()
+        size = size + sum(b.abs().sum() for b in biases.values()) + abs(activation)
+        limit = TOLERANCES.get(number.dtype, 1e-3) * float(size)
+        if abs(float(whole_row.sum()) - activation) > limit:
+            raise not_linear(number)
+        return whole_row
+
+    def _has_error(self, site: Site) -> Tensor:
+        return self.errors[site].any(1)
+
+    def _inner_nodes(self) -> Iterator[Node]:
+        for depth, site in enumerate(self.sites, 1):
+            found = self.readings[site]
+            kind: Kind = found.kind
+            for i, position in enumerate(found.positions.tolist()):
+                value = float(found.activations[i])
+                index, label = found.indices[i], found.labels[i]
+                yield Node(kind, site.name, depth, position, index, value, 0.0, label)
+        for depth, site in enumerate(self.sites, 1):
+            norms = self.errors[site].norm(dim=1).tolist()
+            for position in self._has_error(site).nonzero()[:, 0].tolist():
+                size = norms[position]
+                yield Node("error", site.name, depth, position, None, size, 0.0, "error")
+
+    def _writes(self) -> Iterator[Tensor]:
+        """What each of the inner nodes writes, in their order."""
+        for site in self.sites:
+            yield from self.readings[site].writes.detach().unbind()
+        for site in self.sites:
+            yield from self.errors[site][self._has_error(site)].detach().unbind()
+
+    def _texts(
+        self, tokens: Sequence[str] | None, inputs: Tensor
+    ) -> tuple[list[str], list[int | None]]:
+        """A text and an id for each token that the model reads."""
+        if inputs.dim() == 4:
+            return ["image"], [None]
+        length, given = inputs.shape[1], self.network.mode.given
+        ids: list[int | None] = [None] * length if inputs.dim() == 3 else inputs[0].tolist()
+        if tokens is None:
+            tokens = [str(i if x is None else x) for i, x in enumerate(ids)]
+        if isinstance(tokens, str) or len(tokens) != length:
+            raise OptionError(
+                f"tokens has {len(tokens)} texts, but inputs {length} tokens. Pass one for each."
+            )
+        if given is None:
+            return list(tokens), ids
+        places = given[0].tolist()
+        texts = [tokens[i] if i >= 0 else "(virtual)" for i in places]
+        return texts, [ids[i] if i >= 0 else None for i in places]

@@ -1,0 +1,139 @@
+"""What a model does without a feature, and how near a graph says it beforehand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.call.inputs import as_tuple, call_model, single_input
+from ..attr.call.targets import contrasted, logits_of
+from ..edges.truth import Truth
+from ..errors import LayerError, OptionError
+from ..linear import find_site
+from ..tracing import find_model
+from ..tracing.hooks import hooked
+from .graph import Graph, Node
+
+#: Kinds of nodes that write something which can be taken off.
+_REMOVABLE = ("feature", "direction", "whole", "error")
+
+
+@contextmanager
+def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[None]:
+    """Run a model without what some nodes of a graph write, all else as the model makes it.
+
+    What they wrote in the graph's run is taken off the activation at their places.  It is a true
+    intervention, for an input of as many tokens.
+
+    Args:
+        model: the model.
+        graph: the graph.
+        nodes: some of its features, directions, whole activations or errors.
+
+    Raises:
+        OptionError: for a node that is none of the graph, writes nothing, or is a head; cut heads
+            with :func:`~captum_ssm.knock_out`.
+        LayerError: when a layer's output is not what it was in the graph's run.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import attribution_graph
+        >>> from captum_ssm.inside import without
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp . ? anna owns the")])
+        >>> answer = int(model(ids).logits[0, -1].argmax())
+        >>> graph = attribution_graph(
+        ...     model, ids, (-1, answer), nodes=["backbone.layers.0"], contrast="mean")
+        >>> with without(model, graph, [graph.path()[1]]):
+        ...     bool(model(ids).logits[0, -1].argmax() == answer)
+        False
+    """
+    places: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    number = {id(node): i for i, node in enumerate(graph.nodes)}
+    for node in nodes:
+        written = graph.writes[number[id(node)]] if id(node) in number else None
+        if written is None or node.position is None or node.layer.endswith(".heads"):
+            raise OptionError(
+                f"nodes has {node}, which cannot be taken off a layer's output. Pass features, "
+                "directions, whole activations or errors of this graph; for heads use knock_out."
+            )
+        places[node.layer].append((node.position, written))
+    with ExitStack() as stack:
+        for layer, parts in places.items():
+            site = find_site(model, layer)
+            hook = hooked(site.module.register_forward_hook, _taking_off(layer, parts))
+            stack.enter_context(hook)
+        yield
+
+
+def against_truth(
+    graph: Graph,
+    forward_func: Callable[..., Any],
+    inputs: Tensor | tuple[Tensor, ...],
+    target: Any = None,
+    additional_forward_args: Any = None,
+    *,
+    contrast: Any = None,
+    model: nn.Module | None = None,
+) -> Truth:
+    """Take the nodes of a graph away one by one, and hold what that does against its edges.
+
+    Args:
+        graph: made of the same arguments, pruned or not.
+        forward_func, inputs, target, additional_forward_args, contrast, model: as in
+            :func:`~captum_ssm.attribution_graph`, with the same defaults. For ``contrast="all"`` or
+            ``"others"`` the true effect is on the log-probability or the log-odds themselves.
+
+    Returns:
+        Both numbers for every feature, direction and whole activation that is not a head's, with
+        their correlation and how often their signs agree.
+    """
+    tensor, _ = single_input(inputs)
+    additional = as_tuple(additional_forward_args)
+    module = find_model(forward_func, model)
+    nodes = [n for n in graph.nodes if n.kind in _REMOVABLE[:-1] and not n.layer.endswith(".heads")]
+
+    def number(*removed: Node) -> float:
+        with torch.no_grad(), without(module, graph, removed):
+            output = logits_of(call_model(forward_func, tensor, additional))
+        return float(contrasted(output, target, contrast)[0])
+
+    effects = graph.effects()
+    place = {id(node): i for i, node in enumerate(graph.nodes)}
+    estimated = torch.stack([effects[place[id(node)]] for node in nodes])
+    before = number()
+    true = torch.tensor([before - number(node) for node in nodes], dtype=torch.double)
+    rounding = 4 * torch.finfo(torch.float32).eps * abs(before)
+    return Truth(nodes, [0] * len(nodes), estimated, true, rounding)
+
+
+def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        several = isinstance(output, tuple | list)
+        tensors = [x for x in (output if several else [output]) if isinstance(x, Tensor)]
+        tensors = [x for x in tensors if x.is_floating_point()]
+        width, taken = len(parts[0][1]), list[Tensor]()
+        while tensors and sum(x[0, 0].numel() for x in taken) < width:
+            taken.append(tensors.pop(0))
+        sizes = [x[0, 0].numel() for x in taken]
+        inside = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in taken)
+        if not inside:
+            raise LayerError(
+                f"layer {layer!r} does not return what it did in the graph's run, {width} features "
+                f"of each token. Run the model on an input of as many tokens."
+            )
+        new = {id(x): x.clone() for x in taken}
+        for position, written in parts:
+            for x, part in zip(taken, torch.split(written, sizes), strict=True):
+                new[id(x)][:, position] -= part.to(x).view(x.shape[2:])
+        if not several:
+            return new[id(output)]
+        return type(output)(new.get(id(x), x) for x in output)
+
+    return hook

@@ -1,0 +1,124 @@
+"""How much of a long input is held at a time: peaks of live memory, without a run of that length.
+
+Every tensor that torch makes is counted from when it is there until it is gone, so that the peak
+is the same on every machine.  It is told in sequences of the model's width, 4 bytes each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from zoo.mamba import transformers_model
+
+from captum_ssm import LatimFlow, SSMLLMAttribution
+from captum_ssm.linear import FAMILY, linearised, network
+from captum_ssm.linear.mixer import through
+from captum_ssm.operators.coefficients import live_coefficients
+
+pytestmark = pytest.mark.transformers5
+TOKENS, WIDTH, LAYERS = 512, 48, 4
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of what is made while it is on.
+
+    Attributes:
+        peak: the most that were there at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is None or storage._cdata in known or storage._cdata in self._held:
+                continue
+            self._held[storage._cdata] = storage.nbytes()
+            self._now += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage._cdata)
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._held.pop(key)
+
+
+def sequences(call: Callable[[], object]) -> float:
+    """The peak of a call, in sequences of the model's width."""
+    with Counted() as counted:
+        call()
+    return counted.peak / (4 * TOKENS * WIDTH)
+
+
+class Numbers:
+    """A tokenizer of numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(number) for number in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def model(layers: int = LAYERS) -> Any:
+    sizes = {"hidden_size": WIDTH, "state_size": 2, "time_step_rank": 2}
+    return transformers_model("mamba", num_hidden_layers=layers, **sizes).requires_grad_(False)
+
+
+def test_a_span_holds_what_one_token_does() -> None:
+    """Of each layer three sequences of twice the width: gates, activations and steps.
+
+    In the last one, whose projections are there as well, 14 of the width come on top, and five are
+    those of the stream.
+    """
+    ids, explain = torch.randint(15, (TOKENS,)), SSMLLMAttribution(LatimFlow(model()), Numbers())
+    of_one = sequences(lambda: LatimFlow(model()).attribute(ids[None], (-1, 3)))
+    options: dict[str, Any] = {"spans": "all", "contrast": "all"}
+    of_span = sequences(lambda: explain.attribute(ids[:-64], ids[-64:], **options))
+    assert of_one <= (LAYERS * 6 + 14 + 5) * 1.05
+    assert of_span <= of_one * 1.1
+    # a layer more adds what is kept of it, and little that has few channels
+    more = sequences(lambda: LatimFlow(model(LAYERS + 2)).attribute(ids[None], (-1, 3)))
+    assert more - of_one <= 2 * 7
+
+
+@pytest.mark.parametrize("rule", FAMILY)
+def test_coefficients_without_a_share_lose_their_graphs(
+    rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(
+        network, "through", lambda linear, *rest: (made.append(linear), through(linear, *rest))[1]
+    )
+    whole, ids = model(1), torch.randint(15, (1, 9))
+    with linearised(whole, ids, rule=rule):
+        whole(ids)
+    live = live_coefficients(made[0].operator)
+    kept = {leaf.roles[name] for (leaf, name), x in live.items() if x.requires_grad}
+    assert {leaf.roles[name] for leaf, name in live} >= {"key", "query", "gate"}
+    assert kept == {"key", "query", "gate", "step"} & set(FAMILY[rule])
+
+
+@pytest.mark.parametrize("rule", ["frozen", "half", "equal"])  # tangents have constants of tokens
+def test_a_bias_of_all_tokens_is_noted_once(rule: Any) -> None:
+    whole, ids = model(2), torch.randint(15, (1, 33))
+    sizes = []
+    with linearised(whole, ids, rule=rule) as found:
+        number = whole(ids).logits[0, -1, 3]
+    with found.mode.ledger.entries_to(lambda _, value, where: sizes.append((where, value.numel()))):
+        torch.autograd.grad(number, found.root)
+    convolved = [size for where, size in sizes if where.endswith("mixer")]
+    assert convolved
+    assert max(convolved) <= 2 * WIDTH
