@@ -18,7 +18,6 @@ from captum.attr import (
 )
 from captum.concept import TCAV, Classifier, Concept
 from captum.metrics import sensitivity_max
-from helpers.sessions import thorough
 from torch import Tensor
 from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
@@ -114,8 +113,9 @@ SMOOTHING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [*LAYERS, *NEURONS])
-@pytest.mark.parametrize("smoothing", thorough(SMOOTHING, ("vargrad",)))
+@pytest.mark.parametrize("smoothing", SMOOTHING)
 @pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients")
 def test_noise_tunnel(method: Any, smoothing: str, watched: Any) -> None:
     model = watched(mamba_lm())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
-from helpers.sessions import full, thorough
+from helpers.sessions import thorough
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -347,8 +347,9 @@ def test_the_mean_is_that_of_real_tokens() -> None:
 # --- rules and baselines -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [BLOCK, *full(f"{BLOCK}.mixer.heads")])
-@pytest.mark.parametrize("rule", [*full("frozen", "half", "equal"), "centred"])
+@pytest.mark.full
+@pytest.mark.parametrize("layer", [BLOCK, f"{BLOCK}.mixer.heads"])
+@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
 @never_rounded()
 def test_baselines_are_the_layers_own(layer: str, rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True).double(), token_ids()
