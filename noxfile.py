@@ -158,7 +158,8 @@ def transformers4(session: nox.Session) -> None:
     pytest(session, "-m", CORE, files=("tests/mixers", "tests/tracing/test_wrappers.py"))
     methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
     files = (f"tests/attr/test_{method}.py" for method in methods)
-    pytest(session, files=("tests/linear", "tests/tracing", "tests/conformance", *files))
+    rooms = ("tests/linear", "tests/tracing", "tests/inside", "tests/conformance")
+    pytest(session, files=(*rooms, *files))
 
 
 @nox.session

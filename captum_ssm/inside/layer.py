@@ -211,6 +211,10 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         whole = torch.cat([x.to(found.inputs) for x in given], -1)
         return found.virtual + self._delta(found, found.inputs, whole)
 
+    def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: an activation need not have tokens."""
+        raise NotImplementedError(f"{self.name} has no such form; call attribute() of each target.")
+
     def _several(self) -> Sequence[Layer]:
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
 

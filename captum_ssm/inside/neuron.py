@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from captum.attr import NeuronAttribution
 from torch import Tensor, nn
 
@@ -16,8 +17,9 @@ from ..attr.engine.decompose import Baselines, Decomposition, out_of_tuple, stac
 from ..attr.engine.linear_method import decompositions
 from ..attr.engine.run import Inner
 from ..attr.flow import FlowMethod
-from ..errors import TargetError
+from ..errors import GradientModeError, NonFiniteError, TargetError
 from ..linear import Rule, find_site
+from ..operators.kernels.arithmetic import unseen
 from ..tracing import find_model
 from .layer import Layer
 
@@ -106,7 +108,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         Raises:
             LayerError: when the layer did not run, ran several times, or does not depend on the
                 inputs.
-            TargetError: for a selector that fits no neuron.
+            TargetError: for a selector that fits no neuron, or reads padded tokens.
             OptionError, InputError, GradientModeError, NotLinearError, NonFiniteError,
             ReconstructionError: as there.
         """
@@ -196,11 +198,21 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         )
         return self._delta(found, found.inputs, attributions)
 
+    def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: of a neuron there are no several targets."""
+        raise NotImplementedError(f"{self.name} has no targets; call attribute() for each neuron.")
+
     def _ends(self, selector: Selector, at_input: bool) -> Inner:
         checks.flags(attribute_to_neuron_input=at_input)
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
-        return Inner(site, lambda tensors: _chosen(selector, tensors, site.name))
+
+        def chosen(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            number = _chosen(selector, tensors, site.name)
+            _check(number, tensors, mask, site.name)
+            return number
+
+        return Inner(site, chosen)
 
 
 class NeuronMambaLRP(NeuronLatimFlow):
@@ -247,11 +259,8 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     (value,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
     entries = [x if isinstance(x, slice) else checks.as_integer(x) for x in index]
-    inside = len(index) == value.dim() - 1 and all(
-        x is not None and (isinstance(x, slice) or -size <= x < size)
-        for x, size in zip(entries, value.shape[1:], strict=True)
-    )
-    if not inside:
+    fits = len(index) == value.dim() - 1 and all(map(_selects, entries, value.shape[1:]))
+    if not fits:
         raise TargetError(
             f"neuron_selector={selector!r} is no neuron {of}. Pass {value.dim() - 1} indices or "
             "slices of one example's, or a function that returns one number per example."
@@ -260,3 +269,38 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     if found.dim() > 1:
         found = found.flatten(1).sum(1)
     return found
+
+
+def _selects(entry: int | slice | None, size: int) -> bool:
+    """Whether an index or a slice selects any of so many."""
+    if not isinstance(entry, slice):
+        return entry is not None and -size <= entry < size
+    try:  # torch takes no steps back
+        return len(range(size)[entry]) > 0 and (entry.step is None or entry.step > 0)
+    except (TypeError, ValueError):
+        return False
+
+
+def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
+    """Raise for a number that cannot be explained, or that padded tokens are a part of."""
+    if not bool(number.detach().isfinite().all()):
+        raise NonFiniteError(
+            f"neuron_selector gives {number.detach().tolist()} of layer {layer!r}, which cannot be "
+            "divided into parts. Select neurons that are finite, or run the model in a wider dtype "
+            f"than {number.dtype}."
+        )
+    if not number.requires_grad:
+        raise GradientModeError(
+            f"What neuron_selector returns does not depend linearly on layer {layer!r}. Return "
+            "entries of the activation, or sums of them, with their graph."
+        )
+    if mask is None or mask.shape != tensors[0].shape[:2]:
+        return
+    with unseen():
+        found = torch.autograd.grad(number.sum(), tensors, retain_graph=True, allow_unused=True)
+    read = [x.flatten(2).any(2) for x in found if x is not None]
+    if any(bool((x & ~mask.to(x.device)).any()) for x in read):
+        raise TargetError(
+            f"neuron_selector reads layer {layer!r} at padded tokens. Select real tokens of every "
+            "example, or explain each example by itself."
+        )

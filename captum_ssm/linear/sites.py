@@ -67,15 +67,17 @@ def find_site(
         'output'
     """
     mixers = find_mixers(model, layers)
-    named = dict(model.named_modules())
-    if isinstance(layer, str) and layer not in named and layer.endswith(HEADS):
-        return _heads(layer, mixers, at_input)
+    named = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(layer, str) and layer.endswith(HEADS):
+        of_a_mixer = any(layer.removesuffix(HEADS) in mixer.names for mixer in mixers)
+        if of_a_mixer or layer not in named:  # a mixer's own part of that name is none
+            return _heads(layer, mixers, at_input)
     name = layer if isinstance(layer, str) else _name(layer, named)
     module = named.get(name) if isinstance(name, str) else None
     if module is None:
-        called = repr(layer) if isinstance(layer, str) else f"a {type(layer).__name__}"
+        called = repr(layer) if isinstance(layer, str) else f"of type {type(layer).__name__}"
         raise LayerError(
-            f"layer is {called}, which is no module of the model. Pass one of its modules, or a "
+            f"layer is {called}, but no module of the model. Pass one of its modules, or a "
             f"name out of model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
             f"{mixers[0].name + HEADS!r}."
         )
@@ -188,18 +190,22 @@ class Sites:
         return lambda module, args, kwargs: self._meet(site, (args, kwargs))
 
     def _meet(self, site: Site, value: Any) -> Any:
+        if not torch._C._is_torch_function_enabled():  # a checkpoint runs again, in the backward
+            return value
         with unseen(), torch.enable_grad():
             tensors = list(_live(value))
             self._check(site, tensors)
             sizes = tuple(x.shape[-1] for x in tensors)
-            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+            # a copy, also of one: what was met may be changed in place later
+            whole = torch.cat(tensors, -1)
             if not self.cut[site]:  # a copy goes on, so that what is read stays what it was
                 self.met[site] = Met(whole, sizes, None)
                 copies = [x.clone() for x in tensors]
             else:
                 leaf = self.mode.leaf(whole)
                 self.met[site] = Met(whole, sizes, leaf)
-                copies = [x.clone() for x in torch.split(leaf, list(sizes), -1)]
+                parts = zip(torch.split(leaf, list(sizes), -1), tensors, strict=True)
+                copies = [part.to(x.dtype, copy=True) for part, x in parts]
             for x, new in zip(tensors, copies, strict=True):
                 if self.mode.is_bent(x):
                     self.mode.mark_bent(new)
@@ -217,11 +223,17 @@ class Sites:
                 f"Nothing of what layer {site.name!r} {does} depends on the inputs, or it runs "
                 "under no_grad. Pass a layer between the embeddings and the output."
             )
-        shapes = [tuple(x.shape) for x in tensors]
-        if any(shape[:-1] != shapes[0][:-1] for shape in shapes) or not shapes[0]:
+        shapes, root = [tuple(x.shape) for x in tensors], self.mode.root
+        if any(shape[:-1] != shapes[0][:-1] for shape in shapes) or len(shapes[0]) < 2:
             raise LayerError(
                 f"layer {site.name!r} has tensors of shapes {shapes}, which are no one activation. "
                 "Pass a layer with one tensor."
+            )
+        if root is not None and len(root) != len(tensors[0]):
+            raise LayerError(
+                f"layer {site.name!r} has an activation of shape {shapes[0]}, in which the "
+                f"{len(root)} examples do not stand in front. Pass a layer that keeps them apart, "
+                "such as a block around it."
             )
 
 

@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import oracles
 import pytest
 import torch
+from helpers.frozen_networks import NETWORKS
 from oracles import frozen_network as frozen
-from zoo import attention
-from zoo import mamba2 as mamba2_models
-from zoo.small import mamba_lm, token_ids
+from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimFlow, MambaLRP
 from captum_ssm.attr.engine.decompose import Decomposition, exact, stacked
-
-
-def mamba() -> tuple[Any, ...]:
-    model = mamba_lm(num_hidden_layers=2, use_bias=True)
-    norms = [block.norm for block in model.backbone.layers]
-    return model, frozen.mamba_layers, norms, [], model.backbone.norm_f
-
-
-def mamba2() -> tuple[Any, ...]:
-    model = mamba2_models.make_model("mamba2")
-    norms = [block.norm for block in model.backbone.layers]
-    return model, frozen.mamba_layers, norms, [], model.backbone.norm_f
-
-
-def decoder(model: Any, final: Any) -> tuple[Any, ...]:
-    model.set_attn_implementation("eager")
-    layers = model.model.layers
-    norms = [n for layer in layers for n in (layer.input_layernorm, frozen.second_norm(layer))]
-    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
-    return model, frozen.decoder_layers, norms, attentions, final
-
-
-def llama() -> tuple[Any, ...]:
-    model = attention.attention_model("llama", rms_norm_eps=0.02)
-    return decoder(model, model.model.norm)
-
-
-def bamba() -> tuple[Any, ...]:
-    model = mamba2_models.make_model("bamba")
-    return decoder(model, model.model.final_layernorm)
-
-
-def gpt_neox() -> tuple[Any, ...]:
-    model = attention.attention_model("gpt_neox", "eager")
-    layers = model.gpt_neox.layers
-    norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
-    own = [layer.attention for layer in layers]
-    return model, frozen.parallel_layers, norms, own, model.gpt_neox.final_layer_norm
-
-
-#: Networks, and the error allowed: all but GPT-NeoX compute norms in float32.
-NETWORKS = {mamba: 1e-5, mamba2: 1e-5, llama: 1e-5, bamba: 1e-5, gpt_neox: 1e-10}
+from captum_ssm.errors import OptionError
 
 
 @pytest.mark.parametrize("method, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
@@ -96,6 +52,37 @@ def test_constants_are_named_by_the_modules_that_add_them():
     assert torch.equal(found.bias, sum(found.biases.values()))
 
 
+@pytest.mark.parametrize("rule", ["frozen", "centred"])
+def test_what_enters_and_leaves_mixers_by_feature(rule):
+    model, ids = mamba_lm(use_bias=True), token_ids(2)
+    explain, targets = LatimFlow(model), [(-1, 3), (4, 2)]
+    whole = [explain.decompose(ids, target, rule=rule) for target in targets]
+    each = explain.decompose_each(ids, targets, rule=rule, features=True, internal_batch_size=1)
+    one = explain.decompose(ids, targets[0], rule=rule, features=True, roles=False)
+    for found, wanted in zip([*each, one], [*whole, whole[0]], strict=True):
+        assert oracles.relative_error(found.inputs, wanted.inputs) <= 1e-5
+        for name in ("streams", "mixers"):
+            pairs = list(zip(getattr(found, name), getattr(wanted, name), strict=True))
+            assert len(pairs) == 3
+            for by_feature, by_token in pairs:
+                assert by_feature.shape == (2, 11, model.config.hidden_size)
+                assert oracles.relative_error(by_feature.sum(-1), by_token) <= 1e-5
+    first = explain.decompose(ids, targets[0], features=True)  # the embeddings are that stream
+    assert oracles.relative_error(first.streams[0], first.inputs) <= 1e-5
+    with pytest.raises(OptionError, match="features='yes'"):
+        explain.decompose(ids, targets[0], features="yes")
+
+
+def test_of_images_by_feature():
+    model, pictures = vision("middle"), images(2)
+    found = LatimFlow(model).decompose(pictures, 3, features=True)
+    summed = LatimFlow(model).decompose(pictures, 3)
+    for name in ("streams", "mixers"):
+        for by_feature, by_token in zip(getattr(found, name), getattr(summed, name), strict=True):
+            assert by_feature.shape == (2, 13, WIDTH)
+            assert oracles.relative_error(by_feature.sum(-1), by_token) <= 1e-5
+
+
 def test_the_parts_of_a_batch_are_stacked():
     model, ids = mamba_lm(use_bias=True), token_ids(3)
     whole = LatimFlow(model).decompose(ids, (-1, 3))
@@ -118,3 +105,14 @@ def test_what_is_exact():
 
     assert exact(found(0.5)) and not exact(found(0.6))
     assert not exact(found(float("nan")))
+
+
+def test_rounding_of_what_passes_a_layer_counts():
+    inputs, output = torch.ones(1, 2), torch.tensor([2.01])
+
+    def found(past: torch.Tensor | None) -> Decomposition:
+        return Decomposition(inputs, (), (), {}, output, torch.zeros(1), past=past)
+
+    assert not exact(found(None)) and not exact(found(torch.zeros(1, 2)))
+    assert exact(found(torch.tensor([[9.0, -9.0]])))  # of what cancels, too
+    assert exact(found(torch.zeros(1, 2).bfloat16()))

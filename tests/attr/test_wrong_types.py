@@ -63,6 +63,7 @@ OPTIONS: dict[str, tuple[list[Any], list[Any]]] = {
             "absolute",
             "residual",
             "roles",
+            "features",
             "zero_bias",
             "return_convergence_delta",
             "simplified",

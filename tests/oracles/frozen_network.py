@@ -135,11 +135,15 @@ def gelu(mlp: Any, x: Tensor) -> Tensor:
 # --- networks ------------------------------------------------------------------------------------
 
 
-def relevance(
-    model: Any, layers: Callable[[Any, Recorded, bool], list[Tensor]], norms: list[nn.Module],
-    attentions: list[nn.Module], final: nn.Module, ids: Tensor, target: tuple[int, int], half: bool,
-) -> Tensor:  # fmt: skip
-    """Relevance of each feature of each token of one example, (L, E)."""
+Layers = Callable[[Any, Recorded, bool], list[Tensor]]
+
+
+def matrices(
+    model: Any, layers: Layers, norms: list[nn.Module], attentions: list[nn.Module],
+    final: nn.Module, ids: Tensor, half: bool,
+) -> tuple[list[Tensor], Tensor, Recorded]:  # fmt: skip
+    """The maps from each stream to the next of one example, that to the last norm's output, and
+    the streams that enter the norms."""
     plain = F.softmax
     with (
         torch.no_grad(),
@@ -150,11 +154,30 @@ def relevance(
         model(ids[None])
     x = seen[final]
     head = rms_norm(final, x) if not isinstance(final, nn.LayerNorm) else layer_norm(final, x)
+    return layers(model, seen, half), head, seen
+
+
+def before(row: Tensor, maps: list[Tensor]) -> Tensor:
+    """A row (L, E) over what the last of some maps returns, as one over what the first is given."""
+    for matrix in reversed(maps):
+        row = torch.einsum("ip,ipje->je", row, matrix)
+    return row
+
+
+def of_logit(model: Any, head: Tensor, target: tuple[int, int]) -> Tensor:
+    """The row (L, E) of an output over the stream that enters the last norm."""
     position, token = target
     unembedding = double(model.get_output_embeddings().weight)[token]
-    row = torch.einsum("p,pje->je", unembedding, head[position])
-    for matrix in reversed(layers(model, seen, half)):
-        row = torch.einsum("ip,ipje->je", row, matrix)
+    return torch.einsum("p,pje->je", unembedding, head[position])
+
+
+def relevance(
+    model: Any, layers: Layers, norms: list[nn.Module], attentions: list[nn.Module],
+    final: nn.Module, ids: Tensor, target: tuple[int, int], half: bool,
+) -> Tensor:  # fmt: skip
+    """Relevance of each feature of each token of one example, (L, E)."""
+    maps, head, _ = matrices(model, layers, norms, attentions, final, ids, half)
+    row = before(of_logit(model, head, target), maps)
     return row * double(model.get_input_embeddings()(ids))
 
 
@@ -207,3 +230,11 @@ def parallel_layers(model: Any, seen: Recorded, half: bool) -> list[Tensor]:
         other = after(gelu(layer.mlp, normed(norm, x)), layer_norm(norm, x))
         found.append(identity(*x.shape) + one + other)
     return found
+
+
+def blocks(model: Any) -> Any:
+    """The blocks of one of the models above, in their order."""
+    for outer in ("backbone", "model", "gpt_neox"):
+        if hasattr(model, outer):
+            return getattr(model, outer).layers
+    raise AssertionError(f"no blocks are known of {type(model).__name__}")

@@ -74,6 +74,7 @@ def kept_positions(
     inputs: Tensor,
     additional: tuple[Any, ...],
     questions: Iterable[Against],
+    read: Sequence[nn.Module] = (),
 ) -> Kept | None:
     """The positions at which a run's head is needed; None where it runs at all.
 
@@ -85,8 +86,9 @@ def kept_positions(
         inputs: the one input.
         additional: further arguments of forward_func.
         questions: what is asked of the output.
+        read: modules whose activations are asked for as well. Default: none.
     """
-    if inputs.dim() not in (2, 3) or not _can_be_told(forward_func, (inputs, *additional)):
+    if inputs.dim() not in (2, 3) or not _can_be_told(forward_func, (inputs, *additional), read):
         return None
     batch, tokens = inputs.shape[:2]
     of_any = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)
@@ -108,10 +110,12 @@ def kept_positions(
     return Kept(tuple(sorted(found)), tokens) if 0 < len(found) < tokens else None
 
 
-def _can_be_told(forward_func: Callable[..., Any], given: Sequence[Any]) -> bool:
+def _can_be_told(
+    forward_func: Callable[..., Any], given: Sequence[Any], read: Sequence[nn.Module]
+) -> bool:
     """Whether the model has a head that acts on each position by itself, and runs where it is told.
 
-    Hooks on what it returns may read any position.
+    Hooks on what it returns may read any position, and so may who asks for its own activation.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -133,6 +137,8 @@ def _can_be_told(forward_func: Callable[..., Any], given: Sequence[Any]) -> bool
     if named.get(_ARGUMENT) is not None or named.get("labels") is not None:
         return False
     head = model.get_output_embeddings()
+    if any(part is head for module in read for part in module.modules()):
+        return False
     return type(head) is nn.Linear and not (
         _is_changed(model) or _is_changed(head) or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )

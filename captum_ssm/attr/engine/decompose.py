@@ -49,6 +49,8 @@ class Decomposition:
             and ``"half"``, which ask for none.
         sizes: of the tensors that ``inputs`` holds one behind the other in its last dimension, for
             a layer that is explained in place of the input; else empty.
+        past: relevance of every feature of the embeddings (B, L, E) by what passes such a layer by,
+            which ``virtual`` sums up; else None.
     """
 
     inputs: Tensor
@@ -60,6 +62,7 @@ class Decomposition:
     roles: dict[Role, Tensor] | None = None
     content_only: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    past: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -120,14 +123,7 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
     inner = network.begins is not None
     if isinstance(baselines, str):
         checks.choice("baselines", baselines, ("mean",))
-        mask, dims = network.mask, tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
-        if root.dim() != 3:
-            return root.mean(dims, keepdim=True).expand_as(root)
-        keep = root.new_ones(root.shape[:2])
-        if mask is not None and mask.shape == root.shape[:2]:
-            keep = mask.to(root)
-        total = keep.sum(1).clamp_min(1)[:, None, None]
-        return ((root * keep[..., None]).sum(1, keepdim=True) / total).expand_as(root)
+        return _mean(network, root)
     looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
     if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
         return network.mode.looked_up(baselines)
@@ -142,6 +138,28 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
         f"{tuple(root.shape)}. Pass None, 'mean', a finite number, "
         f"a tensor of that shape{'' if inner else ', or token ids where inputs are ids'}."
     )
+
+
+def _mean(network: Network, root: Tensor) -> Tensor:
+    """The mean over the real tokens of each example, or over the pixels of an image."""
+    site, mask = network.begins, network.mask
+    in_heads = site is not None and site.at == "heads"
+    if root.dim() != 3 and not in_heads:
+        if site is not None:
+            raise OptionError(
+                f"baselines='mean', which some rules take where none are given, is over tokens, "
+                f"and layer {site.name!r} of shape {tuple(root.shape)} is not (B, L, E). Pass a "
+                "number, or a tensor of that shape."
+            )
+        dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
+        return root.mean(dims, keepdim=True).expand_as(root)
+    keep = root.new_ones(root.shape[:2])
+    if mask is not None and mask.shape == root.shape[:2]:
+        keep = mask.to(root)
+    each = root.flatten(2)
+    total = keep.sum(1).clamp_min(1)[:, None, None]
+    mean = (each * keep[..., None]).sum(1, keepdim=True) / total
+    return mean.expand_as(each).view_as(root)
 
 
 def decompose(
@@ -164,7 +182,7 @@ def decompose(
             False.
     """
     root, steps = network.root, network.steps
-    passing = [] if network.passing is None else [network.passing]
+    passing = () if network.passing is None else (network.passing,)
     wanted = [root, *passing, *(x for s in steps for x in (*s.entering, s.output))]
     gradients, biases = account(network.mode.ledger, output, constant, wanted)
     parts = zip(gradients, wanted, strict=True)
@@ -176,12 +194,13 @@ def decompose(
 
     def parted() -> Tensor:
         gradient, value = next(parts)
-        return gradient * value.detach()
+        found: Tensor = gradient * value.detach()
+        return found
 
     def tokens() -> Tensor:
         return parted() if features else parted().flatten(2).sum(-1)
 
-    past = sum((parted().flatten(1).sum(1) for _ in passing), torch.zeros_like(output))
+    past = parted() if passing else None
     streams, mixers = [], []
     for step in steps:
         entering = [tokens() for _ in step.entering]
@@ -190,7 +209,9 @@ def decompose(
         mixers.append(tokens())
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
-    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach()) + past.detach().to(output)
+    virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
+    if past is not None:
+        virtual = virtual + past.flatten(1).sum(1).to(virtual)
     found = Decomposition(
         inputs,
         tuple(streams),
@@ -200,6 +221,7 @@ def decompose(
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
         sizes=() if network.begins is None else network.met(network.begins).sizes,
+        past=past,
     )
     if not by_role:
         return found
@@ -291,10 +313,18 @@ def exact(found: Decomposition) -> bool:
     In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
     each can be explained by itself.
     """
-    return sums_up(found, found.inputs, 1 if len(found.output) == 1 else 0.1)
+    share = 1 if len(found.output) == 1 else 0.1
+    return sums_up(found, found.inputs, share, past=found.past)
 
 
-def sums_up(found: Parts, inputs: Tensor, share: float = 1.0, *, together: bool = False) -> bool:
+def sums_up(
+    found: Parts,
+    inputs: Tensor,
+    share: float = 1.0,
+    *,
+    together: bool = False,
+    past: Tensor | None = None,
+) -> bool:
     """Whether parts sum to the output for every example.
 
     Args:
@@ -303,10 +333,14 @@ def sums_up(found: Parts, inputs: Tensor, share: float = 1.0, *, together: bool 
         share: of the tolerance. Default: 1.0.
         together: whether those of all examples together do, where constants may stand with the
             wrong example. Default: False.
+        past: those that pass by what is explained, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
     dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
+    if past is not None:  # of inputs that may be less precise than a layer behind them
+        size = size + past.flatten(1).abs().sum(1).to(size)
+        dtypes.add(past.dtype)
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
@@ -320,6 +354,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
     if len(parts) == 1:
         return parts[0]
     names = list(dict.fromkeys(name for part in parts for name in part.biases))
+    pasts = [part.past for part in parts if part.past is not None]
     return Decomposition(
         torch.cat([part.inputs for part in parts]),
         tuple(map(torch.cat, zip(*(part.streams for part in parts), strict=True))),
@@ -333,6 +368,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         _stacked_roles(parts),
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
         parts[0].sizes,
+        torch.cat(pasts) if pasts else None,
     )
 
 

@@ -296,7 +296,9 @@ def linear_run(
     Yields:
         The network, its output, and the positions that this is of, None for all.
     """
-    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
+    begins = () if request.begins is None else (request.begins,)
+    read = [site.module for site in (*begins, *request.cuts)]
+    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions, read)
     if kept is not None:
         with _linear_run(replace(request, kept=kept), rules) as (network, output):
             if kept.fit(output):
@@ -325,7 +327,8 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         output = request.output(network.mode.begun(request.inputs))
         network.check_ran()
         if request.ends is not None:
-            output = request.ends.chosen(network.met(request.ends.site).tensors)
+            met = network.met(request.ends.site)
+            output = request.ends.chosen(met.tensors, network.mask)
         with unseen():
             yield network, output
 

@@ -45,11 +45,12 @@ class Inner:
 
     Attributes:
         site: the activation.
-        chosen: the number per example (B,) that is chosen of its tensors.
+        chosen: the number per example (B,) that is chosen of its tensors, given which tokens (B, L)
+            are real, or None where all are.
     """
 
     site: Site
-    chosen: Callable[[Sequence[Tensor]], Tensor]
+    chosen: Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

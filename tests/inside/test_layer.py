@@ -1,0 +1,436 @@
+"""What each element of an activation adds to an output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from helpers.activations import blocks_of, own_activations
+from helpers.frozen_networks import NETWORKS
+from helpers.sessions import thorough
+from oracles import frozen_network as frozen
+from torch import Tensor, nn
+from zoo.adapters import ADAPTERS
+from zoo.architectures import Case
+from zoo.networks import MASKED
+from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
+from zoo.wrapped import never_rounded
+
+from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow
+from captum_ssm.errors import (
+    LayerError,
+    OptionError,
+)
+
+METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
+TARGET = (-1, 3)
+BLOCK = "backbone.layers.1"
+EXACT = 1e-6
+
+
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> bool:
+    return oracles.relative_error(found.double(), wanted.double()) <= limit
+
+
+def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
+    """The one tensor that a layer returns or is given."""
+    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
+    return value
+
+
+# --- against matrices ----------------------------------------------------------------------------
+
+
+@pytest.mark.transformers5
+@pytest.mark.parametrize("rule", ["frozen", "half"])
+@pytest.mark.parametrize("network", thorough(NETWORKS, [list(NETWORKS)[-1]]))
+def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: Any) -> None:
+    model, layers, norms, attentions, final = network()
+    model.double()
+    ids, target = torch.randint(15, (2, 6)), (4, 3)
+    blocks = frozen.blocks(model)
+    with never_rounded():
+        found = [
+            LayerLatimFlow(model, list(blocks)).attribute(ids, target, None, at_input, rule=rule)
+            for at_input in (True, False)
+        ]
+        for example, row in enumerate(ids):
+            maps, head, seen = frozen.matrices(
+                model, layers, norms, attentions, final, row, rule == "half"
+            )
+            streams = [seen[norm] for norm in norms[:: len(norms) // len(blocks)]]
+            each = len(maps) // len(blocks)
+            for place, stream in enumerate([*streams, seen[final]]):
+                behind = frozen.before(frozen.of_logit(model, head, target), maps[place * each :])
+                if place < len(blocks):
+                    assert close(found[0][place][example], behind * stream, EXACT)
+                if place:
+                    assert close(found[1][place - 1][example], behind * stream, EXACT)
+
+
+@pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
+def test_heads(network: Any) -> None:
+    """They are what enters the output projection; one of them zeroed changes the output by its
+    relevance."""
+    model, *parts = network()
+    model.double()
+    ids, target, place = torch.randint(15, (1, 6)), (4, 3), 0
+    name = f"backbone.layers.{place}.mixer"
+    project = model.get_submodule(name).out_proj
+    with never_rounded():
+        (heads,) = LayerLatimFlow(model, [f"{name}.heads"]).attribute(ids, target)
+        mixed = LayerLatimFlow(model, name).decompose(ids, target)
+        value = own(model, ids, f"{name}.out_proj", True)[0]  # (L, H P)
+        maps, logits, _ = frozen.matrices(model, *parts, ids[0], False)
+    assert heads.flatten(2).shape[1:] == value.shape
+    of_unembedding = frozen.of_logit(model, logits, target)
+    behind = frozen.before(of_unembedding, maps[place + 1 :])  # (L, E)
+    assert close(heads.flatten(2)[0], value * (behind @ project.weight), EXACT)
+    bias = behind.sum(0) @ project.bias if project.bias is not None else 0
+    assert close(heads.sum() + bias, mixed.inputs.sum(), EXACT)
+    head, per_head = heads.shape[2] - 1, heads.shape[3]
+    own_channels = slice(head * per_head, (head + 1) * per_head)
+    change = -value[:, own_channels] @ project.weight[:, own_channels].T
+    for matrix in maps[place + 1 :]:
+        change = torch.einsum("ipje,je->ip", matrix, change)
+    assert close((of_unembedding * change).sum(), -heads[:, :, head].sum(), EXACT)
+
+
+# --- as the whole decomposition ------------------------------------------------------------------
+
+
+@METHODS
+def test_at_the_embedding_it_is_that_of_the_input(method: Any) -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    found, delta = method(model, "backbone.embeddings").attribute(
+        ids, TARGET, return_convergence_delta=True
+    )
+    whole = LatimFlow(model).decompose(ids, TARGET, rule=method.default_rule)
+    assert close(found, whole.inputs)
+    assert delta.abs().max() <= 1e-5 * whole.inputs.abs().sum()
+
+
+def test_what_passes_a_mixer_by_is_the_stream_before_it() -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    found = LayerLatimFlow(model, f"{BLOCK}.mixer").decompose(ids, TARGET)
+    assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
+    without = {name: bias for name, bias in found.biases.items() if f"{BLOCK}.mixer" in name}
+    assert not without and found.virtual.abs().min() > 0
+    assert found.past is not None and found.past.shape == (2, 11, WIDTH)
+    assert close(found.past.flatten(1).sum(1), found.virtual, 1e-4)
+    in_parts = LayerLatimFlow(model, f"{BLOCK}.mixer").decompose(ids, TARGET, internal_batch_size=1)
+    assert in_parts.past is not None and close(in_parts.past, found.past)
+    explain = LayerLatimFlow(model, f"{BLOCK}.mixer")
+    relevance, delta = explain.attribute(ids, TARGET, return_convergence_delta=True)
+    assert close(delta, found.virtual, 1e-4)
+    again = explain.compute_convergence_delta(2 * relevance, ids, TARGET)
+    assert close(again, found.virtual - found.inputs.flatten(1).sum(1), 1e-4)
+
+
+@pytest.mark.full
+def test_the_head_has_all_positions() -> None:
+    model, ids = mamba_lm(), token_ids()
+    for at_input in (True, False):
+        found = LayerLatimFlow(model, "lm_head").attribute(ids, (4, 3), None, at_input)
+        assert found.shape == own(model, ids, "lm_head", at_input).shape
+        assert found[:, 4].any() and not found[:, 5:].any() and not found[:, :4].any()
+    logits = model(ids).logits
+    found = LayerLatimFlow(model, "lm_head").attribute(ids, (4, 3))
+    assert close(found[:, 4, 3], logits[:, 4, 3])
+
+
+# --- forms of inputs and layers ------------------------------------------------------------------
+
+
+@METHODS
+def test_forms_of_inputs(method: Any) -> None:
+    model, ids = mamba_lm(), token_ids(3)
+    explain = method(model, BLOCK)
+    wanted = explain.attribute(ids, TARGET)
+    assert wanted.shape == (3, 11, WIDTH) and not wanted.requires_grad
+    embedded = model.get_input_embeddings()(ids).detach()
+    by_embeddings = method(lambda x: model(inputs_embeds=x).logits, BLOCK, model)
+    forms = {
+        "tuple": explain.attribute((ids,), TARGET),
+        "embeddings": by_embeddings.attribute(embedded, TARGET),
+        "in parts": explain.attribute(ids, TARGET, internal_batch_size=2),
+        "module": method(model, model.backbone.layers[1]).attribute(ids, TARGET),
+        "wrapped": method(lambda x: model(x).logits, BLOCK, model).attribute(ids, TARGET),
+        "alone": torch.cat([explain.attribute(row[None], TARGET) for row in ids]),
+        "without gradients": torch.no_grad()(explain.attribute)(ids, TARGET),
+    }
+    for name, found in forms.items():
+        assert close(found, wanted), name
+    targets = [(-1, 3), (2, 4), (0, 0)]
+    each = explain.attribute(ids, targets, internal_batch_size=2)
+    for row, target, found in zip(ids, targets, each, strict=True):
+        assert close(found, explain.attribute(row[None], target)[0])
+
+
+@pytest.mark.full
+def test_a_list_of_layers() -> None:
+    model, ids = mamba_lm(), token_ids()
+    names = ["backbone.layers.2.mixer.heads", model.backbone.layers[0], "backbone.embeddings"]
+    explain = LayerLatimFlow(model, names)
+    found, deltas = explain.attribute(ids, TARGET, return_convergence_delta=True)
+    for name, relevance, delta in zip(names, found, deltas, strict=True):
+        wanted = LayerLatimFlow(model, name).decompose(ids, TARGET)
+        assert close(relevance, wanted.inputs) and close(delta, wanted.virtual + wanted.delta, 1e-4)
+    with pytest.raises(LayerError, match="list"):
+        explain.decompose(ids, TARGET)
+
+
+class Apart(nn.Module):
+    """A block that returns what it adds beside the stream it adds it to."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm, self.mixer = block.norm, block.mixer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return self.mixer(self.norm(x)), {"stream": x, "size": x.shape[1]}
+
+
+class ModelApart(nn.Module):
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        self.blocks = nn.ModuleList(Apart(block) for block in model.backbone.layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.backbone.embeddings(ids).to(self.dtype)
+        for block in self.blocks:
+            mixed, beside = block(x.to(torch.float32))
+            assert mixed.dtype == torch.float32 and beside["size"] == ids.shape[1]
+            x = mixed.to(self.dtype) + beside["stream"].to(self.dtype)
+        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x.float()))
+        return out
+
+
+@pytest.mark.full
+def test_several_tensors() -> None:
+    model, ids = ModelApart(mamba_lm(), torch.float64).eval(), token_ids()
+    explain = LayerLatimFlow(model, "blocks.1")
+    found, delta = explain.attribute(ids, TARGET, return_convergence_delta=True)
+    mixed, stream = found
+    assert mixed.shape == stream.shape == (2, 11, WIDTH)
+    after, before = (
+        LayerLatimFlow(model, "blocks.2").attribute(ids, TARGET, None, True),
+        LayerLatimFlow(model, "blocks.1.mixer").attribute(ids, TARGET),
+    )
+    assert close(mixed + stream, after) and close(mixed, before)
+    assert delta.abs().max() <= 1e-5 * mixed.abs().sum()
+    assert explain.compute_convergence_delta(found, ids, TARGET).abs().max() <= 1e-4
+
+
+class Mixed(nn.Module):
+    """A residual stream in float32 beside what blocks return in bfloat16."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.block = Halves()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        low, high = self.block(self.model.backbone.embeddings(ids))
+        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32)
+        x = low.float() + high
+        for block in self.model.backbone.layers:
+            x = block(x)
+        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x))
+        return out
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x / 2).bfloat16(), x / 2
+
+
+@pytest.mark.full
+def test_tensors_of_several_dtypes_stay_what_they_are() -> None:
+    model, ids = Mixed(mamba_lm()).eval(), token_ids()
+    found = LayerLatimFlow(model, "block").decompose(ids, TARGET)
+    assert found.sizes == (WIDTH, WIDTH)
+    assert found.delta.abs().max() <= 1e-2 * found.inputs.abs().sum()
+    assert close(found.output, model(ids)[:, -1, 3])
+
+
+class InPlace(nn.Module):
+    """Changes its residual stream in place."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.backbone.embeddings(ids)
+        for block in self.model.backbone.layers:
+            x += block.mixer(block.norm(x))
+        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x))
+        return out
+
+
+@pytest.mark.full
+def test_a_stream_that_is_changed_in_place_behind_a_layer() -> None:
+    model, ids = mamba_lm(), token_ids()
+    layer = f"{BLOCK}.norm"
+    in_place = InPlace(model).eval()
+    for at_input in (True, False):
+        wanted = LayerLatimFlow(model, layer).attribute(ids, TARGET, None, at_input)
+        found = LayerLatimFlow(in_place, f"model.{layer}").attribute(ids, TARGET, None, at_input)
+        assert close(found, wanted)
+        activation = NeuronLatimFlow(in_place, f"model.{layer}").decompose(
+            ids, (7, 2), None, at_input
+        )
+        assert close(activation.output, own(model, ids, layer, at_input)[:, 7, 2])
+
+
+def test_outputs_of_transformers() -> None:
+    model, ids = mamba_lm(), token_ids()
+    found = LayerLatimFlow(model, "backbone").attribute(ids, TARGET)
+    assert close(found, LayerLatimFlow(model, "backbone.norm_f").attribute(ids, TARGET))
+    whole = LayerLatimFlow(model, "").attribute(ids, TARGET)
+    assert whole.shape == (2, 11, 19)
+    assert close(whole[:, -1, 3], model(ids).logits[:, -1, 3]) and whole.count_nonzero() == 2
+
+
+def test_images() -> None:
+    model, pictures = vision("middle"), images(2)
+    found = LayerLatimFlow(model, "blocks.0").decompose(pictures, 3)
+    assert found.inputs.shape == (2, 13, WIDTH) and not found.virtual.any()
+    assert found.delta.abs().max() <= 1e-4
+    patches = LayerLatimFlow(model, "patch").attribute(pictures, 3)
+    assert patches.shape == (2, WIDTH, 3, 4)
+    wanted = LatimFlow(model).decompose(pictures, 3)
+    constants = [bias for name, bias in wanted.biases.items() if name != "patch"]
+    assert close(patches.flatten(1).sum(1) + sum(constants), wanted.output, 1e-4)
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
+def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ADAPTERS[name](monkeypatch)
+    block = blocks_of(case)[0]
+    mask = torch.ones_like(case.inputs)
+    real = slice(3, None) if side == "left" else slice(None, -3)
+    mask[0, :3] = 0
+    if side == "right":
+        mask = mask.flip(1)
+    forward = lambda x, m: case.model(x, attention_mask=m, use_cache=False)  # noqa: E731
+    explain = LayerLatimFlow(forward, block, case.model)
+    target = (8 if side == "left" else 5, 3)
+    found = explain.attribute(case.inputs, target, mask)
+    alone = explain.attribute(case.inputs[:1, real], (5, 3), mask[:1, real])
+    assert close(found[:1, real], alone, 1e-4)
+    padded = mask[0] == 0
+    assert not found[0, padded].any() and found[1, : target[0]].any()
+
+
+@pytest.mark.full
+def test_the_mean_is_that_of_real_tokens() -> None:
+    model, ids = mamba_lm(), token_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    forward = lambda x, m: model(x, attention_mask=m).logits  # noqa: E731
+    for layer in (BLOCK, f"{BLOCK}.mixer.heads"):
+        explain = LayerLatimFlow(forward, layer, model)
+        found = explain.attribute(ids, TARGET, mask, rule="centred")
+        alone = explain.attribute(ids[:1, 4:], TARGET, mask[:1, 4:], rule="centred")
+        assert close(found[:1, 4:], alone, 1e-4)
+
+
+# --- rules and baselines -------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layer", [BLOCK, f"{BLOCK}.mixer.heads"])
+@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
+@never_rounded()
+def test_baselines_are_the_layers_own(layer: str, rule: Any) -> None:
+    model, ids = mamba_lm(use_bias=True).double(), token_ids()
+    explain = LayerLatimFlow(model, layer)
+    from_zero = explain.decompose(ids, TARGET, rule=rule, baselines=0)
+    start = torch.randn_like(from_zero.inputs)
+    value = own_heads(model, ids) if layer.endswith("heads") else own(model, ids, layer)
+    gradient = from_zero.inputs / value
+    mean = value.mean(1, keepdim=True)
+    for baselines, wanted in (
+        (start, start),
+        ((start,), start),
+        (start[0, 0], start[0, 0]),
+        (0.5, 0.5),
+        ("mean", mean),
+        (None, 0 if rule in ("frozen", "half") else mean),
+    ):
+        found = explain.decompose(ids, TARGET, rule=rule, baselines=baselines)
+        assert close(found.inputs, gradient * (value - wanted), 1e-5)
+        assert found.delta.abs().max() <= 1e-5 * found.output.abs().max()
+
+
+def own_heads(model: Any, ids: Tensor) -> Tensor:
+    value = own(model, ids, f"{BLOCK}.mixer.out_proj", True)
+    return value[..., None]
+
+
+@pytest.mark.parametrize(
+    "baselines", ["zero", True, float("nan"), torch.zeros(2, 5), torch.zeros(2, 11).long(), [1, 2]]
+)
+def test_what_is_no_baseline_of_a_layer(baselines: Any) -> None:
+    with pytest.raises(OptionError, match="baselines="):
+        LayerLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), TARGET, baselines=baselines)
+
+
+@pytest.mark.parametrize("options", [{"baselines": "mean"}, {"rule": "centred"}])
+def test_there_is_no_mean_without_tokens(options: Any) -> None:
+    model, ids = classifier("mean"), token_ids()
+    explain = LayerLatimFlow(model, "head")
+    with pytest.raises(OptionError, match=r"baselines='mean'.*'head' of shape \(2, 5\)"):
+        explain.attribute(ids, 1, **options)
+    assert explain.attribute(ids, 1, **(options | {"baselines": 0.0})).shape == (2, 5)
+
+
+@pytest.mark.full
+@METHODS
+def test_without_constants(method: Any) -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    found = method(model, BLOCK).decompose(ids, TARGET, zero_bias=True)
+    assert not found.biases and not found.virtual.any()
+    assert close(found.inputs.flatten(1).sum(1), found.output)
+    whole = LatimFlow(model).decompose(
+        ids, TARGET, zero_bias=True, features=True, rule=method.default_rule
+    )
+    assert close(
+        method(model, "backbone.layers.2")
+        .decompose(ids, TARGET, None, True, zero_bias=True)
+        .inputs,
+        whole.streams[2],
+    )
+
+
+@pytest.mark.full
+@METHODS
+def test_a_contrast(method: Any) -> None:
+    model, ids = mamba_lm(), token_ids()
+    explain = method(model, BLOCK)
+    one, other = (explain.attribute(ids, (-1, token)) for token in (3, 5))
+    assert close(explain.attribute(ids, (-1, 3), contrast=(-1, 5)), one - other)
+
+
+# --- precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, ids = mamba_lm(), token_ids()
+    wanted = LayerLatimFlow(model, BLOCK).attribute(ids, TARGET)
+    found, delta = LayerLatimFlow(model.to(dtype), BLOCK).attribute(
+        ids, TARGET, return_convergence_delta=True
+    )
+    assert close(found, wanted, 0.2)
+    assert delta.abs().max() <= 0.1 * wanted.abs().flatten(1).sum(1).max()

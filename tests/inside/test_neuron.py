@@ -1,0 +1,424 @@
+"""What each token of the input adds to an activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from helpers.activations import blocks_of, own_activations
+from helpers.frozen_networks import NETWORKS
+from helpers.sessions import thorough
+from oracles import frozen_network as frozen
+from torch import Tensor, nn
+from zoo.adapters import ADAPTERS
+from zoo.architectures import Case
+from zoo.networks import MASKED
+from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
+from zoo.wrapped import never_rounded
+
+from captum_ssm import LatimFlow, LayerLatimFlow, NeuronLatimFlow, NeuronMambaLRP
+from captum_ssm.errors import (
+    GradientModeError,
+    LayerError,
+    NonFiniteError,
+    NotLinearError,
+    TargetError,
+)
+
+METHODS = pytest.mark.parametrize("method", [NeuronLatimFlow, NeuronMambaLRP])
+BLOCK = "backbone.layers.1"
+#: A token of eleven, and a feature.
+NEURON = (7, 2)
+EXACT = 1e-6
+
+
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> bool:
+    return oracles.relative_error(found.double(), wanted.double()) <= limit
+
+
+def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) -> Tensor:
+    """The one tensor that a layer returns or is given."""
+    (value,) = own_activations(Case(model, inputs), [layer])[layer, at_input]
+    return value
+
+
+# --- against matrices ----------------------------------------------------------------------------
+
+
+@pytest.mark.transformers5
+@pytest.mark.parametrize("rule", ["frozen", "half"])
+@pytest.mark.parametrize("network", thorough(NETWORKS, [next(iter(NETWORKS))]))
+def test_relevance_is_that_of_the_matrices_up_to_a_block(network: Any, rule: Any) -> None:
+    model, *parts = network()
+    model.double()
+    ids, (token, feature) = torch.randint(15, (2, 6)), (4, 3)
+    blocks, embed = frozen.blocks(model), model.get_input_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    with never_rounded():
+        by_matrices = [frozen.matrices(model, *parts, row, rule == "half")[0] for row in ids]
+        for place, block in enumerate(blocks):
+            explain = NeuronLatimFlow(model, block)
+            for at_input in (True, False):
+                found = explain.decompose(ids, (token, feature), None, at_input, rule=rule)
+                value = own(model, ids, names[block], at_input)
+                assert close(found.output, value[:, token, feature], EXACT)
+                for row, maps, relevance in zip(ids, by_matrices, found.inputs, strict=True):
+                    each = len(maps) // len(blocks)
+                    one = torch.zeros(len(row), value.shape[-1]).double()
+                    one[token, feature] = 1
+                    up_to = maps[: (place + (not at_input)) * each]
+                    wanted = frozen.before(one, up_to) * embed(row).detach()
+                    assert close(relevance, wanted, EXACT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
+def test_heads(network: Any) -> None:
+    model, *_ = network()
+    model.double()
+    ids, name = torch.randint(15, (2, 6)), "backbone.layers.1.mixer"
+    project = model.get_submodule(name).out_proj
+    with never_rounded():
+        value = own(model, ids, f"{name}.out_proj", True)
+        explain = NeuronLatimFlow(model, f"{name}.heads")
+        heads = LayerLatimFlow(model, f"{name}.heads").attribute(ids, (4, 3))
+        per_head = heads.shape[3]
+        relevance = torch.zeros(2, 6, model.config.hidden_size).double()
+        for channel in range(project.in_features):
+            index = (4, channel // per_head, channel % per_head)
+            found = explain.decompose(ids, index, roles=False)
+            assert close(found.output, value[:, 4, channel], EXACT)
+            relevance += found.inputs * project.weight[5, channel].item()
+        mixed = NeuronLatimFlow(model, name).decompose(ids, (4, 5), roles=False)
+    assert close(relevance, mixed.inputs, EXACT)
+
+
+# --- selectors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_selectors() -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids(3)
+    explain = NeuronLatimFlow(model, BLOCK)
+    value = own(model, ids, BLOCK)
+    examples = torch.arange(3)
+    places = torch.tensor([7, 0, 4])
+    selectors: dict[str, tuple[Any, Tensor]] = {
+        "tuple": (NEURON, value[:, 7, 2]),
+        "numpy": ((np.int64(7), np.int32(2)), value[:, 7, 2]),
+        "tensors": ((torch.tensor(7), torch.tensor(2)), value[:, 7, 2]),
+        "from the end": ((-4, -WIDTH + 2), value[:, 7, 2]),
+        "slice": ((slice(2, 5), 2), value[:, 2:5, 2].sum(1)),
+        "slices": ((slice(None), slice(1, None, 3)), value[:, :, 1::3].flatten(1).sum(1)),
+        "callable": (lambda x: x[:, 7] @ torch.arange(10.0), value[:, 7] @ torch.arange(10.0)),
+        "one each": (lambda x: x[examples, places, 2], value[examples, places, 2]),
+    }
+    for name, (selector, wanted) in selectors.items():
+        found = explain.decompose(ids, selector, roles=False)
+        assert close(found.output, wanted), name
+        assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum(), name
+        relevance, delta = explain.attribute(ids, selector, return_convergence_delta=True)
+        assert relevance.shape == ids.shape and close(relevance, found.tokens), name
+        assert delta.abs().max() <= 1e-5 * found.inputs.abs().sum(), name
+    given = explain.compute_convergence_delta(0 * relevance, ids, selector)
+    assert close(given, wanted - found.bias, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "selector, said",
+    [
+        (2, r"neuron_selector=2 is no neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"),
+        (lambda x: x, r"returned \(2, 11, 10\).*one number per example, a tensor \(2,\)"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ((1, 2, 3), "is no neuron"),
+                ((11, 2), "is no neuron"),
+                ((1, -11), "is no neuron"),
+                ((1, 2.0), "is no neuron"),
+                ((1, True), "is no neuron"),
+                ((1, None), "is no neuron"),
+                ([1, 2], r"neuron_selector=\[1, 2\] is no neuron"),
+                ("last", "neuron_selector='last' is no neuron"),
+                (None, "neuron_selector=None is no neuron"),
+                ((slice(4, 4), 2), "is no neuron"),
+                ((slice(0, 4, 0), 2), "is no neuron"),
+                ((slice("a", None), 2), "is no neuron"),
+                ((slice(None, None, -1), 2), "is no neuron"),
+                ((..., 2), "is no neuron"),
+                (lambda x: x.sum(), r"returned \(\) of layer"),
+                (lambda x: 3.0, "returned float of layer"),
+                (lambda x: None, "returned NoneType of layer"),
+            )
+        ),
+    ],
+)
+def test_what_selects_no_neuron(selector: Any, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        NeuronLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), selector)
+
+
+@pytest.mark.parametrize(
+    "selector, error, said",
+    [
+        (lambda x: x[:, 0, 0].detach(), GradientModeError, "does not depend linearly on layer"),
+        pytest.param(
+            lambda x: torch.ones(2), GradientModeError, "depend linearly", marks=pytest.mark.full
+        ),
+        pytest.param(
+            lambda x: x[:, -1].norm(dim=-1), GradientModeError, "depend", marks=pytest.mark.full
+        ),
+        pytest.param(
+            lambda x: torch.lgamma(x[:, 0, 0]), NotLinearError, "lgamma", marks=pytest.mark.full
+        ),
+        (lambda x: x[:, 0, 0] / 0, NonFiniteError, r"gives \[-?inf, -?inf\] of layer"),
+    ],
+)
+def test_numbers_that_cannot_be_explained(selector: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        NeuronLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), selector)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "selector",
+    [
+        lambda x: x[:, -1].relu().sum(-1),
+        lambda x: x.flatten(1).max(1).values,
+        lambda x: x[:, -1].square().sum(-1),
+        lambda x: (x[:, 3] * x[:, -1]).sum(-1),
+    ],
+)
+def test_a_function_of_neurons_is_read_by_the_rules(selector: Any) -> None:
+    model, ids = mamba_lm(), token_ids()
+    found = NeuronLatimFlow(model, BLOCK).decompose(ids, selector)
+    assert close(found.output, selector(own(model, ids, BLOCK)))
+    assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
+
+
+class Both(nn.Module):
+    """Returns what a block does, and what that is more than it was given."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.block(x)
+        return out, out - x
+
+
+class First(nn.Module):
+    def __init__(self, both: Both) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out, _ = self.both(x)
+        return out
+
+
+def test_several_tensors() -> None:
+    model, ids = mamba_lm(), token_ids()
+    block = model.backbone.layers[1]
+    wanted = NeuronLatimFlow(model, block.mixer).attribute(ids, NEURON)
+    model.backbone.layers[1] = First(Both(block))
+    explain = NeuronLatimFlow(model, f"{BLOCK}.both")
+    assert close(explain.attribute(ids, lambda both: both[1][:, 7, 2]), wanted, 1e-4)
+    with pytest.raises(TargetError, match=r"several tensors\. Pass a function of all of them"):
+        explain.attribute(ids, NEURON)
+
+
+# --- forms of inputs -----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@METHODS
+def test_forms_of_inputs(method: Any) -> None:
+    model, ids = mamba_lm(), token_ids(3)
+    explain = method(model, BLOCK)
+    wanted = explain.attribute(ids, NEURON)
+    embedded = model.get_input_embeddings()(ids).detach()
+    by_embeddings = method(lambda x: model(inputs_embeds=x).logits, BLOCK, model)
+    of_features = by_embeddings.attribute(embedded, NEURON)
+    assert of_features.shape == embedded.shape
+    (in_tuple,) = explain.attribute((ids,), NEURON)
+    forms = {
+        "tuple": in_tuple,
+        "embeddings": of_features.sum(-1),
+        "per token": by_embeddings.attribute(embedded, NEURON, per_token=True),
+        "in parts": explain.attribute(ids, NEURON, internal_batch_size=2),
+        "module": method(model, model.backbone.layers[1]).attribute(ids, NEURON),
+        "alone": torch.cat([explain.attribute(row[None], NEURON) for row in ids]),
+        "without gradients": torch.no_grad()(explain.attribute)(ids, NEURON),
+        "decomposed": explain.decompose(ids, NEURON, internal_batch_size=1).tokens,
+    }
+    for name, found in forms.items():
+        assert close(found, wanted), name
+    assert not wanted[:, 8:].any() and wanted[:, :8].all()
+
+
+def test_images() -> None:
+    model, pictures = vision("middle"), images(2)
+    explain = NeuronLatimFlow(model, "blocks.0")
+    whole = explain.attribute(pictures, (5, 2))
+    found, delta = explain.attribute(
+        pictures, (5, 2), per_token=True, return_convergence_delta=True
+    )
+    assert whole.shape == pictures.shape and found.shape == (2, 3, 4)
+    assert close(whole.view(2, 3, 3, 4, 4, 3).sum((1, 3, 5)), found)
+    assert delta.abs().max() <= 1e-4
+    # of a patch itself, its own pixels alone
+    patch = NeuronLatimFlow(model, "patch").attribute(pictures, (2, 1, 3), per_token=True)
+    elsewhere = torch.ones(3, 4).bool()
+    elsewhere[1, 3] = False
+    assert patch[:, 1, 3].all() and not patch[:, elsewhere].any()
+
+
+def test_the_head_is_what_the_whole_method_explains() -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    for layer in ("lm_head", model.lm_head):
+        found = NeuronLatimFlow(model, layer).attribute(ids, (4, 3))
+        assert close(found, LatimFlow(model).attribute(ids, (4, 3)))
+
+
+@pytest.mark.full
+def test_roles_streams_and_features_of_a_neuron() -> None:
+    model, ids = mamba_lm(), token_ids()
+    explain = NeuronLatimFlow(model, "backbone.layers.2")
+    found = explain.decompose(ids, NEURON, rule="centred", features=True)
+    assert found.roles is not None
+    assert close(sum(found.roles.values()), found.tokens)
+    assert [x.shape for x in found.streams] == [(2, 11, WIDTH)] * 3
+    summed = explain.decompose(ids, NEURON, rule="centred")
+    for whole, tokens in zip(
+        found.streams + found.mixers, summed.streams + summed.mixers, strict=True
+    ):
+        assert close(whole.sum(-1), tokens)
+    of_a_middle_one = NeuronLatimFlow(model, BLOCK).decompose(ids, NEURON)
+    assert of_a_middle_one.mixers[1].any() and not of_a_middle_one.mixers[2].any()
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
+def test_rules_and_baselines(rule: Any) -> None:
+    model, ids = mamba_lm(use_bias=True), token_ids()
+    explain, other = NeuronLatimFlow(model, BLOCK), token_ids()
+    value = own(model, ids, BLOCK)[:, 7, 2]
+    embed = model.get_input_embeddings()
+    by_embeddings = explain.attribute(ids, NEURON, rule=rule, baselines=embed(other).detach())
+    for baselines in (None, 0.0, "mean", other):
+        found = explain.decompose(ids, NEURON, rule=rule, baselines=baselines)
+        assert close(found.output, value)
+        assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
+    assert close(found.tokens, by_embeddings)
+    default = NeuronMambaLRP(model, BLOCK).attribute(ids, NEURON)
+    assert close(default, explain.attribute(ids, NEURON, rule="half"))
+
+
+@pytest.mark.full
+@METHODS
+def test_without_constants(method: Any) -> None:
+    explain = method(mamba_lm(use_bias=True), BLOCK)
+    found = explain.decompose(token_ids(), NEURON, zero_bias=True, roles=False)
+    assert not found.biases and close(found.inputs.flatten(1).sum(1), found.output)
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
+def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ADAPTERS[name](monkeypatch)
+    block = blocks_of(case)[-1]
+    mask = torch.ones_like(case.inputs)
+    mask[0, :3] = 0
+    real, place, padded = (slice(3, None), 8, 1) if side == "left" else (slice(None, -3), 5, 7)
+    mask = mask if side == "left" else mask.flip(1)
+    forward = lambda x, m: case.model(x, attention_mask=m, use_cache=False)  # noqa: E731
+    explain = NeuronLatimFlow(forward, block, case.model)
+    found = explain.attribute(case.inputs, (place, 2), mask)
+    alone = explain.attribute(case.inputs[:1, real], (5, 2), mask[:1, real])
+    assert close(found[:1, real], alone, 1e-4)
+    assert not found[0, mask[0] == 0].any()
+    for selector in ((padded, 2), (slice(None), 2), lambda x: x[:, padded].sum(-1)):
+        with pytest.raises(TargetError, match=f"reads layer '{block}' at padded tokens"):
+            explain.attribute(case.inputs, selector, mask)
+    of_each = explain.attribute(case.inputs, lambda x: (x * mask[..., None]).sum((1, 2)), mask)
+    assert not of_each[0, mask[0] == 0].any() and of_each[0, mask[0] == 1].all()
+
+
+# --- precision, wrapped models -------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, ids = mamba_lm(), token_ids()
+    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
+    found = NeuronLatimFlow(model.to(dtype), BLOCK).attribute(ids, NEURON)
+    assert close(found, wanted, 0.2)
+
+
+@pytest.mark.full
+def test_virtual_tokens_have_no_place() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=WIDTH, num_layers=3,
+        num_attention_heads=1,
+    )  # fmt: skip
+    model, ids = mamba_lm(), token_ids()
+    tuned = peft.get_peft_model(model, config).eval()
+    found = NeuronLatimFlow(tuned, model.backbone.layers[1]).decompose(ids, (7, 2))
+    prompts = tuned.get_prompt(batch_size=2).detach()
+    read = torch.cat([prompts, model.get_input_embeddings()(ids)], 1).detach()
+    forward = lambda x: model(inputs_embeds=x).logits  # noqa: E731
+    wanted = NeuronLatimFlow(forward, BLOCK, model).decompose(read, (7, 2))
+    assert close(found.output, wanted.output)
+    assert close(found.tokens, wanted.tokens[:, 3:])
+    constants = wanted.tokens[:, :3].sum(1) + wanted.bias
+    assert close(found.virtual + found.bias, constants, 1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(reentrant: bool) -> None:
+    """Those of transformers are run once; others are refused where they are in the way."""
+    model, ids = mamba_lm(), token_ids()
+    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
+    options = {"use_reentrant": reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()
+    assert close(NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON), wanted)
+    model.gradient_checkpointing_disable()
+    block = model.backbone.layers[1]
+    inner = block.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = lambda x: inner(x, *args, **kwargs)  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant)
+
+    block.forward = forward
+    for layer in (BLOCK, f"{BLOCK}.mixer"):
+        with pytest.raises((NotLinearError, LayerError), match=r"checkpoint|no_grad"):
+            NeuronLatimFlow(model, layer).attribute(ids, NEURON)
+    before = NeuronLatimFlow(model, "backbone.layers.0").attribute(ids, NEURON)
+    block.forward = inner
+    assert close(before, NeuronLatimFlow(model, "backbone.layers.0").attribute(ids, NEURON))
+
+
+@pytest.mark.full
+def test_a_compiled_model() -> None:
+    model, ids = mamba_lm(), token_ids()
+    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
+    compiled = torch.compile(model, backend="eager")
+    assert close(NeuronLatimFlow(compiled, BLOCK).attribute(ids, NEURON), wanted)
+    model.backbone.layers[1].compile(backend="eager")
+    assert close(NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON), wanted)

@@ -1,0 +1,193 @@
+"""Activations inside a run: where they are found, read and cut."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo.architectures import hook_count
+from zoo.small import WIDTH, mamba_lm, token_ids
+
+from captum_ssm.errors import LayerError
+from captum_ssm.linear import find_site, linearised
+
+BLOCK = "backbone.layers.1"
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return oracles.relative_error(found, wanted) <= 1e-5
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_what_a_site_is_called() -> None:
+    model = mamba_lm()
+    block, mixer = model.backbone.layers[1], model.backbone.layers[1].mixer
+    for layer, at_input, wanted in (
+        (BLOCK, False, (BLOCK, block, "output")),
+        (block, True, (BLOCK, block, "input")),
+        (f"{BLOCK}.mixer", False, (f"{BLOCK}.mixer", mixer, "output")),
+        (mixer, True, (f"{BLOCK}.mixer", mixer, "input")),
+        (f"{BLOCK}.mixer.heads", False, (f"{BLOCK}.mixer.heads", mixer, "heads")),
+        ("lm_head", False, ("lm_head", model.lm_head, "output")),
+        ("", False, ("", model, "output")),
+    ):
+        site = find_site(model, layer, at_input=at_input)
+        assert (site.name, site.at) == (wanted[0], wanted[2]) and site.module is wanted[1]
+
+
+def test_modules_of_several_names() -> None:
+    model = mamba_lm()
+    model.same = model.backbone.layers[1]
+    for name in ("same", "same.mixer", "same.mixer.heads"):
+        site = find_site(model, name)
+        assert site.name == name
+    assert find_site(model, "same.mixer").module is model.same.mixer
+    assert find_site(model, model.same).module is model.same
+
+
+def test_heads_are_the_mixers_whatever_its_parts_are_called() -> None:
+    model = mamba_lm()
+    model.backbone.layers[1].mixer.heads = nn.Identity()
+    model.heads = nn.Identity()
+    assert find_site(model, f"{BLOCK}.mixer.heads").at == "heads"
+    assert find_site(model, "heads").module is model.heads
+    with pytest.raises(LayerError, match="part of the mixer"):
+        find_site(model, model.backbone.layers[1].mixer.heads)
+
+
+def test_mixers_that_are_not_used_have_no_operator() -> None:
+    """What is named with ``layers`` has an operator; the parts of other mixers are modules."""
+    model = mamba_lm()
+    used = ["backbone.layers.0.mixer"]
+    with pytest.raises(LayerError, match=r"but the mixers are: backbone.layers.0.mixer\."):
+        find_site(model, f"{BLOCK}.mixer.heads", used)
+    assert find_site(model, f"{BLOCK}.mixer.in_proj", used).at == "output"
+    with pytest.raises(LayerError, match="is a part of the mixer"):
+        find_site(model, "backbone.layers.0.mixer.conv1d", used)
+
+
+# --- reading and cutting -------------------------------------------------------------------------
+
+
+Pair = collections.namedtuple("Pair", ["one", "other"])
+
+
+class Parts(nn.Module):
+    """Returns two halves in some container, beside what does not depend on the input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        halves, beside = (x / 2, x[..., :4] / 2), torch.ones(3)
+        return {
+            "tuple": lambda: (beside, *halves),
+            "list": lambda: [halves[0], None, [halves[1], "text"]],
+            "dict": lambda: {"one": halves[0], "n": 3, "beside": beside, "other": halves[1]},
+            "named": lambda: Pair(*halves),
+        }[self.how]()
+
+
+class Net(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.model, self.parts, self.how = mamba_lm(), Parts(how), how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.backbone.embeddings(ids)
+        made = self.parts(x)
+        one, other = {
+            "tuple": lambda: made[1:],
+            "list": lambda: (made[0], made[2][0]),
+            "dict": lambda: (made["one"], made["other"]),
+            "named": lambda: (made.one, made.other),
+        }[self.how]()
+        x = torch.cat([one[..., :-4] * 2, one[..., -4:] + other], -1)
+        for block in self.model.backbone.layers:
+            x = block(x)
+        out: Tensor = self.model.lm_head(x)
+        return out
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("how", ["tuple", "list", "dict", "named"])
+def test_what_is_met_goes_on_in_its_container(how: str, cut: bool) -> None:
+    model, ids = Net(how).eval(), token_ids()
+    wanted, hooks = model(ids), hook_count(model)
+    site = find_site(model, "parts")
+    options: dict[str, Any] = {"cuts": [site]} if cut else {"reads": [site]}
+    with linearised(model, ids, **options) as network:
+        found = model(ids)
+    assert close(found.detach(), wanted) and hook_count(model) == hooks
+    met = network.met(site)
+    assert met.sizes == (WIDTH, 4) and (met.leaf is not None) is cut
+    embedded = model.model.backbone.embeddings(ids)
+    for tensor, own in zip(met.tensors, (embedded / 2, embedded[..., :4] / 2), strict=True):
+        assert close(tensor.detach(), own)
+    (gradient,) = torch.autograd.grad(found[:, -1].sum(), network.root, allow_unused=True)
+    assert (gradient is None) is cut
+
+
+def test_a_cut_network_is_its_two_parts() -> None:
+    """d output / d layer times d layer / d input, with the chain rule by hand."""
+    model, ids = mamba_lm(), token_ids(1, 5)
+    site = find_site(model, BLOCK)
+    with linearised(model, ids) as whole:
+        logit = model(ids).logits[0, -1, 3]
+    (wanted,) = torch.autograd.grad(logit, whole.root)
+    with linearised(model, ids, cuts=[site]) as network:
+        logit = model(ids).logits[0, -1, 3]
+    met = network.met(site)
+    assert met.leaf is not None and torch.equal(met.leaf, met.value)
+    (behind,) = torch.autograd.grad(logit, met.leaf)
+    (found,) = torch.autograd.grad(met.value, network.root, behind)
+    assert close(found, wanted)
+
+
+def test_a_network_that_begins_inside_knows_what_passes() -> None:
+    model, ids = mamba_lm(), token_ids(1, 5)
+    site = find_site(model, f"{BLOCK}.mixer")
+    with linearised(model, ids, begins=site, constants=False) as network:
+        logit = model(ids).logits[0, -1, 3]
+    assert network.root is network.met(site).leaf and network.passing is not None
+    assert network.passing.shape == network.root.shape
+    inside, past = torch.autograd.grad(logit, [network.root, network.passing])
+    total = (inside * network.root).sum() + (past * network.passing).sum()
+    with linearised(model, ids, constants=False) as whole:
+        again = model(ids).logits[0, -1, 3]
+    (gradient,) = torch.autograd.grad(again, whole.root)
+    assert close(total.detach(), (gradient * whole.root).sum().detach())
+    assert whole.passing is None
+
+
+def test_shapes_that_are_no_one_activation() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.mean(1)
+
+    model, ids = mamba_lm(), token_ids()
+    odd, plain = Odd(), model.backbone.norm_f
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd, self.plain = odd, plain
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.plain(self.odd(x)[0])
+            return out
+
+    model.backbone.norm_f = Norm()
+    site = find_site(model, "backbone.norm_f.odd")
+    with (
+        pytest.raises(LayerError, match=r"shapes \[\(2, 11, 10\), \(2, 10\)\], which are no one"),
+        linearised(model, ids, reads=[site]),
+    ):
+        model(ids)
