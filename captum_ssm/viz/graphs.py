@@ -121,7 +121,7 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
         share = carried / largest
         colour = FOR if weight >= 0 else AGAINST
         (x0, y0), (x1, y1) = places[source], places[target]
-        looks = {"linewidth": 0.4 + _WIDEST * share, "alpha": 0.2 + 0.65 * share, "zorder": 1}
+        looks = {"linewidth": 0.6 + _WIDEST * share, "alpha": 0.3 + 0.6 * share, "zorder": 1}
         axis.plot([x0, x1], [y0, y1], color=colour, solid_capstyle="round", **looks)
     top = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
     for i in chosen:
@@ -212,7 +212,7 @@ def _label(
         if node.kind == "token" or not node.label:
             continue
         text = shown(cut(node.label))
-        left, half = x + 0.55, 0.36 * len(text)
+        left, half = x + 0.8, 0.36 * len(text)
         middle = left + half
         if any(abs(middle - m) < half + h and abs(y - high) < 0.13 for m, high, h in taken):
             continue

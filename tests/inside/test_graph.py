@@ -362,6 +362,7 @@ def test_only_what_is_written_can_be_taken_off():
 # --- a trained model -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_path_of_recall_is_what_the_answer_hangs_on():
     """From the thing, by the place where its owner is bound to it, to the answer; cut, it is lost.
 

@@ -1,0 +1,104 @@
+"""Graphs over words: where nodes and edges are drawn, and what is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.pictures import AWKWARD, draw
+
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.inside import Graph, Node
+from captum_ssm.viz import plot_graph
+
+WORDS = ("anna", "owns", "the", "lamp")
+
+
+def graph(words: tuple[str, ...] = WORDS, **changes: Any) -> Graph:
+    """Two features of two tokens, an error, and the target at the last token."""
+    last = len(words) - 1
+    nodes = [Node("token", "", 0, i, i, 0.0, 0.1 * (i + 1), word) for i, word in enumerate(words)]
+    nodes += [
+        Node("feature", "backbone.layers.0", 1, last, 7, 2.0, 0.6, "a thing"),
+        Node("feature", "backbone.layers.0", 1, 0, 3, 1.0, 0.3, "a name"),
+        Node("error", "backbone.layers.0", 1, last, None, 0.5, 0.1, "error"),
+        Node("constants", "", 0, None, None, 0.0, 0.0, "constants"),
+        Node("target", "", 2, last, 9, 3.0, 0.0, "kite"),
+    ]
+    edges = torch.zeros(len(nodes), len(nodes))
+    thing, name, error, constants, target = range(len(words), len(nodes))
+    edges[thing, last], edges[name, 0] = 2.0, 1.0
+    edges[target, thing], edges[target, name], edges[target, error] = 2.0, -1.0, 0.5
+    edges[target, constants], edges[target, 1] = 1.5, 0.05
+    return Graph(tuple(nodes), changes.get("edges", edges), words, {})
+
+
+def dots(axis: Any) -> list[tuple[float, float]]:
+    return [tuple(c.get_offsets()[0].tolist()) for c in axis.collections]
+
+
+def test_nodes_stand_over_their_words_in_rows_of_layers():
+    figure, axis = plot_graph(graph(), title="$t$")
+    draw(figure)
+    columns = axis.get_xticks()
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "tokens",
+        "layers.0",
+        "target",
+    ]
+    places = dots(axis)  # four tokens, two features, the error, the target: no constants
+    assert len(places) == 8
+    assert [y for _, y in places[:4]] == [0] * 4
+    assert [x for x, _ in places[:4]] == pytest.approx(list(columns))
+    (thing, name, error), target = places[4:7], places[7]
+    assert name == pytest.approx((columns[0], 1)) and target == pytest.approx((columns[3], 2))
+    assert thing[1] > 1 > error[1]  # the one of more influence above
+    assert abs(thing[0] - columns[3]) < abs(thing[0] - columns[2])
+    assert {"a thing", "a name", "kite"} <= {text.get_text() for text in axis.texts}
+
+
+def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
+    figure, axis = plot_graph(graph())
+    draw(figure)
+    places = dots(axis)
+
+    def line(source: int, target: int) -> Any:
+        ends = [places[source], places[target]]
+        found = [x for x in axis.lines if np.allclose(x.get_xydata(), ends)]
+        return found[0] if found else None
+
+    thing, name, error, owns = (line(i, 7) for i in (4, 5, 6, 1))
+    assert owns is None  # a hundredth of what enters
+    assert thing.get_linewidth() > name.get_linewidth() > error.get_linewidth()
+    assert thing.get_color() == error.get_color() != name.get_color()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["adds", "takes off"]
+
+
+def test_the_least_influential_are_left_out():
+    _, axis = plot_graph(graph(), most=1)
+    assert len(dots(axis)) == 3  # a token, a feature, the target
+    assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
+
+
+def test_long_and_awkward_texts():
+    figure, axis = plot_graph(graph(tuple(AWKWARD)))
+    draw(figure)
+    figure, axis = plot_graph(graph(tuple(f"word{i}" for i in range(300))), most=4)
+    draw(figure)
+    assert len(axis.get_xticks()) < 300
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 1.5, None])
+def test_how_many_is_an_integer(most):
+    with pytest.raises(OptionError, match="most="):
+        plot_graph(graph(), most=most)
+
+
+def test_numbers_without_a_place():
+    edges = graph().edges.clone()
+    edges[-1, 0] = float("nan")
+    with pytest.raises(InputError, match="graph holds 1 numbers"):
+        plot_graph(graph(edges=edges))
