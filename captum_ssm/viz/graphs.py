@@ -212,7 +212,7 @@ def _label(
         if node.kind == "token" or not node.label:
             continue
         text = shown(cut(node.label))
-        left, half = x + 0.8, 0.36 * len(text)
+        left, half = x + 1.0, 0.36 * len(text)
         middle = left + half
         if any(abs(middle - m) < half + h and abs(y - high) < 0.13 for m, high, h in taken):
             continue
