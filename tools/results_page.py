@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
 from captum_ssm.bench.experiments.counterparts import counterparts
 from captum_ssm.bench.harness.excerpt import ROWS, excerpt
 from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, sample_size
+from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, markdown, sample_size
 from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
 from captum_ssm.bench.published.beyond import BEYOND
 from captum_ssm.bench.published.on_images import IMAGES
@@ -290,11 +290,6 @@ def side_by_side(tables: Mapping[str, Sequence[Line]]) -> str:
         head = ["map", "model", "method", "formulation", *columns]
         parts.append(f"### {EXPERIMENTS[name].title}\n\n{markdown(head, rows)}")
     return "\n\n".join(parts) or "Not measured here."
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":
