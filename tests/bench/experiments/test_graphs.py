@@ -15,11 +15,12 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm import Edges, LatimFlow, knock_out
+from captum_ssm import Edges, LatimFlow, attribution_graph, knock_out
 from captum_ssm.bench import EXPERIMENTS, Cell
 from captum_ssm.bench.experiments.causal.questions import Question
 from captum_ssm.bench.experiments.knockout.graphs import (
     CHANCE,
+    DIRECT_CUT,
     SOURCES_CUT,
     WHOLE,
     Message,
@@ -90,7 +91,11 @@ def test_what_is_cut_besides_paths(seed: int) -> None:
     length, (_, token) = question.inputs.shape[1], question.target
     (source,) = question.gold.nonzero()[:, 0].tolist()
     others = [i for i in range(length) if i != source]
-    for cell, edges in ((WHOLE, []), (SOURCES_CUT, [Edges(None, source, others)])):
+    for cell, edges in (
+        (WHOLE, []),
+        (SOURCES_CUT, [Edges(None, source, others)]),
+        (DIRECT_CUT, [Edges(1, source, length - 1), Edges(0, source, length - 1)]),
+    ):
         with torch.no_grad(), knock_out(model, *edges):
             right = model(question.inputs).logits[0, -1].argmax() == token
         assert measured(model, question, *cell)[""]["right"] == float(right)
@@ -162,3 +167,51 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert cells["pairs-mamba"] == set(GRAPHS.cells())
     assert cells["passkey-mamba"] == {cell for cell in GRAPHS.cells() if cell.method != "nodes"}
     assert all((line["r"]["value"] is not None) == bool(line["row"]) for line in found)
+
+
+#: By model, a text that the page looks at: its answer, the source of that, the block that the path
+#: goes by; and the answer's lead over other words with nothing cut of what the source sends to the
+#: token that asks, without that in the first block, in the second, and in both.
+LOOKED_AT = {
+    "pairs-mamba2": ("p N l G g J l", "G", 3, 0, (9.3, 4.6, 8.0, -1.5)),
+    "pairs-gated-deltanet": ("e N g L k C a F a", "F", 7, 1, (7.7, -8.2, 7.5, -9.6)),
+    "translation-mamba2": (
+        "five hundred and ninety two | fünf hundert zwei und",
+        "neunzig",
+        3,
+        1,
+        (9.6, 9.6, 0.4, 0.4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_answers_that_are_kept_without_the_path(name: str) -> None:
+    """What the page says of single texts."""
+    text, answer, source, block, leads = LOOKED_AT[name]
+    model, vocabulary = load_bundled(name)
+    ids = torch.tensor([vocabulary.encode(text)])
+    last, token = ids.shape[1] - 1, vocabulary.id_of(answer)
+    mixers = [mixer.name for mixer in find_mixers(model)]
+
+    def lead(*layers: str) -> float:
+        edges = [Edges(layer, source, last) for layer in layers]
+        with torch.no_grad(), knock_out(model, *edges):
+            logits = model(ids).logits[0, -1]
+        best, at = logits.topk(2)
+        return float(logits[token] - best[int(at[0] == token)])
+
+    with GRAPHS.together():
+        found = [lead(), *map(lead, mixers), lead(*mixers)]
+        blocks = [block for mixer in find_mixers(model) for block in mixer.blocks]
+        graph = attribution_graph(
+            model, ids, (-1, token), nodes=blocks, contrast="mean", rule="frozen"
+        )
+    assert found == pytest.approx(leads, abs=0.06)
+    assert list(messages_of(model, graph.path()[:-1])) == [Message((mixers[block],), source, last)]
+    if name == "pairs-gated-deltanet":
+        enters = graph.edges[[n.depth == 2 and n.position == last for n in graph.nodes].index(True)]
+        given = {
+            n.position: float(e) for n, e in zip(graph.nodes, enters, strict=True) if n.depth == 1
+        }
+        assert given[source] == pytest.approx(given[last], rel=0.02)

@@ -29,6 +29,7 @@ from ..causal.questions import Question
 from ..linked_texts import device_of
 from ..vision_layers import ratio
 from .experiment import Knockout, correlation, sums_of
+from .parts import ANSWER_CUT
 
 #: What the answer's logit is held against.
 CONTRAST = "mean"
@@ -43,6 +44,8 @@ LARGE = 0.01
 WHOLE = Cell("nothing cut")
 #: The same without anything that the sources of the answer send to other tokens.
 SOURCES_CUT = Cell("sources cut")
+#: The same without what these send to the token that asks, in all layers.
+DIRECT_CUT = Cell(ANSWER_CUT)
 #: Who names a token that the answer could come from, whichever it is.
 CHANCE = Cell("any token")
 PATH, OF_NODES = "path", "nodes"
@@ -89,7 +92,7 @@ class Graphs(Experiment):
         Column("signs", ("agreed", "counted"), statistic=ratio),
         Column("error", ("off", "size"), "low", ratio),
     )
-    baselines = (WHOLE.method, SOURCES_CUT.method, CHANCE.method)
+    baselines = (WHOLE.method, SOURCES_CUT.method, DIRECT_CUT.method, CHANCE.method)
     note = (
         "Token: the path begins with a source of the answer. Place: the last message on it comes "
         "from where a source stands, to the token that asks. Accuracy is that without what is cut, "
@@ -114,6 +117,7 @@ class Graphs(Experiment):
         return [
             WHOLE,
             SOURCES_CUT,
+            DIRECT_CUT,
             CHANCE,
             *(Cell(PATH, rule) for rule in PATH_RULES),
             *(Cell(OF_NODES, rule) for rule in NODE_RULES),
@@ -131,9 +135,13 @@ class Graphs(Experiment):
         elif cell == CHANCE:
             found = {"": {"token": float(example.gold.double().mean())}}
         else:
-            sources = example.gold.nonzero()[:, 0].tolist()
-            cut = [Edges(sources=sources, targets="other")] if cell == SOURCES_CUT else []
-            found = {"": {"right": is_right(model, example, *cut)}}
+            sources, last = example.gold.nonzero()[:, 0].tolist(), len(example.gold) - 1
+            cut = {
+                WHOLE: [],
+                SOURCES_CUT: [Edges(sources=sources, targets="other")],
+                DIRECT_CUT: [Edges(sources=sources, targets=last)],
+            }
+            found = {"": {"right": is_right(model, example, *cut[cell])}}
         missing = {name: math.nan for column in self.columns for name in column.numbers}
         return {row: {**missing, **numbers} for row, numbers in found.items()}
 
