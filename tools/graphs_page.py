@@ -125,9 +125,9 @@ Where the answer is kept without the path of the frozen rule:
   {direct_pairs2:.0%} and {cut_pairs2:.0%} in pairs-mamba2, {direct_words:.0%} and {cut_words:.0%}
   in translation-gated-deltanet.
 - *The lesser of two routes.* In *e N g L k C a F a* of pairs-gated-deltanet the path goes by the
-  second block. Without its message *F* is 7.5 ahead, in place of 7.7; without that of the first block, which
-  the graph gives as much, it is 8.2 behind. In this model {cut_pairs:.0%} of
-  answers are right without the path, and {direct_pairs:.0%} without both.
+  second block. Without its message *F* is 7.5 ahead, in place of 7.7; without that of the first
+  block, which the graph gives as much, it is 8.2 behind. In this model {cut_pairs:.0%} of answers
+  are right without the path, and {direct_pairs:.0%} without both.
 - *A lead that is all but gone.* In *five hundred and ninety two | fünf hundert zwei und* of
   translation-mamba2 no other message than that of the path brings *ninety* to the last token.
   Without it *neunzig* is still 0.4 ahead of all other words, in place of 9.6.
