@@ -16,7 +16,7 @@ from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
 from captum_ssm.bench.experiments.answers.erasers import TAKEN_OUT
 from captum_ssm.bench.experiments.answers.hops import ALONE, HOPS, SUMMED
 from captum_ssm.bench.experiments.every_experiment import FAILING
-from captum_ssm.bench.harness.tables import as_csv, labels_of, legend
+from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/answers.md", "results"
@@ -173,7 +173,7 @@ def table(found: Sequence[Line]) -> str:
         for line in found
     ]
     head = ["model", *labels, *columns]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))
+    return markdown(head, cells)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
 from captum_ssm.bench.experiments.causal.interventions import DRAWS, PERMUTATIONS
 from captum_ssm.bench.experiments.causal.methods import SHAPLEY
 from captum_ssm.bench.harness.groups import differences, group_lines
-from captum_ssm.bench.harness.tables import as_csv, legend
+from captum_ssm.bench.harness.tables import as_csv, legend, markdown
 from captum_ssm.bench.harness.verdicts import Side
 from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
@@ -207,11 +207,6 @@ def _number(line: Line, column: str) -> str:
     """A number with its interval; of passes, which are counted, the mean."""
     entry = line.entries[column]
     return f"{entry.value:.0f}" if column == PASSES else str(entry)
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from captum_ssm.bench.experiments.knockout.parts import HEAD_OFF, HEADS_ALONE
 from captum_ssm.bench.experiments.knockout.paths import STEPS
 from captum_ssm.bench.harness.groups import group_lines
 from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, legend
+from captum_ssm.bench.harness.tables import as_csv, legend, markdown
 from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 from captum_ssm.viz.figure import LINES, new_figure
@@ -385,11 +385,6 @@ def _cell(line: Line) -> Cell:
 
 def _label(cell: Cell) -> str:
     return ", ".join(filter(None, cell))
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":

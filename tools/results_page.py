@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
 from captum_ssm.bench.experiments.counterparts import counterparts
 from captum_ssm.bench.harness.excerpt import ROWS, excerpt
 from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, sample_size
+from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, markdown, sample_size
 from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
 from captum_ssm.bench.published.beyond import BEYOND
 from captum_ssm.bench.published.on_images import IMAGES
@@ -31,6 +31,7 @@ OWN_PAGES = (
     "roles",
     "knockout",
     "hybrid-parts",
+    "graphs",
     "answers",
     "erasers",
     "forgotten-passkeys",
@@ -53,7 +54,8 @@ _TEXT = """\
 What `captum-ssm evaluate` measured on the small trained models that come with the package, whose
 right answers are known, and what that says of the orderings of methods that the papers publish.
 Pages of their own have [interventions](results/causal.md), [roles](results/roles.md),
-[knock-outs](results/knockout.md) and [whole answers](results/answers.md).
+[knock-outs](results/knockout.md), [graphs](results/graphs.md) and
+[whole answers](results/answers.md).
 
 Made on {date} with {machine}.
 
@@ -290,11 +292,6 @@ def side_by_side(tables: Mapping[str, Sequence[Line]]) -> str:
         head = ["map", "model", "method", "formulation", *columns]
         parts.append(f"### {EXPERIMENTS[name].title}\n\n{markdown(head, rows)}")
     return "\n\n".join(parts) or "Not measured here."
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":

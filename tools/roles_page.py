@@ -16,7 +16,7 @@ from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
 from captum_ssm.bench.experiments.causal.interventions import DRAWS
 from captum_ssm.bench.experiments.roles import CHANCE, LOST
 from captum_ssm.bench.harness.groups import group_lines
-from captum_ssm.bench.harness.tables import as_csv, legend, sample_size
+from captum_ssm.bench.harness.tables import as_csv, legend, markdown, sample_size
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/roles.md", "results"
@@ -127,7 +127,7 @@ def table(rows: Sequence[Line]) -> str:
         ]
         for line in rows
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))
+    return markdown(head, cells)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from .class_words import TextClasses
 from .decomposition_errors import DecompositionErrors
 from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
+from .knockout.graphs import Graphs
 from .knockout.parts import HybridParts
 from .masks import PseudoMasks, Segmenting
 from .passkeys import Retrieval
@@ -103,6 +104,7 @@ _ON_TEXTS: tuple[Experiment, ...] = (
             for name, length in FAILING.items()
         },
     ),
+    Graphs(),
 )
 
 _ON_SCENES: tuple[Experiment, ...] = (

@@ -134,15 +134,19 @@ def as_markdown(experiment: Experiment, table: Sequence[Line]) -> str:
         labels = labels_of(own)
         head = [*labels, *(column.name for column in experiment.columns)]
         best = {column.name: _best(column, own) for column in experiment.columns}
-        parts += ["", f"## {model}, {sample_size(own)}", ""]
-        parts += [_row(head), _row(["---"] * len(head))]
+        rows = []
         for line in own:
-            cells = [getattr(line, name) for name in labels]
+            rows.append([getattr(line, name) for name in labels])
             for name, entry in line.entries.items():
-                cells.append(f"**{entry}**" if entry.value == best[name] else str(entry))
-            parts.append(_row(cells))
+                rows[-1].append(f"**{entry}**" if entry.value == best[name] else str(entry))
+        parts += ["", f"## {model}, {sample_size(own)}", "", markdown(head, rows)]
     parts += ["", legend(experiment)]
     return "\n".join(parts) + "\n"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts, without a line's end behind it."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def legend(experiment: Experiment) -> str:
@@ -263,7 +267,3 @@ def _readable(entry: Entry) -> dict[str, float | None]:
         name: None if math.isnan(x) else x
         for name, x in (("value", entry.value), ("low", entry.low), ("high", entry.high))
     }
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

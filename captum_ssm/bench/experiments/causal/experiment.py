@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -125,7 +125,7 @@ class Causal(Experiment):
         return list(METHODS)
 
     def example(self, subject: Subject, index: int, seed: int) -> Question:
-        return self._questions(subject.name).question(f"{seed}/{index}")
+        return questions_of(subject.name).question(f"{seed}/{index}")
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:
@@ -141,18 +141,10 @@ class Causal(Experiment):
         with repaired_scans(), shared_forward("all", streams=True):
             yield
 
-    def _questions(self, name: str) -> LinkedQuestions | RatedQuestions | SceneQuestions:
-        if name not in self._made:
-            self._made[name] = questions_of(name)
-        return self._made[name]
 
-    @cached_property
-    def _made(self) -> dict[str, LinkedQuestions | RatedQuestions | SceneQuestions]:
-        return {}
-
-
+@cache
 def questions_of(name: str) -> LinkedQuestions | RatedQuestions | SceneQuestions:
-    """What is asked of a bundled model."""
+    """What is asked of a bundled model; its task's texts are drawn once."""
     if name in IMAGE_RECIPES:
         return SceneQuestions(SCENES, IMAGE_RECIPES[name].size.patch)
     recipe = RECIPES[name]

@@ -1,1 +1,1 @@
-"""Messages that are cut: what that was estimated to do, and what it does."""
+"""What is cut or taken away: what that was estimated to do, and what it does."""

@@ -24,7 +24,7 @@ from ..causal.experiment import (
     CONFIRMING_IMAGES,
     questions_of,
 )
-from ..causal.questions import LinkedQuestions, Question, RatedQuestions, SceneQuestions
+from ..causal.questions import Question
 from ..linked_texts import device_of
 from ..vision_layers import ratio
 from .held import KINDS, Kind, PlainRun, along
@@ -99,7 +99,7 @@ class Knockout(Experiment):
         return [AS_IT_IS, EXACT_NORMS, BY_SHARE, *RULES, *HELD]
 
     def example(self, subject: Subject, index: int, seed: int) -> Question:
-        return self._questions(subject.name).question(f"{seed}/{index}")
+        return questions_of(subject.name).question(f"{seed}/{index}")
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         if self._latest is None or self._latest.question is not example:
@@ -122,15 +122,6 @@ class Knockout(Experiment):
             return by_row(drawn, drawn.estimated_by(rule=RULES[cell]), drawn.true)
         matched, true = drawn.plain.effects(drawn.edges, drawn.effects, HELD[cell])
         return by_row(drawn, drawn.estimated, true, matched)
-
-    def _questions(self, name: str) -> LinkedQuestions | RatedQuestions | SceneQuestions:
-        if name not in self._made:
-            self._made[name] = questions_of(name)
-        return self._made[name]
-
-    @cached_property
-    def _made(self) -> dict[str, LinkedQuestions | RatedQuestions | SceneQuestions]:
-        return {}
 
 
 class Drawn:
