@@ -98,7 +98,7 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise OptionError(f"most={most!r} must be an integer, at least 1.")
     edges = numbers(graph.edges, "graph")
-    chosen = _chosen(graph, most)
+    chosen = chosen_nodes(graph, most)
     last = len(graph.nodes) - 1
     words = Words.of(graph.tokens, {_column(graph, i) for i in chosen})
     depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
@@ -115,7 +115,7 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
     places = _places(graph, chosen, words, rows)
     influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
     influence[last] = 1.0
-    drawn = _links(edges, chosen, influence)
+    drawn = links_between(edges, chosen, influence)
     largest = max((carried for *_, carried in drawn), default=0.0) or 1.0
     for source, target, weight, carried in sorted(drawn, key=lambda link: link[-1]):
         share = carried / largest
@@ -137,8 +137,13 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
     return figure, axis
 
 
-def _chosen(graph: GraphLike, most: int) -> list[int]:
-    """The nodes of the greatest influence, all tokens that add to them, and the target."""
+def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
+    """The nodes that are drawn: those of the greatest influence, and the target.
+
+    Args:
+        graph: the graph.
+        most: how many, of tokens and of what is between them and the target.
+    """
     inner = [
         i
         for i, node in enumerate(graph.nodes[:-1])
@@ -183,17 +188,24 @@ def _places(
     return found
 
 
-def _links(
-    edges: Tensor, chosen: Sequence[int], influence: Tensor
+def links_between(
+    edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _LEAST
 ) -> list[tuple[int, int, float, float]]:
-    """Source, target, what the one adds to the other, and the influence that this carries."""
+    """Source, target, what the one adds to the other, and the influence that this carries.
+
+    Args:
+        edges: of a graph, (n, n).
+        chosen: the nodes that are drawn.
+        influence: of all nodes, and 1 of the target, (n,).
+        least: the share of what enters a node below which a link is left out. Default: 0.03.
+    """
     sizes = edges.abs().double()
     shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)
     return [
         (s, t, float(edges[t, s]), float(shares[t, s] * influence[t]))
         for t in chosen
         for s in chosen
-        if float(shares[t, s]) >= _LEAST
+        if float(shares[t, s]) >= least
     ]
 
 

@@ -21,6 +21,7 @@ from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
 from .example import Example, Subject
+from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
 from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
@@ -44,6 +45,7 @@ class Wanted:
         shown_layers: indices of the layers whose maps are wanted.
         kept: how many entries of each row of a map are kept.
         edges: how many of the strongest edges are listed.
+        graph: how many nodes of the graph are followed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
         show_progress: show progress bars.
@@ -55,6 +57,7 @@ class Wanted:
     shown_layers: Sequence[int]
     kept: int
     edges: int
+    graph: int
     accounts: bool
     show_progress: bool
 
@@ -126,6 +129,7 @@ def explain(
         "methods": _methods(found, roles, wanted.methods, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
+        "graph": graph_of(subject, example, known, wanted.graph),
         "maps": [],
     }
     blocks: dict[str, bytes] = {}

@@ -21,7 +21,15 @@ from typing import Any
 
 #: In this order they are one style, and one script.
 _STYLES = ("common.css", "report.css")
-_SCRIPTS = ("common.js", "maps.js", "canvases.js", "tokens.js", "tables.js", "report.js")
+_SCRIPTS = (
+    "common.js",
+    "maps.js",
+    "canvases.js",
+    "tokens.js",
+    "tables.js",
+    "graph.js",
+    "report.js",
+)
 
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 

@@ -22,8 +22,8 @@ from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .page import page
 
-#: So many edges are listed beside maps.
-_EDGES = 10
+#: Beside maps so many edges are listed, and so many nodes of the graph followed.
+_EDGES, _NODES = 10, 24
 
 
 def report(
@@ -43,6 +43,7 @@ def report(
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
     edges: int | None = None,
+    graph: int | None = None,
     names: Sequence[str] | None = None,
     title: str = "Explanation",
     path: str | Path = "report.html",
@@ -51,9 +52,10 @@ def report(
     """Explain examples by several methods and write one HTML file that needs nothing else.
 
     The page shows the model's predictions; the relevance of every token, or patch of an image, by
-    every method; from token to token, layer by layer, what a token takes from each other one; and
-    the messages between tokens whose cutting would change most, by
-    :class:`~captum_ssm.EdgeEffects`' estimate.
+    every method; from token to token, layer by layer, what a token takes from each other one; the
+    messages between tokens whose cutting would change most, by
+    :class:`~captum_ssm.EdgeEffects`' estimate; and of a text, by
+    :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
@@ -88,6 +90,9 @@ def report(
             the strongest of each row are kept, and the page says how many. Default: 12.
         edges: how many of the strongest edges are listed with the estimated effect of cutting each;
             0 for none. Default: None, 10 beside maps, and none without.
+        graph: how many activations are followed on the way from the words to the output, those
+            that add most to it, each by a backward pass, in texts of at most 2000 tokens; 0 for no
+            graph. Default: None, 24 beside maps, and none without.
         names: what the examples are called. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write; its folder is made if it is missing. Default: ``"report.html"``.
@@ -129,6 +134,7 @@ def report(
         shown_layers=shown_layers,
         megabytes=megabytes,
         edges=edges,
+        graph=graph,
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):
@@ -146,6 +152,7 @@ def explain_all(
     shown_layers: Sequence[int] | None = None,
     megabytes: float = 12.0,
     edges: int | None = None,
+    graph: int | None = None,
     accounts: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
@@ -154,14 +161,13 @@ def explain_all(
     Args:
         subject: the model.
         examples: the examples.
-        methods, options, matrices, shown_layers, megabytes, edges, show_progress: as in
-            :func:`report`, with the same defaults.
+        methods, options, matrices, shown_layers, megabytes, edges, graph, show_progress: as
+            in :func:`report`, with the same defaults.
         accounts: also say what else the explained number is made of. Default: False.
     """
     kinds = _kinds(matrices)
-    listed = _EDGES * bool(kinds) if edges is None else checks.integer("edges", edges)
-    if listed < 0:
-        raise OptionError(f"edges={edges} must be at least 0, or None.")
+    listed = _count("edges", edges, _EDGES * bool(kinds))
+    followed = _count("graph", graph, _NODES * bool(kinds))
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
     parts = list(zip(batch_parts(len(examples), 1), examples, strict=True))
@@ -171,7 +177,7 @@ def explain_all(
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
     kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, listed, accounts, show_progress)
+    asked = Wanted(methods, options, kinds, chosen, kept, listed, followed, accounts, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)
@@ -208,6 +214,14 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
         if kind not in MAPS:
             raise OptionError(f"matrices={matrices!r}: use True, False, or some of {tuple(MAPS)}.")
     return kinds
+
+
+def _count(name: str, value: int | None, default: int) -> int:
+    """A number of things that are shown, which may be 0."""
+    count = default if value is None else checks.integer(name, value)
+    if count < 0:
+        raise OptionError(f"{name}={value} must be at least 0, or None.")
+    return count
 
 
 def _kept(

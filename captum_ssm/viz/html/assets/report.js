@@ -248,6 +248,7 @@ function showExample() {
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
   showEdges(byId('edges'), example());
+  showGraph(byId('graph'), example());
   showNumbers();
   showMap();
 }

@@ -1,0 +1,153 @@
+"""The way of an output through a report's example: words, whole activations of blocks, the target.
+
+Shapes: L tokens, padding among them; n nodes of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ...errors import CaptumSSMError, LayerError
+from ...inside import Graph, attribution_graph
+from ...tracing import find_mixers
+from ..graphs import chosen_nodes, links_between
+from .example import Example, Subject
+from .outline import Outline
+
+#: So many rows are drawn between the words and the target.
+_ROWS = 12
+#: So many nodes a graph may have, most of them not followed: it holds what each adds to each.
+_LARGEST = 4000
+
+
+#: Source, target, what the one adds to the other, and the influence that this carries.
+Link: TypeAlias = tuple[int, int, float, float]
+
+
+def graph_of(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
+    """What runs through which activations on the way to the target, or why this is not known.
+
+    Args:
+        subject: the model.
+        example: the example.
+        known: its outline.
+        count: how many activations are followed; 0 for no graph.
+    """
+    told: dict[str, Any] = {
+        "rows": [],
+        "kind": "blocks",
+        "places": 0,
+        "nodes": [],
+        "links": [],
+        "path": [],
+        "obstacle": None,
+    }
+    if count == 0:
+        return told
+    tokens = known.layers[0].tokens
+    rows = min(_ROWS, _LARGEST // tokens - 1)
+    if example.is_image:
+        return told | {"obstacle": "Patches of an image are no tokens of the model's input."}
+    if rows < 1:
+        most = _LARGEST // 2
+        return told | {"obstacle": f"The text has {tokens} tokens, and at most {most} are drawn."}
+    obstacle = ""
+    for kind, places in _places(subject, known):
+        try:
+            graph = attribution_graph(
+                subject.forward_func,
+                example.inputs,
+                known.target,
+                example.additional or None,
+                nodes=_evenly(places, rows),
+                top=count,
+                keep=None,
+                model=subject.module,
+                layers=subject.layers,
+            )
+        except LayerError as error:  # a block that runs several times has a mixer that may not
+            obstacle = obstacle or str(error)
+        except CaptumSSMError as error:  # which leaves all else to be shown
+            return told | {"obstacle": str(error)}
+        else:
+            return told | {"kind": kind, "places": len(places)} | _drawn(graph, known, count)
+    return told | {"obstacle": obstacle}
+
+
+def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
+    """The modules whose outputs may be rows, in the order in which they ran; the best first."""
+    by_name = {
+        name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
+    }
+    mixers = [by_name[layer.name] for layer in known.layers]
+    # what the whole model returns is no step on the way
+    if all(len(mixer.blocks) == 1 and mixer.blocks[0] is not subject.module for mixer in mixers):
+        yield "blocks", list(dict.fromkeys(mixer.blocks[0] for mixer in mixers))
+    yield "mixers", list(dict.fromkeys(mixer.module for mixer in mixers))
+
+
+def _evenly(places: Sequence[nn.Module], most: int) -> list[nn.Module]:
+    """At most so many of them, the last one always."""
+    count = len(places)
+    return [places[-(-(i + 1) * count // min(count, most)) - 1] for i in range(min(count, most))]
+
+
+def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
+    """The nodes and links that are drawn, tokens counted without padding."""
+    number = {id(node): i for i, node in enumerate(graph.nodes)}
+    path = [number[id(node)] for node in graph.path()]
+    last = len(graph.nodes) - 1
+    influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
+    influence[last] = 1.0
+    chosen = sorted({*chosen_nodes(graph, count), *path})
+    links = _strongest(graph, links_between(graph.edges, chosen, influence, 0.0), path, count)
+    chosen = sorted({last, *(end for link in links for end in link[:2])})
+    place = {token: position for position, token in enumerate(known.real)}
+    rows = {node.depth: node.layer for node in graph.nodes if node.layer}
+    drawn = {node: i for i, node in enumerate(chosen)}
+    nodes = []
+    for i in chosen:
+        node = graph.nodes[i]
+        facts = {
+            "kind": node.kind,
+            "row": node.depth,
+            "position": None if node.position is None else place.get(node.position),
+            "value": _short(node.activation),
+            "influence": _short(float(influence[i])),
+        }
+        nodes.append(facts)
+    return {
+        "rows": [rows[depth] for depth in sorted(rows)],
+        "nodes": nodes,
+        "links": [
+            {"source": drawn[s], "target": drawn[t], "weight": _short(w), "carried": _short(c)}
+            for s, t, w, c in links
+        ],
+        "path": [
+            {"node": drawn[i], "adds": _short(float(graph.edges[after, i]))}
+            for i, after in pairwise(path)
+        ],
+    }
+
+
+def _strongest(graph: Graph, links: Sequence[Link], path: Sequence[int], count: int) -> list[Link]:
+    """The links that carry most, twice as many as nodes, and that lead to the target; the path."""
+    along = set(pairwise(path))
+    strongest = sorted(links, key=lambda link: -link[-1])[: 2 * count]
+    strongest += [link for link in links if link[:2] in along and link not in strongest]
+    reached, found = {len(graph.nodes) - 1}, []
+    for link in sorted(strongest, key=lambda link: -graph.nodes[link[1]].depth):
+        source, target, _, carried = link
+        if target in reached and carried > 0:
+            reached.add(source)
+            found.append(link)
+    return found
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")
