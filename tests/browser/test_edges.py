@@ -135,7 +135,9 @@ def test_a_message_is_cut_and_the_true_prediction_shown(opened: Any) -> None:
     best = int(before.argmax())
     chances = [f"{float(x.softmax(-1)[best]):.3f}" for x in (before, without)]
     assert of_all(page, ".result tbody tr:first-child > *") == [WORDS[best], *chances]
-    estimate = float(EdgeEffects(model).attribute(ids, (-1, best)).matrix(1)[0, 3, 1])
+    estimate = float(
+        EdgeEffects(model, exact_norms=True).attribute(ids, (-1, best)).matrix(1)[0, 3, 1]
+    )
     said = [float(number) for number in re.findall(r"-?\d+\.\d+", page.text(".result p"))]
     assert said == pytest.approx([float(before[best] - without[best]), estimate], abs=6e-4)
     # what cannot be cut is told in the place of what was shown of another edge

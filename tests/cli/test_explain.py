@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from captum.attr import LayerAttribution, NeuronAttribution
 from helpers.pages import read_page
 from matplotlib.image import imread
 from safetensors.torch import save_file
@@ -456,5 +457,6 @@ def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         for name in captum_ssm.__all__
         if isinstance(value := getattr(captum_ssm, name), type)
         and issubclass(value, SSMAttribution)
+        and not issubclass(value, LayerAttribution | NeuronAttribution)
     }
     assert {method.name for method in METHODS} == everything
