@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -139,3 +140,28 @@ def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "GradientRollout" not in done.stderr
+
+
+def test_the_strata_are_those_that_imports_are_held_to() -> None:
+    """In the table of CONTRIBUTING and on the picture of the house."""
+    contract = (ROOT / "pyproject.toml").read_text("utf-8")
+    listed = re.search(r"^layers = \[(.*?)^\]", contract, re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    rooms = [re.findall(r"\w+", row) for row in re.findall(r'"(.*)"', listed[1])]
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Strata")[1]
+    table = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in re.findall(r"^\|.*", text, re.M)]
+    above = {"__main__", "evaluation", "tasks"}
+    wanted = [set(row) for row in rooms if not above & set(row)]
+    assert [set(row) for row in table if row] == wanted
+    drawn = re.findall(r">(\w+)</text>", (ROOT / "docs/images/house.svg").read_text("utf-8"))
+    assert {room for row in wanted for room in row if room[0] != "_"} <= set(drawn)
+
+
+def test_what_to_read_first_is_as_long_as_is_said() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where do I add")[0]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE)
+    assert len(files) == 10
+    lines = sum(len((ROOT / "captum_ssm" / x).read_text("utf-8").splitlines()) for x in files)
+    said = re.search(r"([\d,]+) lines of which", text)
+    assert said is not None
+    assert abs(lines - int(said[1].replace(",", ""))) <= 0.1 * lines
