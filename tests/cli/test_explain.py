@@ -142,6 +142,7 @@ def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert example["accounts"][centred]["baselines"] == 0
 
 
+@pytest.mark.full
 def test_roles_have_pictures_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "picture.png"
     arguments = ["explain", "recall-mamba", "--text", PROMPT, "bob owns", "--out", str(out)]

@@ -87,6 +87,7 @@ def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) 
         assert close(runs, [expected] * 4)
 
 
+@pytest.mark.full
 def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One asks for no checkpoints, the other for those that have a graph inside."""
     case = architectures.jamba(monkeypatch)

@@ -133,6 +133,7 @@ def test_padded_batches() -> None:
         windows_of(mask.flip(1))
 
 
+@pytest.mark.full
 @HYBRID
 def test_parts_off_switches_off_one_part_at_a_time(case: Case) -> None:
     ids = case.inputs
