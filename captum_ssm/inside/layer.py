@@ -160,8 +160,9 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         """All that :meth:`attribute` leaves out: biases by module, and what passes the layer by.
 
         Args:
-            inputs, target, additional_forward_args, attribute_to_layer_input, contrast, rule,
-                baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
+            inputs, target, additional_forward_args, attribute_to_layer_input: as in
+                :meth:`attribute`, with the same defaults.
+            contrast, rule, baselines, zero_bias, internal_batch_size, verify: likewise, with the
                 same defaults.
 
         Returns:

@@ -89,10 +89,10 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         """What each input token, feature or pixel adds to the neuron.
 
         Args:
-            inputs, additional_forward_args, rule, baselines, zero_bias, per_token,
-                internal_batch_size, verify: as in
+            inputs, additional_forward_args, rule, baselines, zero_bias, per_token, verify: as in
                 :meth:`LatimFlow.attribute() <captum_ssm.LatimFlow.attribute>`, with the same
                 defaults.
+            internal_batch_size: run at most so many examples at a time. Default: None, all.
             neuron_selector: an index, or a tuple of indices and slices, of one example's
                 activation, such as (position, feature); of slices the sum is explained. Or a
                 function of the activation, or of its tensors where there are several, that returns
@@ -142,9 +142,10 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         """All that :meth:`attribute` sums up: features, layers, biases.
 
         Args:
-            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input, rule,
-                baselines, zero_bias, internal_batch_size, verify: as in :meth:`attribute`, with the
-                same defaults.
+            inputs, neuron_selector, additional_forward_args, attribute_to_neuron_input: as in
+                :meth:`attribute`, with the same defaults.
+            rule, baselines, zero_bias, internal_batch_size, verify: likewise, with the same
+                defaults.
             roles, features: as in
                 :meth:`LatimFlow.decompose() <captum_ssm.LatimFlow.decompose>`, with the same
                 defaults.
