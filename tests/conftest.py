@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -73,15 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for test in {getattr(item, "function", None) for item in items}:
             if is_hypothesis_test(test):
                 hypothesis.seed(int(FIXED_SEED))(test)
-
-
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: the garbage collector need not look at it.
-
-    Some twenty thousand tests, most of which are left out, would take it seconds of each minute.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
