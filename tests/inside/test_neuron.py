@@ -11,6 +11,7 @@ import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
 from helpers.sessions import thorough
+from helpers.versions import not_in_4
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -336,6 +337,7 @@ def test_without_constants(method: Any) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_in_4(name, "zamba2", "lfm2")
     case = ADAPTERS[name](monkeypatch)
     block = blocks_of(case)[-1]
     mask = torch.ones_like(case.inputs)
