@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from helpers.insights_examples import cnn, table_model
+from helpers.sessions import spread
 from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm.attr.engine.method import SSMAttribution
@@ -54,7 +55,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "argument", "word"), CHOICES)
+@pytest.mark.parametrize(("method", "argument", "word"), spread(CHOICES))
 def test_every_choice_is_one_that_the_method_accepts(method, argument, word):
     model, ids = mamba_lm(), token_ids(1, 5)
     found = method(model).attribute(ids, target=(-1, 3), **{argument: word})

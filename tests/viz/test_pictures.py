@@ -94,6 +94,7 @@ def test_matrices_say_what_they_are() -> None:
     assert not plot_matrices(matrices)[0].get_suptitle()
 
 
+@pytest.mark.full
 def test_absolute_matrices_are_stretched_like_the_papers() -> None:
     matrix = torch.randn(6, 6)
     _, axes = plot_matrices([matrix, torch.zeros(3, 3)], absolute=True)
