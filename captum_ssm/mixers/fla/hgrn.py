@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
-from .base import Call, LinearMixer
-from .parts.common import as_heads, run
-from .parts.fla import convolved, entering, frozen_rms_norm, steps, value_stream
+from ...operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, run
+from .common import convolved, entering, frozen_rms_norm, steps, value_stream
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:

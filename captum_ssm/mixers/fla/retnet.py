@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import ScalarDecayHeads
-from .base import Call, LinearMixer
-from .parts.fla import closing, entering_unpadded, norm_and_gate, queries_and_keys, steps
+from ...operators import ScalarDecayHeads
+from ..base import Call, LinearMixer
+from .common import closing, entering_unpadded, norm_and_gate, queries_and_keys, steps
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators import DeltaRule
-from .base import Call, LinearMixer
-from .parts.common import as_heads, run
-from .parts.fla import closing, convolved, entering_unpadded, o_norm_and_gate, steps
+from ...operators import DeltaRule
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, run
+from .common import closing, convolved, entering_unpadded, o_norm_and_gate, steps
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...operators import Chain, Diagonal, Operator, Shape, ShortConv
 from ..base import Call, LinearMixer
-from .common import (
+from ..parts.common import (
     as_heads,
     masked,
     output_gate,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import (
+from ...operators import (
     Chain,
     Diagonal,
     HeadCentering,
@@ -28,9 +28,9 @@ from ..operators import (
     ShortConv,
     VectorDecayHeads,
 )
-from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, linear, masked, output_gate, run
-from .parts.fla import entering, steps
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, frozen, linear, masked, output_gate, run
+from .common import entering, steps
 
 
 def fla_rwkv6(module: Any, call: Call) -> LinearMixer:

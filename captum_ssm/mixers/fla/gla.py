@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..operators import Chain, VectorDecayHeads
-from .base import Call, LinearMixer
-from .hgrn import log_forget
-from .parts.common import as_heads, linear, masked, run
-from .parts.fla import (
+from ...operators import Chain, VectorDecayHeads
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, linear, masked, run
+from .common import (
     closing,
     convolved,
     entering_unpadded,
@@ -29,6 +28,7 @@ from .parts.fla import (
     steps,
     value_stream,
 )
+from .hgrn import log_forget
 
 #: HGRN2's norm runs as a function that is not told the module's eps.
 _HGRN2_EPS = 1e-5
