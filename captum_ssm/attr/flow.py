@@ -109,7 +109,7 @@ class LatimFlow(FlowMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -385,7 +385,7 @@ class MambaLRP(LatimFlow):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch

@@ -276,7 +276,8 @@ def linearised(
         cut = {**dict.fromkeys(reads, False), **dict.fromkeys(cuts, True)}
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
         network = Network(mode, mixers, steps, verify, sites, begins)
-        observe(model, mixers, (network,), stack, gradients=True)
+        vouched = layers is not None
+        observe(model, mixers, (network,), stack, gradients=True, vouched=vouched)
         sites.watch(stack)
         yield network
 

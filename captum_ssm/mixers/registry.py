@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -139,12 +139,24 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
     return _MIXER_NAME.search(type(module).__name__) is not None
 
 
-def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
-    """Raise for the first of ``found``, unsupported mixers by name."""
-    for name, module in found:
-        kind = class_path(type(module))
-        place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
-        raise UnsupportedMixerError(f"{place} mixes tokens and has no adapter. {what_is_served()}")
+def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
+    """The error for a module that looks like a mixer and has no adapter.
+
+    Args:
+        name: its name in the model.
+        module: the module.
+        others: whether the model has mixers that have one, so that it was refused because it ran.
+            Default: False.
+    """
+    kind = class_path(type(module))
+    place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
+    ran, way_out = "", ""
+    if others:
+        ran = ", and it ran"
+        way_out = " To explain the run without it, name the mixers to use with layers=[...]."
+    return UnsupportedMixerError(
+        f"{place} mixes tokens and has no adapter{ran}. {what_is_served()}{way_out}"
+    )
 
 
 def what_is_served() -> str:

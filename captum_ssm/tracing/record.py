@@ -235,7 +235,8 @@ def trace(
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
-        observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
+        watching, vouched = (recorder, *watchers), layers is not None
+        observe(module, mixers, watching, stack, gradients=graph != "none", vouched=vouched)
         if follow is not None:
             look_past(follow, module, stack)
         yield record

@@ -310,6 +310,9 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         output = request.output(start)
         origin = None if follow is None else follow.origin(output)
     require_layers(record, model)
+    if request.graph == "tail" and not record.layers[-1].output.requires_grad:
+        # the model's last mixer, where the tail begins, did not run, or not as the last one
+        return traced(replace(request, graph="outputs"), shared=shared)
     chain = _chained(record, origin, request.folds)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
