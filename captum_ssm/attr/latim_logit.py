@@ -218,7 +218,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
         )
-        return self._delta(found, found.tokens, attributions)
+        return self._delta(found, [found.tokens], attributions)
 
     def _asked(self, mixing: str, show_progress: bool, verify: bool | float) -> Asked:
         make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]

@@ -210,7 +210,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         )
         given = attributions if isinstance(attributions, tuple) else (attributions,)
         whole = torch.cat([x.to(found.inputs) for x in given], -1)
-        return found.virtual + self._delta(found, found.inputs, whole)
+        return found.virtual + self._delta(found, [found.inputs], whole)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: an activation need not have tokens."""

@@ -197,7 +197,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             roles=False,
             **options,
         )
-        return self._delta(found, found.inputs, attributions)
+        return self._delta(found, [found.inputs], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: of a neuron there are no several targets."""

@@ -59,16 +59,20 @@ class Call:
 
     @property
     def hidden_states(self) -> Tensor:
-        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor."""
+        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor.
+
+        What comes without a batch, (L, E), such as the patches of all images end to end, is a batch
+        of one.
+        """
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
             value = next(v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor))
-        return value
+        return in_batch(value)
 
     @property
     def output_tensor(self) -> Tensor:
         """The sequence leaving the mixer, (B, L, E): the first tensor of what it returned."""
-        return first_tensor(self.output)
+        return in_batch(first_tensor(self.output))
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
         """Raise if the argument ``name`` carries a state from an earlier call.
@@ -110,7 +114,8 @@ class LinearMixer:
         branch_scale: constant with which the block multiplies the mixer's output before it joins
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on windows of a map. Default: None,
-            the module is called on the tokens themselves.
+            the module is called on the tokens themselves.  Of images that come to the module end to
+            end values and operator have one example each, and ``project`` puts them end to end.
 
     Example:
         >>> import torch
@@ -185,6 +190,11 @@ class LinearMixer:
 
 #: An adapter: a module and one recorded :class:`Call` of it in, a :class:`LinearMixer` out.
 Linearize = Callable[[nn.Module, Call], LinearMixer]
+
+
+def in_batch(sequence: Tensor) -> Tensor:
+    """A sequence (B, L, E), or one without a batch as a batch of one."""
+    return sequence[None] if sequence.dim() == 2 else sequence
 
 
 def first_tensor(output: Any) -> Tensor:

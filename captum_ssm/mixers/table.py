@@ -83,6 +83,13 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextAttention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5Attention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeAttention", "attention:hf_attention"),
+    Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5VisionAttention", "attention:hf_attention"),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5_moe.Qwen3_5MoeVisionAttention",
+        "attention:hf_attention",
+    ),
     Line(
         "OLMo Hybrid",
         "transformers",
@@ -118,6 +125,8 @@ BUILT_IN = (
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
     Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention"),
     Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention"),
+    Line("SigLIP", "transformers", "siglip.SiglipAttention", "attention:hf_attention"),
+    Line("SigLIP 2", "transformers", "siglip2.Siglip2Attention", "attention:hf_attention"),
     Line("ViT", "timm", "timm.layers.attention.Attention", "timm_attention:timm_attention"),
     Line(
         "MambaVision",

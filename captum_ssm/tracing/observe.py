@@ -111,6 +111,11 @@ def observe(
     stack.enter_context(eagerly(model))
 
 
+def _as(changed: Tensor, returned: Tensor) -> Tensor:
+    """A sequence in place of the one returned, which may have come without a batch."""
+    return changed[0] if changed.dim() > returned.dim() else changed
+
+
 def _refuse(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
     raise refusal(name, module, others=True)
 
@@ -166,7 +171,7 @@ class _Calls:
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
                 changed = changed if found is None else found
-        return None if changed is None else swap_first(output, lambda _: changed)[0]
+        return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.sessions import thorough
 from torch import Tensor
-from zoo.vision_language import FAMILIES, IMAGE, vision_language_model
+from zoo.vision_language import FAMILIES, IMAGE, Pictured, pictured, vision_language_model
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, MambaLRP, trace
 
@@ -60,3 +60,78 @@ def test_a_text_that_is_classified(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert delta.abs().max() <= FLOAT32
     assert not relevance[0, :3].any() and relevance[0, 3:].all()
+
+
+# --- texts with images ---------------------------------------------------------------------------
+
+#: Grids of the images of each text: of one alone, and of both, of several sizes.
+GRIDS = {"one": [[(4, 4)], []], "several": [[(2, 4), (4, 2)], [(2, 2)]]}
+
+with_images = pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
+TARGET = (-1, 5)
+
+
+def flow(model: Any, given: Pictured, method: Any = LatimFlow, **options: Any) -> Any:
+    """Relevance of a text and its images together, and what is left."""
+    return method(given.of(model), model).attribute(
+        (given.ids, given.pixels),
+        TARGET,
+        tuple(given.others.values()),
+        return_convergence_delta=True,
+        **options,
+    )
+
+
+@every
+@with_images
+def test_the_towers_adapters(family: str, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = vision_language_model(family, monkeypatch), pictured(family, grids)
+    with torch.no_grad(), trace(model) as record:
+        given.of(model)(given.ids, given.pixels, *given.others.values())
+    tower = record.layers[:2]
+    assert all("vision" in each.name or "visual" in each.name for each in tower)
+    assert all(layer.reconstruction_error() <= 1e-11 for layer in tower)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad(), trace(model, verify=True) as record:
+            given.of(model)(given.ids, given.pixels, *given.others.values())
+        for layer in record.layers:
+            layer.verify()
+
+
+@every
+@with_images
+@pytest.mark.parametrize("rule", ["frozen", "half", "centred"])
+def test_a_text_and_its_images(
+    family: str, grids: Any, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = vision_language_model(family, monkeypatch), pictured(family, grids)
+    (words, patches), delta = flow(model, given, rule=rule)
+    assert words.shape == given.ids.shape and patches.shape == given.pixels.shape
+    assert delta.shape == (2,) and delta.abs().max() <= FLOAT32
+    assert not words[given.ids == IMAGE].any()  # an image stands in their place
+    assert patches.flatten(1).any(1).all()
+    for example in (0, 1):
+        one = given.alone(example)
+        if not len(one.images):
+            continue
+        (own, shown), _ = flow(model, one, rule=rule)
+        real = given.others["attention_mask"][example].bool()
+        assert torch.allclose(words[example, real], own[0], atol=FLOAT32)
+        assert torch.allclose(patches[given.of_pixels == example], shown, atol=FLOAT32)
+    with torch.no_grad():
+        output = given.of(model)(given.ids, given.pixels, *given.others.values()).logits
+    found = LatimFlow(given.of(model), model).decompose(
+        (given.ids, given.pixels),
+        TARGET,
+        tuple(given.others.values()),
+        rule=rule,
+        roles=rule == "centred",
+    )
+    assert torch.allclose(found.output, output[:, -1, 5])
+    shares = torch.stack([found.tokens.sum(1), found.by_others, found.bias])
+    assert torch.allclose(shares.sum(0), found.output, atol=FLOAT32)
+    own = torch.stack([patches[given.of_pixels == example].sum() for example in (0, 1)])
+    assert torch.allclose(found.by_others, own, atol=FLOAT32)
+    if found.roles is not None:
+        assert torch.allclose(torch.stack(list(found.roles.values())).sum(0), words, atol=FLOAT32)

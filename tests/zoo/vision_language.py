@@ -119,11 +119,32 @@ class Pictured:
         ids: (B, L), with :data:`IMAGE` where a feature of an image stands.
         pixels: the patches of all images, as the model's processor lays them out.
         others: what else the model is given, by name.
+        images: of which example each image is.
+        patches: of which example each patch is, where those of all images come end to end.
     """
 
     ids: Tensor
     pixels: Tensor
     others: dict[str, Tensor]
+    images: Tensor
+    patches: Tensor
+
+    @property
+    def of_pixels(self) -> Tensor:
+        """Of which example each row of pixels is."""
+        return self.images if self.pixels.dim() == 3 else self.patches
+
+    def alone(self, example: int) -> Pictured:
+        """One of the examples, without its padding."""
+        real = self.others["attention_mask"][example].bool()
+        own, mine = self.images == example, self.patches == example
+        others = {
+            name: x[example : example + 1, real] if x.shape == self.ids.shape else x[own]
+            for name, x in self.others.items()
+        }
+        pixels = self.pixels[self.of_pixels == example]
+        ids = self.ids[example : example + 1, real]
+        return Pictured(ids, pixels, others, self.images[own], self.patches[mine])
 
     def of(self, model: Any) -> Any:
         """The model as a function of ids, pixels and the others."""
@@ -141,7 +162,7 @@ def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Picture
 
     Every 2 by 2 patches become one token.
     """
-    texts, types = [], []
+    texts = []
     for number, images in enumerate(grids):
         text = torch.randint(3, IMAGE, (2 + number,)).tolist()
         for height, width in images:
@@ -152,13 +173,15 @@ def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Picture
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
     sizes = torch.tensor([size for images in grids for size in images])
     count = sizes.prod(1)
+    images = torch.arange(len(grids)).repeat_interleave(torch.tensor(list(map(len, grids))))
+    of_whom = images, images.repeat_interleave(count)
     if family == "lfm2_vl":
         pixels = torch.randn(len(sizes), int(count.max()), 12).double()
         kept = torch.arange(pixels.shape[1]) < count[:, None]
         shown = {"spatial_shapes": sizes, "pixel_attention_mask": kept.long()}
-        return Pictured(ids, pixels, shown | {"attention_mask": mask})
+        return Pictured(ids, pixels, shown | {"attention_mask": mask}, *of_whom)
     frames = torch.cat([torch.ones(len(sizes), 1, dtype=torch.long), sizes], 1)
     shown = {"image_grid_thw": frames, "attention_mask": mask}
     if family.startswith("qwen"):
         shown["mm_token_type_ids"] = (ids == IMAGE).long()
-    return Pictured(ids, torch.randn(int(count.sum()), 12).double(), shown)
+    return Pictured(ids, torch.randn(int(count.sum()), 12).double(), shown, *of_whom)
