@@ -55,10 +55,9 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
 
     def project(y: Tensor) -> Tensor:
-        y = y.flatten(2) if noted.real is None else y[noted.real].flatten(1)[None]
-        return y if output is None else run(output, y)
+        return y.flatten(2) if output is None else run(output, y.flatten(2))
 
-    return LinearMixer(values, operator, project, mask)
+    return LinearMixer(values, operator, project, mask, end_to_end=noted.end_to_end)
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:
@@ -120,7 +119,7 @@ class _Noted:
     causal: bool
     window: int | None
     by_torch: bool = False  # it is torch's own
-    real: Tensor | None = None  # (B, L), of several images that came end to end
+    end_to_end: bool = False  # of several images, each of which is an example here
 
 
 class _Settings:
@@ -184,7 +183,7 @@ def _end_to_end(module: Any, noted: list[_Noted], tokens: int) -> _Noted:
         key=apart([each.key for each in noted]),
         value=apart([each.value for each in noted]),
         mask=None if bool(real.all()) else real[:, None, None],
-        real=real,
+        end_to_end=True,
     )
 
 

@@ -114,8 +114,10 @@ class LinearMixer:
         branch_scale: constant with which the block multiplies the mixer's output before it joins
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on windows of a map. Default: None,
-            the module is called on the tokens themselves.  Of images that come to the module end to
-            end values and operator have one example each, and ``project`` puts them end to end.
+            the module is called on the tokens themselves.
+        end_to_end: whether the module was called on several sequences end to end and without a
+            batch, such as all images of one; here each is an example, and ``mask`` tells the
+            shorter ones' padding. Default: False.
 
     Example:
         >>> import torch
@@ -133,6 +135,7 @@ class LinearMixer:
     mask: Tensor | None = None
     branch_scale: float = 1.0
     map: TokenMap | None = None
+    end_to_end: bool = False
 
     @property
     def bias(self) -> Tensor:
@@ -165,7 +168,8 @@ class LinearMixer:
 
     def output(self) -> Tensor:
         """What the module returns, recomputed from the operator, (B, L, E)."""
-        return self.project(self.operator.affine(self.values))
+        out = self.project(self.operator.affine(self.values))
+        return joined_end_to_end(out, self.mask) if self.end_to_end else out
 
     def check_finite(self, layer: str) -> None:
         """Raise if a coefficient is NaN or infinite.
@@ -195,6 +199,16 @@ Linearize = Callable[[nn.Module, Call], LinearMixer]
 def in_batch(sequence: Tensor) -> Tensor:
     """A sequence (B, L, E), or one without a batch as a batch of one."""
     return sequence[None] if sequence.dim() == 2 else sequence
+
+
+def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
+    """Sequences (B, L, E) end to end as a batch of one, without their padding.
+
+    Args:
+        sequences: them.
+        mask: True for real tokens (B, L), or None.
+    """
+    return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AdapterError, CaptumSSMError
-from ..mixers.base import Call, LinearMixer, first_tensor
+from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, class_path
 from ..operators import Operator
 from ..operators.base import COMPONENTS
@@ -35,15 +35,7 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
     if complaint is not None:
         raise _error(mixer, complaint)
     linear: LinearMixer = found
-    returned = tuple(call.output_tensor.shape)
-    if not _is_end_to_end(call):
-        returned = (*linear.operator.shape[:2], returned[-1])
-    return replace(linear, project=_guarded(mixer, linear, returned))
-
-
-def _is_end_to_end(call: Call) -> bool:
-    """Whether the tokens came without a batch: several images, each of which is an example."""
-    return first_tensor(call.output).dim() == 2
+    return replace(linear, project=_guarded(mixer, linear, call.output_tensor.shape[-1]))
 
 
 @contextmanager
@@ -82,7 +74,14 @@ def _complaint(found: Any, call: Call) -> str | None:
     acts_on = tuple(getattr(operator, "shape", ()))
     if acts_on != shape:
         return f"returned values of shape {shape} and an operator on {acts_on or 'no shape'}"
-    if found.map is None and not _is_end_to_end(call) and shape[:2] != returned[:2]:
+    if found.end_to_end:
+        real = shape[0] * shape[1] if mask is None else int(mask.sum())
+        if (1, real) != returned[:2]:
+            return (
+                f"returned examples of {real} tokens end to end for a module that returned "
+                f"{returned}"
+            )
+    elif found.map is None and shape[:2] != returned[:2]:
         return (
             f"returned values of shape {shape} for a module that returned {returned}: (B, L, H, P) "
             f"must begin with {returned[:2]}"
@@ -102,12 +101,11 @@ def _complaint(found: Any, call: Call) -> str | None:
     return None
 
 
-def _guarded(
-    mixer: Mixer, linear: LinearMixer, expected: tuple[int, ...]
-) -> Callable[[Tensor], Tensor]:
+def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor], Tensor]:
     """The output projection, which only answers for itself once it is called."""
     project: Callable[[Tensor], Any] = linear.project
     shape, live = tuple(linear.operator.shape), linear.values.requires_grad
+    expected = (*shape[:2], width)
 
     def guarded(y: Tensor) -> Tensor:
         check_operator(mixer, shape, y)
