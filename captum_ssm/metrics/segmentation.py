@@ -1,9 +1,9 @@
 """Segmentation: relevance as a guess at where the object is (HA table 2, UN tables 3 and 4).
 
 A map is scaled to [0, 1] and cut at its mean into background and foreground.  As in the code behind
-the published tables, pixel accuracy and mIoU are of the pixels of all images together, mAP is a mean
-over images of average precisions, and mF1 the mean over images of the foreground's F1.  What that
-code calls mAP ranks the scores of both classes in one list: ``ranking="together"``.
+the published tables, pixel accuracy and mIoU are of the pixels of all images together, mAP is a
+mean over images of average precisions, and mF1 the mean over images of the foreground's F1.  What
+that code calls mAP ranks the scores of both classes in one list: ``ranking="together"``.
 """
 
 from __future__ import annotations
