@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
-from .table import BUILT_IN, VERSIONS, Joins
+from .table import BUILT_IN, VERSIONS, Ability, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
 
@@ -28,6 +28,9 @@ class Architecture:
             user's own.
         joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
             ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
+        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
+            ``"generated text"`` its models are refused, and why. Default: nothing.
+        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
@@ -40,6 +43,8 @@ class Architecture:
     class_path: str
     tested_version: str = ""
     joins: Joins = "residual"
+    lacks: Mapping[Ability, str] = field(default_factory=dict, hash=False)
+    alone: bool = False
 
 
 _architectures = {
@@ -49,6 +54,8 @@ _architectures = {
         line.class_path,
         line.tested or VERSIONS[line.package],
         line.joins,
+        line.lacks,
+        line.alone,
     )
     for line in BUILT_IN
 }

@@ -7,7 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
+from zoo import (
+    architectures,
+    delta,
+    fla_cpu,
+    mamba2_simple_cpu,
+    mamba3_cpu,
+    mamba_ssm_cpu,
+    short_conv,
+)
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
 
@@ -35,10 +43,19 @@ def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
 
+def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    return architectures.language(short_conv.make_model(family))
+
+
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of short convolutions": partial(of_short_convolutions, family=name)
+        for name in short_conv.FAMILIES
+        if name != "lfm2"  # which is there already
+    },
 }
