@@ -114,6 +114,18 @@ BUILT_IN = (
         "kimi_linear.KimiLinearAttention",
         "attention:hf_attention",
     ),
+    Line(
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridAttention",
+        "attention:hf_attention",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextAttention",
+        "attention:glm5_next_attention",
+    ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeAttention", "attention:hf_attention"),
@@ -176,7 +188,19 @@ BUILT_IN = (
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
     Line(
-        "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_linear"
+        "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"
+    ),
+    Line(
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridDeltaAttention",
+        "delta:kimi_delta",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextLinearAttention",
+        "delta:kimi_delta",
     ),
     Line(
         "MiniMax",
