@@ -67,8 +67,8 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -111,14 +111,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -178,14 +178,14 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "ViT",
