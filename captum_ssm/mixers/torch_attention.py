@@ -1,6 +1,6 @@
 """Torch's own module of softmax attention.
 
-    q, k, v = in_proj(x)      alpha = softmax(q k^T / sqrt(N) + mask)      output = out_proj(alpha v)
+    q, k, v = in_proj(x)      alpha = softmax(q k^T / sqrt(N) + mask)      y = out_proj(alpha v)
 
 Whether it runs its fast path, and whether it returns its weights, makes no difference: the
 operator is recomputed from what it was given.  Frozen: the probabilities.

@@ -10,9 +10,10 @@ import pytest
 import torch
 from helpers.sessions import thorough
 from oracles import relative_error
+from torch import Tensor, nn
 from zoo import timm_cpu
 from zoo.adapters import ADAPTERS
-from zoo.architectures import Case, pictures
+from zoo.architectures import Case, language, pictures
 from zoo.language import word_tokenizer
 from zoo.mamba import randomise
 from zoo.vision_language import TOWERS
@@ -30,6 +31,25 @@ from captum_ssm.mixers.registry import adapter_for
 from captum_ssm.mixers.table import BUILT_IN, TRANSFORMERS_4, Ability
 
 
+class Decoder(nn.Module):
+    """A language model of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19)
+        layer = nn.TransformerEncoderLayer(8, 2, 10, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        tokens = input_ids.shape[1]
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=input_ids.device).triu(1)
+        return self.head(self.layers(self.embed(input_ids), later, is_causal=True))
+
+
+def of_torch(_: pytest.MonkeyPatch) -> Case:
+    return language(randomise(Decoder()))
+
+
 def timm(_: pytest.MonkeyPatch) -> Case:
     transformer = timm_cpu.timm().models.vision_transformer.VisionTransformer
     small = {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
@@ -44,7 +64,7 @@ def mambavision(patch: pytest.MonkeyPatch) -> Case:
     return pictures(model, (96, 96))
 
 
-KNOWN = {**ADAPTERS, **TOWERS}
+KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
 CASES = {**KNOWN, "timm": timm, "mambavision": mambavision}
 every = pytest.mark.parametrize(
     "case",

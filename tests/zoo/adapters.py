@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from zoo import (
     architectures,
@@ -20,25 +19,6 @@ from zoo import (
 )
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
-
-
-class Decoder(nn.Module):
-    """A language model of torch's own layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19)
-        layer = nn.TransformerEncoderLayer(8, 2, 10, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        tokens = input_ids.shape[1]
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=input_ids.device).triu(1)
-        return self.head(self.layers(self.embed(input_ids), later, is_causal=True))
-
-
-def of_torch(_: pytest.MonkeyPatch) -> architectures.Case:
-    return architectures.language(randomise(Decoder()))
 
 
 def mamba3(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -91,7 +71,6 @@ def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
 
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
-    "torch": of_torch,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
