@@ -167,6 +167,9 @@ BUILT_IN = (
         "RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"
     ),
     Line(
+        "RWKV-7", "flash-linear-attention", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"
+    ),
+    Line(
         "DeltaNet",
         "flash-linear-attention",
         "fla.layers.delta_net.DeltaNet",

@@ -36,6 +36,14 @@ _FLA: dict[str, dict[str, Any]] = {
     "HGRN": {},
     "HGRN2": {"expand_ratio": 4},
     "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
+    "RWKV7": {
+        "head_dim": 8,
+        "decay_low_rank_dim": 4,
+        "gate_low_rank_dim": 5,
+        "a_low_rank_dim": 4,
+        "v_low_rank_dim": 3,
+        "fuse_norm": False,
+    },
     "DeltaNet": {"num_heads": 2},
     "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
 }
