@@ -50,6 +50,7 @@ class Streams(NamedTuple):
         v: with its share of the first layer's values (B, L, H P).
         a: (B, L, H N).
         g: (B, L, H P).
+        at_rest: g where nothing enters it (1, 1, H P).
         erase: e (B, L, H, N).
     """
 
@@ -59,6 +60,7 @@ class Streams(NamedTuple):
     v: Tensor
     a: Tensor
     g: Tensor
+    at_rest: Tensor
     erase: Tensor
 
 
@@ -109,7 +111,7 @@ def time_mixing(
     own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
     read = Chain(scan, *silenced).apply(v)
     operator = Chain(
-        Diagonal(g, shape, "gate"),
+        Diagonal(g, shape, "gate", at_rest=as_heads(streams.at_rest, heads)),
         Sum(Chain(*frozen_group_norm(norm, read, shape), scan), Diagonal(own, shape, "scan")),
         *silenced,
     )

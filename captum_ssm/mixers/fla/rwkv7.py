@@ -41,6 +41,7 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
         values,
         torch.sigmoid(run(module.a_lora, a)),
         run(module.g_lora, g),
+        run(module.g_lora, torch.zeros_like(g[:1, :1])),
         _erase(module, keys),
     )
     linear = time_mixing(module, module.g_norm, module.o_proj, streams, mask)
