@@ -18,6 +18,8 @@ RWKV-6 a token's value holds a part of the token before it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +71,17 @@ def shifted(hidden: Tensor) -> Tensor:
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
+def entering(module: Any, hidden: Tensor) -> list[Tensor]:
+    """What r, w, k, v, a and g follow from: each token mixed with the one before.
+
+    Args:
+        module: holds how much of it each takes, ``x_r`` and so on.
+        hidden: (B, L, E).
+    """
+    delta = shifted(hidden)
+    return [hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag"]
+
+
 def log_decay(x: Tensor) -> Tensor:
     """w of what it follows from."""
     return _LOG_DECAY * torch.sigmoid(x)
@@ -77,6 +90,39 @@ def log_decay(x: Tensor) -> Tensor:
 def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
     """v' of the values, those of the first layer, and what their share s follows from."""
     return v + torch.sigmoid(share).detach() * (first.to(v) - v)
+
+
+def rwkv7(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.rwkv7's RWKV7TimeMix."""
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    r, w, k, v, a, g = entering(module, hidden)
+    keys, values = run(module.key, k), run(module.value, v)
+    if not module.is_first:
+        share = _low_rank(module, "v", v)
+        values = with_first(values, call.argument("v_first", 1), share)
+    gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
+    streams = Streams(
+        run(module.receptance, r),
+        log_decay(_low_rank(module, "w", w, torch.tanh)),
+        keys,
+        values,
+        torch.sigmoid(_low_rank(module, "a", a)),
+        gate,
+        frozen(module.g2, gate).sum(0).view(1, 1, -1) / 2,
+        unit(keys * module.k_k.to(keys), module.r_k.shape[0]),
+    )
+    found = time_mixing(module, module.ln_x, module.output, streams, None)
+    return replace(found, passed_on={1: values}) if module.is_first else found
+
+
+def _low_rank(
+    module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Two maps of x in a row, with a bias, by their name."""
+    first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
+    inner = linear(x, first.T)
+    return linear(inner if act is None else act(inner), second.T, bias.flatten())
 
 
 def time_mixing(

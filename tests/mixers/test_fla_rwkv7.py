@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import oracles
@@ -49,7 +49,7 @@ def make(fla: FLA, case: str, layer_idx: int = 0) -> Any:
 class Read(Formula):
     """What a token adds of its own past the norm, (B, L, H)."""
 
-    own: Tensor = torch.empty(0)
+    own: Tensor = field(kw_only=True)
 
     def before_projection(self) -> Tensor:
         past = self.own[..., None] * self.values * self.keep[..., None, None]
@@ -114,7 +114,7 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor, v_first: Tensor | None = N
     return Read(
         values, conv, bias, torch.ones_like(values), matrices(named), factors, named["g"], keep,
         norm.bias.detach().view(values.shape[2:]),
-        (named["r"] * named["k"] * layer.r_k).sum(-1),
+        own=(named["r"] * named["k"] * layer.r_k).sum(-1),
     )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run
-from ..rwkv7 import Streams, log_decay, shifted, time_mixing, unit, with_first
-from .common import entering, steps
+from ..rwkv7 import Streams, entering, log_decay, time_mixing, unit, with_first
+from . import common
 
 #: What fused norms add to the squared length of keys.
 _FUSED_EPS = 1e-6
@@ -24,10 +25,9 @@ _TAKEN, _RETURNED = 5, 3
 
 def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
     """fla's RWKV7Attention."""
-    hidden, mask = entering(module, call)
-    hidden = steps(hidden, mask)
-    delta = shifted(hidden)
-    r, w, k, v, a, g = (hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag")
+    hidden, mask = common.entering(module, call)
+    hidden = common.steps(hidden, mask)
+    r, w, k, v, a, g = entering(module, hidden)
     keys = run(module.k_proj, k)
     values = run(module.v_proj, v)
     is_first = module.layer_idx == 0

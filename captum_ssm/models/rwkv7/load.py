@@ -56,7 +56,7 @@ def load_rwkv7(path: str | Path) -> RWKV7:
     return model.eval()
 
 
-def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int | None]:
+def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """The arguments of RWKV7."""
 
     def shape(key: str) -> torch.Size:
@@ -81,7 +81,8 @@ def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int | None]:
         "depth": len(blocks),
         "head_size": head_size,
         "inner": shape("blocks.0.ffn.key.weight")[0],
-        "step_rank": shape("blocks.0.att.w1")[1],
-        "value_rank": shape("blocks.1.att.v1")[1] if len(blocks) > 1 else None,
+        "decay_rank": shape("blocks.0.att.w1")[1],
+        "step_rank": shape("blocks.0.att.a1")[1],
+        "value_rank": shape("blocks.1.att.v1")[1] if len(blocks) > 1 else 1,
         "gate_rank": shape("blocks.0.att.g1")[1],
     }

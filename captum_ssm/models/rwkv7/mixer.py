@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mixers.rwkv7 import log_decay, shifted, unit
+from ...mixers.rwkv7 import entering, log_decay, unit
 from ...operators import DeltaRule
 
 #: What the published code adds to the variance of a head.
 _NORM_EPS = 64e-5
-#: How much wider than the root of the width low ranks are where they are not told: of what decays
-#: and steps follow from, of the share of the first layer's values, and of gates.
-_STEPS, _VALUES, _GATE = 2.5, 1.7, 5.0
 
 
 class RWKV7TimeMix(nn.Module):
@@ -29,10 +24,10 @@ class RWKV7TimeMix(nn.Module):
         head_size: channels of a head. Default: 64.
         is_first: whether it is the mixer of the first block, which has no share of other values.
             Default: False.
-        step_rank: rank of what decays and steps follow from. Default: None, by the width.
-        value_rank: rank of what the share of the first block's values follows from. Default: None,
-            by the width.
-        gate_rank: rank of the gate. Default: None, by the width.
+        decay_rank: rank of what decays follow from. Default: 64.
+        step_rank: rank of what steps follow from. Default: 64.
+        value_rank: rank of what the share of the first block's values follows from. Default: 32.
+        gate_rank: rank of the gate. Default: 128.
 
     Example:
         >>> import torch
@@ -48,9 +43,10 @@ class RWKV7TimeMix(nn.Module):
         head_size: int = 64,
         is_first: bool = False,
         *,
-        step_rank: int | None = None,
-        value_rank: int | None = None,
-        gate_rank: int | None = None,
+        decay_rank: int = 64,
+        step_rank: int = 64,
+        value_rank: int = 32,
+        gate_rank: int = 128,
     ) -> None:
         super().__init__()
         self.is_first = is_first
@@ -59,17 +55,16 @@ class RWKV7TimeMix(nn.Module):
             return nn.Parameter(torch.full((1, 1, width), fill))
 
         def pair(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-            up = nn.init.orthogonal_(torch.empty(rank, width), gain=0.1)
+            up = nn.init.normal_(torch.empty(rank, width), std=0.1 * width**-0.5)
             return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
 
         for name in "rwkvag":
             self.register_parameter(f"x_{name}", each(0.5))
-        ranks = step_rank or _rank(_STEPS, width)
-        self.w0, (self.w1, self.w2) = each(-3.0), pair(ranks)
-        self.a0, (self.a1, self.a2) = each(), pair(ranks)
+        self.w0, (self.w1, self.w2) = each(-3.0), pair(decay_rank)
+        self.a0, (self.a1, self.a2) = each(), pair(step_rank)
         if not is_first:
-            self.v0, (self.v1, self.v2) = each(1.0), pair(value_rank or _rank(_VALUES, width))
-        self.g1, self.g2 = pair(gate_rank or _rank(_GATE, width))
+            self.v0, (self.v1, self.v2) = each(1.0), pair(value_rank)
+        self.g1, self.g2 = pair(gate_rank)
         self.k_k, self.k_a = each(0.7), each(1.0)
         self.r_k = nn.Parameter(torch.zeros(width // head_size, head_size))
         self.receptance, self.key, self.value, self.output = (
@@ -84,7 +79,7 @@ class RWKV7TimeMix(nn.Module):
             hidden: what enters (B, L, E).
             v_first: the values of the first block. Default: None, this is the first.
         """
-        r, w, k, v, a, g = self.entering(hidden)
+        r, w, k, v, a, g = entering(self, hidden)
         g = torch.sigmoid(g @ self.g1) @ self.g2
         w = log_decay(self.w0 + torch.tanh(w @ self.w1) @ self.w2)
         a = torch.sigmoid(self.a0 + a @ self.a1 @ self.a2)
@@ -98,23 +93,11 @@ class RWKV7TimeMix(nn.Module):
         erase = unit(keys * self.k_k, heads)
         keys = keys * (1 + (a - 1) * self.k_a)
         r, w, k, v, a = (x.unflatten(-1, (heads, -1)) for x in (r, w, keys, values, a))
-        read: Tensor = _Read.apply(*(_precise(x) for x in (r, w, k, v, erase, a)))  # type: ignore[no-untyped-call]
+        given = (_precise(x) for x in (r, w, k, v, erase, a))
+        read: Tensor = _Read.apply(*given)  # type: ignore[no-untyped-call]
         out = self.ln_x(read.to(hidden.dtype).flatten(2).flatten(0, 1)).view(hidden.shape)
         own = (r * k * self.r_k).sum(-1, keepdim=True) * v
         return self.output((out + own.flatten(2)) * g), v_first
-
-    def entering(self, hidden: Tensor) -> list[Tensor]:
-        """What r, w, k, v, a and g follow from: each token mixed with the one before.
-
-        Args:
-            hidden: (B, L, E).
-        """
-        delta = shifted(hidden)
-        return [hidden + delta * getattr(self, f"x_{name}").to(hidden) for name in "rwkvag"]
-
-
-def _rank(factor: float, width: int) -> int:
-    return max(32, round(factor * math.sqrt(width) / 32) * 32)
 
 
 def _precise(x: Tensor) -> Tensor:
@@ -138,6 +121,4 @@ class _Read(torch.autograd.Function):
 
 
 def _rule(r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> DeltaRule:
-    return DeltaRule(
-        r, k, torch.ones_like(r[..., 0]), w, v.shape[-1], erase=e, erase_step=a
-    )
+    return DeltaRule(r, k, torch.ones_like(r[..., 0]), w, v.shape[-1], erase=e, erase_step=a)

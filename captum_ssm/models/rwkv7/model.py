@@ -56,13 +56,13 @@ class RWKV7Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, is_first: bool, inner: int | None = None, **mixer_options: int | None
+        self, width: int, is_first: bool, inner: int | None = None, **mixer_options: int
     ) -> None:
         super().__init__()
         if is_first:
             self.ln0 = nn.LayerNorm(width)
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.att = RWKV7TimeMix(width, is_first=is_first, **mixer_options)  # type: ignore[arg-type]
+        self.att = RWKV7TimeMix(width, is_first=is_first, **mixer_options)
         self.ffn = RWKV7FeedForward(width, inner)
 
     def forward(self, x: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,8 +85,7 @@ class RWKV7(nn.Module):
         depth: number of blocks. Default: 12.
         head_size: channels of a head. Default: 64.
         inner: channels of the feed-forward parts. Default: None, four times the width.
-        step_rank, value_rank, gate_rank: see :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
-            Default: None, by the width.
+        **ranks: those of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
 
     Raises:
         OptionError: when the width is not a multiple of the head's size, or a size is below 1.
@@ -106,10 +105,7 @@ class RWKV7(nn.Module):
         depth: int = 12,
         head_size: int = 64,
         inner: int | None = None,
-        *,
-        step_rank: int | None = None,
-        value_rank: int | None = None,
-        gate_rank: int | None = None,
+        **ranks: int,
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "width": width, "depth": depth, "head_size": head_size}
@@ -122,15 +118,7 @@ class RWKV7(nn.Module):
             )
         self.emb = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(
-            RWKV7Block(
-                width,
-                number == 0,
-                inner,
-                head_size=head_size,
-                step_rank=step_rank,
-                value_rank=value_rank,
-                gate_rank=gate_rank,
-            )
+            RWKV7Block(width, number == 0, inner, head_size=head_size, **ranks)
             for number in range(depth)
         )
         self.ln_out = nn.LayerNorm(width)
