@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,6 +105,7 @@ class Network(Watcher):
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
+    _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
     _reads_root: dict[Any, bool] = field(default_factory=dict)
 
     @property
@@ -173,6 +174,16 @@ class Network(Watcher):
             self.steps.append(Step(mixer.name, block, out))
         return out.to(real.dtype)
 
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        """What later mixers read beside the stream is live as well."""
+        passed_on = self._passed_on.pop(mixer, None)
+        if not passed_on:
+            return None
+        parts = list(output)
+        for place, live in passed_on.items():
+            parts[place] = live.to(parts[place].dtype)
+        return type(output)(parts)
+
     def _is_of_input(self, call: Call) -> bool:
         """Whether what a mixer reads depends on the one input that has a token for each of its own.
 
@@ -208,6 +219,7 @@ class Network(Watcher):
         linear.check_finite(mixer.name)
         if linear.mask is not None and self.mask is None and self._is_of_input(call):
             self.mask = linear.mask
+        self._passed_on[mixer] = linear.passed_on
         if self.mode.ledger.kept:  # else it may be linearised once more
             forget()
         divides = self.mode.follows_tangents and linear.values.requires_grad

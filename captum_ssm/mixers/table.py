@@ -260,6 +260,10 @@ BUILT_IN = (
     Line(
         "RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"
     ),
+    Line("RWKV-7", "captum-ssm", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
+    Line(
+        "RWKV-7", "flash-linear-attention", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"
+    ),
     Line(
         "DeltaNet",
         "flash-linear-attention",
