@@ -19,7 +19,8 @@ from .call.checks import renamed
 from .call.inputs import BatchPart
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
-from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
+from .engine.baselines import Baselines, out_of_tuple
+from .engine.decompose import Decomposition, stacked
 from .engine.linear_method import Explained, LinearMethod, Rules, decompositions, in_turn
 from .engine.run import Inner, Request
 

@@ -66,23 +66,13 @@ _SIGLIP: dict[str, Any] = {
     "num_patches": 16,
     "vision_use_head": False,
 }
-_LFM3_TOWER: dict[str, Any] = {
-    **_TOWER,
-    **_CONV,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "temporal_patch_size": 1,
-}
-
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
     "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
-    "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),
 }
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl")
+FAMILIES = tuple(_MODELS)
 
 
 def vision_language_model(
@@ -93,7 +83,7 @@ def vision_language_model(
 ) -> Any:
     """The family's model in float64; ``text`` has more options of its text's configuration."""
     stem, text_options, tower = _MODELS[family]
-    for module in {family, *_PARTS.get(family, ())}:
+    for module in (family, *(["lfm2"] if family == "lfm2_vl" else [])):
         without_kernels(
             importlib.import_module(f"transformers.models.{module}.modeling_{module}"), patch
         )
@@ -108,9 +98,6 @@ def vision_language_model(
     if "experts_implementation" in text_options:
         config.text_config._experts_implementation = "eager"
     return randomise(named(stem + head)(config).double())
-
-
-_PARTS: dict[str, tuple[str, ...]] = {"lfm2_vl": ("lfm2",), "lfm3_vl": ("lfm3",)}
 
 
 @dataclass(frozen=True)
