@@ -66,6 +66,7 @@ _SIGLIP: dict[str, Any] = {
     "num_patches": 16,
     "vision_use_head": False,
 }
+
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
@@ -76,26 +77,21 @@ FAMILIES = tuple(_MODELS)
 
 
 def vision_language_model(
-    family: str,
-    patch: pytest.MonkeyPatch,
-    head: str = "ForConditionalGeneration",
-    text: dict[str, Any] | None = None,
+    family: str, patch: pytest.MonkeyPatch, head: str = "ForConditionalGeneration"
 ) -> Any:
-    """The family's model in float64; ``text`` has more options of its text's configuration."""
-    stem, text_options, tower = _MODELS[family]
-    for module in (family, *(["lfm2"] if family == "lfm2_vl" else [])):
-        without_kernels(
-            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), patch
-        )
+    """The family's model in float64."""
+    stem, text, tower = _MODELS[family]
+    own = family.removesuffix("_vl")  # where the mixers of the text are
+    without_kernels(importlib.import_module(f"transformers.models.{own}.modeling_{own}"), patch)
     config = named(f"{stem}Config")(
-        text_config=text_options | (text or {}),
+        text_config=text,
         vision_config=tower,
         image_token_id=IMAGE,
         projector_hidden_size=14,
         num_labels=3,
         pad_token_id=0,
     )
-    if "experts_implementation" in text_options:
+    if "experts_implementation" in text:
         config.text_config._experts_implementation = "eager"
     return randomise(named(stem + head)(config).double())
 
