@@ -56,6 +56,16 @@ def test_parts_of_layers_mix_nothing_by_themselves(fla: FLA) -> None:
     assert len(find_mixers(model)) == 2
 
 
+#: Roles that nothing plays in a family's models.
+SILENT: dict[str, set[str]] = {
+    "RetNet": {"step"},
+    "HGRN": {"query"},
+    "HGRN2": {"gate"},
+    "DeltaNet": {"gate"},
+    "LinearAttention": {"gate", "step"},
+    "GSA": {"gate"},
+    "Transformer": {"gate", "step"},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {"fuse_cross_entropy": True},
     "unfused": {"fuse_norm": False, "fuse_swiglu": False},
@@ -74,3 +84,14 @@ def test_flow_through_padded_models(fla: FLA, family: str, form: str) -> None:
     alone = flow.attribute(ids[1:, 4:], (-1, 3))
     if family not in ("HGRN", "RWKV6"):  # whose states fade over padded tokens
         assert relative_error(found[1:, 4:], alone) <= 1e-5
+
+
+@pytest.mark.parametrize("family", thorough(MODELS, ("GSA", "LightNet")))
+def test_roles_in_models(fla: FLA, family: str) -> None:
+    model = fla.model(family, norm_eps=fla_checks.EPS)
+    found = LatimFlow(model).decompose(torch.randint(19, (2, 9)), (-1, 3), rule="centred")
+    assert found.roles is not None
+    total = torch.stack(list(found.roles.values())).sum(0)
+    assert relative_error(total, found.tokens) <= 1e-5
+    silent = {role for role, relevance in found.roles.items() if not relevance.any()}
+    assert silent == SILENT.get(family, set())
