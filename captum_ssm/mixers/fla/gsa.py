@@ -66,7 +66,7 @@ def _key(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Queries or keys (B, L, H, N)."""
     conv = getattr(module, f"{name}_conv1d", None)
     x = convolved(conv, run(getattr(module, f"{name}_proj"), hidden))
-    return run(module.feature_map, x.unflatten(-1, (-1, module.head_k_dim)))
+    return run(module.feature_map, torch.unflatten(x, -1, (-1, module.head_k_dim)))
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
