@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import fla_checks
 from helpers.fla_checks import Formula, conv_parts, record_one, rms_factors
-from helpers.sessions import thorough
+from helpers.sessions import full, thorough
 from torch import Tensor
 from zoo.fla_cpu import FLA, MODELS
 
@@ -60,12 +60,12 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     return Formula(values, conv, bias, one, core, torch.ones_like, one, keep.double())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
 def test_reproduces_the_layer(fla: FLA, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, case), WIDTH)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
 def test_matrices(fla: FLA, case: str) -> None:
     # rotations have the accuracy of float32 angles
     fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=True, tolerance=1e-6)
@@ -78,6 +78,7 @@ def test_padding_between_tokens(fla: FLA, case: str) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["window", "norm"])
 def test_typical_error(fla: FLA, case: str) -> None:
     fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
@@ -88,7 +89,7 @@ def test_half_precision(fla: FLA) -> None:
 
 
 @pytest.mark.parametrize("family", thorough(HYBRIDS, ("GLA",)))
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [3, *full(None)])
 def test_hybrids(fla: FLA, family: str, window: int | None) -> None:
     spec = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": window}
     fla_checks.whole_model(fla.model(family, norm_eps=fla_checks.EPS, attn=spec))

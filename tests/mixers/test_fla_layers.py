@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", OPTIONS)
+@pytest.mark.parametrize("form", thorough(OPTIONS, ("fused",)))
 @pytest.mark.parametrize("family", thorough(MODELS, ("KDA", "GSA", "Mamba")))
 def test_flow_through_padded_models(fla: FLA, family: str, form: str) -> None:
     model = fla.model(family, norm_eps=fla_checks.EPS, **OPTIONS[form])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import fla_checks
 from helpers.fla_checks import EPS, record_one, side_mask
+from helpers.sessions import thorough
 from oracles import COMPONENTS, mamba2_formula, mamba3_formula, relative_error
 from torch import Tensor
 from zoo import mamba3_cpu
@@ -109,6 +110,7 @@ def test_padding_between_tokens(fla: FLA) -> None:
         record_one(make(fla, "Mamba3", "plain"), hidden, attention_mask=mask).verify()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_typical_error(fla: FLA, kind: str) -> None:
     fla_checks.typical_error(lambda: make(fla, kind, "plain"), WIDTH, 6e-7)
@@ -132,6 +134,6 @@ def test_what_has_no_adapter_is_refused(
         record_one(layer, torch.randn(1, 4, WIDTH)).verify()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Samba"])
+@pytest.mark.parametrize("kind", thorough([*KINDS, "Samba"], ("Mamba3",)))
 def test_whole_model(fla: FLA, kind: str) -> None:
     fla_checks.whole_model(fla.model(kind, norm_eps=EPS))
