@@ -16,6 +16,7 @@ from zoo import (
     mamba3_cpu,
     mamba_ssm_cpu,
     networks,
+    short_conv,
 )
 from zoo.mamba import randomise
 
@@ -49,6 +50,10 @@ def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
 
+def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    return architectures.language(short_conv.make_model(family))
+
+
 ADAPTERS: dict[str, architectures.Make] = {
     **networks.NETWORKS,
     "mamba3": mamba3,
@@ -58,4 +63,9 @@ ADAPTERS: dict[str, architectures.Make] = {
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of short convolutions": partial(of_short_convolutions, family=name)
+        for name in short_conv.FAMILIES
+        if name != "lfm2"  # which is there already
+    },
 }
