@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo import fla_references
 from zoo.fla_torch import (
     ACTIVATIONS,
     convolution,
@@ -48,6 +49,7 @@ LAYERS = {
     "RWKV6Attention": "rwkv6",
     "DeltaNet": "delta_net",
     "GatedDeltaNet": "gated_deltanet",
+    **fla_references.LAYERS,
 }
 
 
@@ -126,6 +128,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FLA:
     modules = _modules()
     _use_torch(monkeypatch, modules)
     _use_references(monkeypatch, modules.layers)
+    fla_references.use(monkeypatch, modules.layers)
     return FLA(modules.layers)
 
 
