@@ -12,8 +12,7 @@ p = sigmoid(decay) k, and asks with q - D p:
 
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - p[t] . S[t]),   s[t] = q[t] . S[t]
 
-Its kernels put p, too, on the unit sphere, where it differs from k by a factor r, hardly from 1.
-That is the delta rule of values v / r and steps beta r.  Both go on as
+Its kernels put p, too, on the unit sphere.  Both go on as
 
     y = act(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
 
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...operators import Chain, DeltaProduct, DeltaRule, Diagonal, Operator, Shape
+from ...operators import DeltaProduct, DeltaRule, Diagonal, Operator, Shape
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, output_gate, run
 from .common import closing, convolved, entering_unpadded, frozen_rms_norm, steps
@@ -74,22 +73,23 @@ def fla_comba(module: Any, call: Call) -> LinearMixer:
     """fla's Comba."""
     hidden, mask = entering_unpadded(module, call)
     q, k = (as_heads(_activated(module, name, hidden), module.num_heads) for name in ("q", "k"))
-    decay = torch.ones_like(q[0, 0, :, 0])
+    p = k
     if module.use_inner_decay:
-        decay = torch.sigmoid(module.decay.to(q))
+        p = torch.sigmoid(module.decay.to(k))[:, None] * k
     if module.use_output_correction:
-        q = q - (module.D.to(q) * decay)[:, None] * k
-    shared, ratio = module.num_v_heads // module.num_heads, _ratio(decay, k)
-    q, k, ratio = (x.repeat_interleave(shared, 2) for x in (_unit(q), _unit(k), ratio))
+        q = q - module.D.to(q)[:, None] * p
+    shared = module.num_v_heads // module.num_heads
+    q, k, p = (_unit(x).repeat_interleave(shared, 2) for x in (q, k, p))
+    log_decay = steps(_log_decay(module, hidden), mask)
     scan = DeltaRule(
         q * module.head_k_dim**-0.5,
         k,
-        torch.sigmoid(run(module.b_proj, hidden)) * ratio[..., 0],
-        steps(_log_decay(module, hidden), mask),
+        torch.sigmoid(run(module.b_proj, hidden)),
+        log_decay,
         module.head_v_dim,
+        erase=log_decay.exp()[..., None] * p,
     )
-    core = Chain(scan, Diagonal(1 / ratio.detach(), scan.shape, "scan"))
-    return closing(module, hidden, mask, core, _norm_and_gate, silu=True)
+    return closing(module, hidden, mask, scan, _norm_and_gate, silu=True)
 
 
 def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor, count: int = 1) -> list[Operator]:
@@ -122,9 +122,3 @@ def _log_decay(module: Any, hidden: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-
-
-def _ratio(decay: Tensor, k: Tensor) -> Tensor:
-    """How much longer decay k is than k, both put on the unit sphere (B, L, H, 1)."""
-    square, decay = k.square().sum(-1, keepdim=True), decay[:, None]
-    return decay * torch.sqrt((square + _NORM_EPS) / (decay.square() * square + _NORM_EPS))
