@@ -238,12 +238,12 @@ class SoftmaxHeads(DenseHeads):
 class ScoredHeads(DenseHeads):
     """Causal softmax attention whose scores are the matrices of another operator.
 
-    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i): what is read of
-    a token is less likely the more is forgotten since (Forgetting Attention), and what a key is by
-    the time it is asked is told by the operator (PaTH).
+    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i): a token is
+    read less the more is forgotten since (Forgetting Attention), and what its key is by the time it
+    is asked is told by the operator (PaTH).
 
     Args:
-        reads: acts on (B, L, H, L), and its matrices are the scores.
+        reads: the operator.
         forget: logarithms of decays (B, L, H), at most 0; None for none.
         per_head: value channels of a head, P.
         mask: True for real tokens (B, L), which alone read and are read. Default: None, all are.
@@ -253,7 +253,7 @@ class ScoredHeads(DenseHeads):
         >>> from captum_ssm.operators import ScalarDecayHeads
         >>> from captum_ssm.operators.heads import ScoredHeads
         >>> none = torch.zeros(1, 3, 1, 1)  # no query asks for anything, and no key answers
-        >>> reads = ScalarDecayHeads(none, none, none[..., 0], None, per_head=3)
+        >>> reads = ScalarDecayHeads(none, none, none[..., 0], None, per_head=4)
         >>> forget = torch.full((1, 3, 1), 0.5).log()
         >>> ScoredHeads(reads, forget, per_head=4).dense()[0, 1]  # half as likely a token before
         tensor([0.3333, 0.6667, 0.0000])
@@ -297,9 +297,9 @@ class ScoredHeads(DenseHeads):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
             scores = _of_scores(self.matrices, values, gradient)
-        # the scores are what the operator makes of the identity
+        # the scores are what the operator makes of the identity, a channel for each token
         eye = torch.eye(self.shape.tokens, dtype=scores.dtype, device=scores.device)
-        identity = eye[:, None].expand(self.reads.shape)
+        identity = eye[:, None].expand(*self.shape[:3], -1)
         _, found = self.reads.backward(identity, scores.transpose(1, 2).contiguous())
         if self.forget is not None:
             gone = (scores.sum(-1) - scores.sum(-2)).transpose(1, 2)  # (B, L, H)

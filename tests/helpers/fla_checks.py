@@ -199,7 +199,13 @@ Make = Callable[[Any, Tensor, Tensor], Formula]
 
 
 def matrices_agree(
-    layer: Any, width: int, formula: Make, *, compacted: bool, **kwargs: Any
+    layer: Any,
+    width: int,
+    formula: Make,
+    *,
+    compacted: bool,
+    before_projection: Callable[[Tensor], Tensor] = lambda y: y,
+    **kwargs: Any,
 ) -> None:
     """The operator against the formula in float64, for every ablation, with and without padding.
 
@@ -208,6 +214,7 @@ def matrices_agree(
         width: of its input.
         formula: makes the formula from a float64 layer, its input and its mask.
         compacted: whether the layer drops padded tokens; then each sequence is written alone.
+        before_projection: what happens to the operator's output before o_proj. Default: nothing.
         **kwargs: passed to the layer.
     """
     layer = copy.deepcopy(layer).double()
@@ -219,7 +226,8 @@ def matrices_agree(
         linear = recorded.linear
         before = linear.operator.affine(linear.values)
         assert before.dtype == torch.float64
-        assert relative_error(linear.output(), layer.o_proj(before.flatten(2))) <= 1e-12
+        projected = before_projection(before).flatten(2)
+        assert relative_error(linear.output(), layer.o_proj(projected)) <= 1e-12
         for row in range(3):
             at = mask[row].bool() if compacted else torch.ones(8, dtype=torch.bool)
             wanted = formula(layer, hidden[row : row + 1, at], mask[row : row + 1, at])

@@ -7,7 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
+from zoo import (
+    architectures,
+    delta,
+    fla_cpu,
+    fla_references,
+    mamba2_simple_cpu,
+    mamba3_cpu,
+    mamba_ssm_cpu,
+)
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
 
@@ -35,10 +43,16 @@ def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
 
+def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    options = {"norm_eps": fla_references.EPS} | fla_references.MODELS[family]
+    return architectures.language(fla_cpu.install(patch).model(family, **options))
+
+
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{f"fla {name}": partial(of_fla, family=name) for name in fla_references.MODELS},
 }

@@ -20,6 +20,23 @@ LAYERS = {
     "ForgettingAttention": "forgetting_attn",
     "LogLinearMamba2": "log_linear_mamba2",
 }
+#: Small models of them, by family.
+MODELS: dict[str, dict[str, Any]] = {
+    "GatedDeltaProduct": {
+        "num_heads": 2,
+        "head_dim": 5,
+        "expand_v": 1.2,
+        "num_householder": 2,
+        "use_forget_gate": True,
+    },
+    "Comba": {"num_heads": 2, "head_dim": 5, "expand_v": 1.2},
+    "MesaNet": {"num_heads": 2, "head_dim": 5, "use_output_gate": True},
+    "PaTHAttention": {"num_heads": 4, "num_kv_heads": 2, "use_forget_gate": True},
+    "ForgettingTransformer": {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
+    "LogLinearMamba2": {"num_heads": 4, "head_dim": 8, "state_size": 3, "n_groups": 2},
+}
+#: Norms of few features that do not blow rounding errors up.
+EPS = 0.05
 
 
 def use(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ Its kernels put p, too, on the unit sphere.  Both go on as
     y = act(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
 
 with one decay per head, exp(-exp(A_log) softplus(a_proj h + dt_bias)), act being SiLU, in Comba
-sigmoid.  Frozen: q, k, p, beta, the decays, SiLU(u) / u of the values, the norm's statistics and the
-gate.
+sigmoid.  Frozen: q, k, p, beta, the decays, SiLU(u) / u of the values, the norm's statistics and
+the gate.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
     k = _normed(module, "k", hidden, module.num_kv_heads).repeat_interleave(groups, 2)
     values = as_heads(run(module.v_proj, hidden), module.num_kv_heads).repeat_interleave(groups, 2)
     forget = steps(F.logsigmoid(run(module.f_proj, hidden)), mask)
-    reads = ScalarDecayHeads(q, k, torch.zeros_like(forget.detach()), None, hidden.shape[1])
     shape = Shape(*values.shape)
+    reads = ScalarDecayHeads(q, k, torch.zeros_like(forget.detach()), None, shape.per_head)
     operator: list[Operator] = [
         ScoredHeads(reads, forget, shape.per_head, mask),
         *masked(mask, shape, values),

@@ -1,15 +1,15 @@
 """Log-linear Mamba-2: fla's LogLinearMamba2.
 
 Everything is as in :mod:`..mamba2`, but what token i reads of token j is weighed by how far apart
-they are: with l the place of the highest binary digit in which i and j differ, counted from 1, and 0
-for i = j,
+they are: with l the place of the highest binary digit in which i and j differ, counted from 1, and
+0 for i = j,
 
     alpha_h[i, j] = lambda_h[i, l] (C[i] . B[j]) (product of the decays of tokens j+1..i) dt[j]
 
-and lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of the
-same 2^l tokens.  So the operator is a sum over levels, of Mamba-2's within windows of 2^l tokens,
-with lambda C as queries in the later half and B as keys in the earlier.  Frozen: as there, and
-lambda.  Positions count padding as well, as in the layer.
+and lambda = softplus(L dl).  The pairs of level l are those in the later and the earlier half of
+the same 2^l tokens.  So the operator is a sum over levels, of Mamba-2's within windows of 2^l
+tokens, with lambda C as queries in the later half and B as keys in the earlier.  Frozen: as there,
+and lambda.  Positions count padding as well, as in the layer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """PaTH attention, whose keys are reflected on their way: fla's PaTHAttention.
 
     P[i, j] = (I - beta[i] w[i] w[i]^T) ... (I - beta[j+1] w[j+1] w[j+1]^T)
-    alpha_h[i, j] = softmax over j <= i of (q[i] . P[i, j] k[j] + the sum of log f over j+1..i) / sqrt(N)
-    output = o_proj(alpha v)
+    score[i, j] = q[i] . P[i, j] k[j] + the sum of log f over j+1..i
+    alpha_h[i, j] = softmax over j <= i of score[i, j] / sqrt(N)          output = o_proj(alpha v)
 
 with w = SiLU(conv(w_proj h)) on the unit sphere, beta = 2 sigmoid(bt_proj h), and, as options,
-RMSNorms of q and k and the decays f = sigmoid(g_proj h).  What is asked of the keys by then is what a
-state would hold of values that are written along them and erased along w: the scores are the
-matrices of a delta rule.  Frozen: the probabilities.  They are formed, which takes memory that grows
-with the square of the tokens.
+RMSNorms of q and k and the decays f = sigmoid(g_proj h).  What is asked of the keys by then is what
+a state would hold of values that are written along them and erased along w: the scores are the
+matrices of a delta rule.  Frozen: the probabilities.  They are formed, which takes memory that
+grows with the square of the tokens.
 
 The layer takes a mask of padding only where it fills a cache.
 """
@@ -45,14 +45,14 @@ def fla_path(module: Any, call: Call) -> LinearMixer:
         k,
         torch.ones_like(q[..., 0].detach()),
         None,
-        hidden.shape[1],
+        module.head_dim,
         erase=w,
         erase_step=beta,
     )
     forget = None
     if module.use_forget_gate:
         forget = scaling * F.logsigmoid(run(module.g_proj, hidden))
-    attention = ScoredHeads(reads, forget, values.shape[-1])
+    attention = ScoredHeads(reads, forget, module.head_dim)
     return LinearMixer(values, attention, lambda y: run(module.o_proj, y.flatten(2)))
 
 
