@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from .. import __version__
@@ -10,6 +12,11 @@ from .. import __version__
 #: other mixers of the same block that read the same stream; or added only to the input of the
 #: mixer that runs next.
 Joins = Literal["residual", "parallel", "feeds"]
+
+#: What models of a mixer may be explained by: the decomposition; the methods that fold the layers'
+#: operators (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition
+#: of what a model generates.
+Ability = Literal["LatimFlow", "fold methods", "generated text"]
 
 
 class Line(NamedTuple):
@@ -24,6 +31,8 @@ class Line(NamedTuple):
         joins: how the mixer's output joins the residual stream.
         tested: version of the package that the tests run against, where it is an older one.
             Default: None, that of :data:`VERSIONS`.
+        lacks: what models of the mixer are refused, by the reason why. Default: nothing.
+        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
     """
 
     family: str
@@ -32,6 +41,8 @@ class Line(NamedTuple):
     adapter: str
     joins: Joins = "residual"
     tested: str | None = None
+    lacks: Mapping[Ability, str] = MappingProxyType({})
+    alone: bool = False
 
     @property
     def class_path(self) -> str:
@@ -55,11 +66,19 @@ VERSIONS = {
     "flash-linear-attention": "0.6.0",
 }
 
+_IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
     Line("Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba-ssm", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
-    Line("Vision Mamba", "captum-ssm", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer"),
+    Line(
+        "Vision Mamba",
+        "captum-ssm",
+        "captum_ssm.models.vim.mixer.VimMixer",
+        "vim:vim_mixer",
+        lacks=_IMAGES,
+    ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
     Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
     Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),
@@ -123,25 +142,39 @@ BUILT_IN = (
         "griffin:sdpa_attention",
         tested=TRANSFORMERS_4,
     ),
-    Line("BERT", "transformers", "bert.BertSelfAttention", "attention:hf_attention"),
+    Line(
+        "BERT",
+        "transformers",
+        "bert.BertSelfAttention",
+        "attention:hf_attention",
+        lacks={"generated text": "reads both ways"},
+    ),
     Line("GPT-NeoX", "transformers", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),
     Line("GPT-2", "transformers", "gpt2.GPT2Attention", "attention:gpt2_attention"),
     Line("Llama", "transformers", "llama.LlamaAttention", "attention:hf_attention"),
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
-    Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention"),
-    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention"),
-    Line("ViT", "timm", "timm.layers.attention.Attention", "timm_attention:timm_attention"),
+    Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line(
+        "ViT",
+        "timm",
+        "timm.layers.attention.Attention",
+        "timm_attention:timm_attention",
+        lacks=_IMAGES,
+    ),
     Line(
         "MambaVision",
         "mambavision",
         "mambavision.models.mamba_vision.MambaVisionMixer",
         "mambavision:mambavision_mixer",
+        lacks=_IMAGES,
     ),
     Line(
         "MambaVision",
         "mambavision",
         "mambavision.models.mamba_vision.Attention",
         "mambavision:mambavision_attention",
+        lacks=_IMAGES,
     ),
     Line(
         "Griffin",
@@ -236,6 +269,51 @@ BUILT_IN = (
         "fla.layers.log_linear_mamba2.LogLinearMamba2",
         "fla.log_linear:fla_log_linear_mamba2",
     ),
+    Line(
+        "Kimi Delta Attention",
+        "flash-linear-attention",
+        "fla.layers.kda.KimiDeltaAttention",
+        "fla.delta:fla_kda",
+    ),
+    Line("Mamba", "flash-linear-attention", "fla.layers.mamba.Mamba", "fla.mamba:fla_mamba"),
+    Line("Mamba-2", "flash-linear-attention", "fla.layers.mamba2.Mamba2", "fla.mamba:fla_mamba2"),
+    Line("Mamba-3", "flash-linear-attention", "fla.layers.mamba3.Mamba3", "fla.mamba:fla_mamba3"),
+    Line(
+        "Linear attention",
+        "flash-linear-attention",
+        "fla.layers.linear_attn.LinearAttention",
+        "fla.linear_attn:fla_linear_attention",
+    ),
+    Line(
+        "Simple GLA",
+        "flash-linear-attention",
+        "fla.layers.simple_gla.SimpleGatedLinearAttention",
+        "fla.linear_attn:fla_simple_gla",
+    ),
+    Line(
+        "Based",
+        "flash-linear-attention",
+        "fla.layers.based.BasedLinearAttention",
+        "fla.linear_attn:fla_based",
+    ),
+    Line(
+        "LightNet",
+        "flash-linear-attention",
+        "fla.layers.lightnet.LightNetAttention",
+        "fla.lightnet:fla_lightnet",
+    ),
+    Line(
+        "GSA",
+        "flash-linear-attention",
+        "fla.layers.gsa.GatedSlotAttention",
+        "fla.gsa:fla_gsa",
+    ),
+    Line(
+        "Transformer",
+        "flash-linear-attention",
+        "fla.layers.attn.Attention",
+        "fla.attention:fla_attention",
+    ),
     Line("Mamba-2", "transformers", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
     Line("Bamba", "transformers", "bamba.BambaMixer", "mamba2:hf_mamba2"),
     Line("Zamba 2", "transformers", "zamba2.Zamba2MambaMixer", "mamba2:zamba2_mamba2"),
@@ -264,6 +342,7 @@ BUILT_IN = (
         "mamba-ssm",
         "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
         "mamba2_ssm:mamba_ssm_mamba2_simple",
+        alone=True,
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
 )

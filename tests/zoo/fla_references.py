@@ -35,8 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "ForgettingTransformer": {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
     "LogLinearMamba2": {"num_heads": 4, "head_dim": 8, "state_size": 3, "n_groups": 2},
 }
-#: Norms of few features that do not blow rounding errors up.
-EPS = 0.05
 
 
 def use(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
@@ -124,8 +122,6 @@ def _use_log_linear(patch: pytest.MonkeyPatch, layer: Any) -> None:
         return naive(*tensors, scale).to(v.dtype), None
 
     patch.setattr(layer, "chunk_log_linear_attn", levels)
-    norms = importlib.import_module("fla.modules.norm.layernorm_gated")
-    patch.setattr(norms, "rmsnorm_fn", norms.rms_norm_ref)
     patch.setattr(importlib.import_module("fla.modules.convolution"), "causal_conv1d", convolution)
     # its own code, told that it needs another device
     forward = layer.LogLinearMamba2.forward

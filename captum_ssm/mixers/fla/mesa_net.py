@@ -33,7 +33,7 @@ _EPS = 1e-5
 
 def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
     """fla's MesaNet."""
-    hidden, mask = entering_unpadded(module, call)
+    hidden, mask = entering_unpadded(module, call, skips="short convolution")
     heads = module.num_heads
     projected = ((run(getattr(module, f"{n}_proj"), hidden), f"{n}_conv1d") for n in ("q", "k"))
     q, k = (_unit(as_heads(convolved(getattr(module, c), x), heads)) for x, c in projected)
