@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from helpers import fla_checks
 from helpers.fla_checks import EPS, Formula, conv_parts, convolved, rms_factors
-from helpers.sessions import spread
 from oracles import token_loops
 from torch import Tensor
 from zoo.fla_cpu import FLA
@@ -29,12 +28,12 @@ COMBA: dict[str, dict[str, Any]] = {
     "no correction": {"use_output_correction": False, "use_inner_decay": False},
     "no conv": {"use_short_conv": False},
 }
-CASES = spread(
-    [
-        *(("GatedDeltaProduct", case) for case in PRODUCT),
-        *(("Comba", case) for case in COMBA),
-    ]
-)
+ROWS = [
+    *(("GatedDeltaProduct", case) for case in PRODUCT),
+    *(("Comba", case) for case in COMBA),
+]
+#: The quick session tries one.
+CASES = [ROWS[0], *(pytest.param(*row, marks=pytest.mark.full) for row in ROWS[1:])]
 families = pytest.mark.parametrize("family", ["GatedDeltaProduct", "Comba"])
 
 
@@ -124,6 +123,7 @@ def _log_decay(layer: Any, hidden: Tensor) -> Tensor:
     return -layer.A_log.exp() * torch.log1p(torch.exp(layer.a_proj(hidden) + layer.dt_bias))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_reproduces_the_layer(fla: FLA, family: str, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, family, case), WIDTH)
@@ -142,6 +142,7 @@ def test_matrices(fla: FLA, family: str, case: str) -> None:
     )
 
 
+@pytest.mark.full
 @families
 def test_padding_between_tokens(fla: FLA, family: str) -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
@@ -150,21 +151,25 @@ def test_padding_between_tokens(fla: FLA, family: str) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
+@pytest.mark.full
 @families
 def test_typical_error(fla: FLA, family: str) -> None:
     fla_checks.typical_error(lambda: make(fla, family, "plain"), WIDTH, 1e-6)
 
 
+@pytest.mark.full
 @families
 def test_half_precision(fla: FLA, family: str) -> None:
     fla_checks.half_precision(lambda: make(fla, family, "plain"), WIDTH)
 
 
+@pytest.mark.full
 @families
 def test_whole_model(fla: FLA, family: str) -> None:
     fla_checks.whole_model(fla.model(family, norm_eps=EPS, **MODELS[family]))
 
 
+@pytest.mark.full
 @families
 def test_attribution(fla: FLA, family: str) -> None:
     def on_all(module: Any, hidden: Tensor, _: Any) -> Formula:

@@ -73,24 +73,29 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_reproduces_the_layer(fla: FLA, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, case), WIDTH)
 
 
+@pytest.mark.full
 def test_skips_of_channels(fla: FLA) -> None:
     fla_checks.reproduces(lambda: make(fla, "groups", D_has_hdim=True), WIDTH)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_matrices(fla: FLA, case: str) -> None:
     fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=False)
 
 
+@pytest.mark.full
 def test_typical_error(fla: FLA) -> None:
     fla_checks.typical_error(lambda: make(fla, "plain"), WIDTH, 1e-6)
 
 
+@pytest.mark.full
 def test_half_precision(fla: FLA) -> None:
     fla_checks.half_precision(lambda: make(fla, "plain"), WIDTH)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import fla_checks
 from helpers.fla_checks import EPS, FLOAT32, Formula, convolved, record_one, relative_error
+from helpers.sessions import thorough
 from torch import Tensor
 from zoo.fla_cpu import FLA
 from zoo.fla_references import MODELS
@@ -102,11 +103,13 @@ def _rms(x: Tensor, norm: Any) -> Tensor:
     return x * norm.weight.view(-1, x.shape[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", FORGETTING)
 def test_forgetting_reproduces_the_layer(fla: FLA, case: str) -> None:
     fla_checks.reproduces(lambda: forgetting(fla, case), WIDTH)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", PATH)
 def test_path_reproduces_the_layer(fla: FLA, case: str) -> None:
     layer = path(fla, case)
@@ -116,12 +119,12 @@ def test_path_reproduces_the_layer(fla: FLA, case: str) -> None:
         assert recorded.linear.mask is None
 
 
-@pytest.mark.parametrize("case", FORGETTING)
+@pytest.mark.parametrize("case", thorough(FORGETTING, ("grouped",)))
 def test_forgetting_matrices(fla: FLA, case: str) -> None:
     fla_checks.matrices_agree(forgetting(fla, case), WIDTH, forgetting_formula, compacted=True)
 
 
-@pytest.mark.parametrize("case", PATH)
+@pytest.mark.parametrize("case", thorough(PATH, ("grouped",)))
 def test_path_matrices(fla: FLA, case: str) -> None:
     layer, hidden = path(fla, case).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
     linear = record_one(layer, hidden).linear
@@ -139,16 +142,19 @@ def test_padding_between_tokens(fla: FLA) -> None:
     assert recorded.reconstruction_error() <= FLOAT32
 
 
+@pytest.mark.full
 def test_typical_error(fla: FLA) -> None:
     for make in (forgetting, path):
         fla_checks.typical_error(lambda make=make: make(fla, "plain"), WIDTH, 1e-6)
 
 
+@pytest.mark.full
 def test_half_precision(fla: FLA) -> None:
     for make in (forgetting, path):
         fla_checks.half_precision(lambda make=make: make(fla, "plain"), WIDTH)
 
 
+@pytest.mark.full
 def test_forgetting_whole_model(fla: FLA) -> None:
     options = {"norm_eps": EPS} | MODELS["ForgettingTransformer"]
     fla_checks.whole_model(fla.model("ForgettingTransformer", **options))
@@ -168,6 +174,7 @@ def test_path_whole_model(fla: FLA) -> None:
     assert delta.abs().max() <= FLOAT32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "formula"),
     [("ForgettingTransformer", forgetting_formula), ("PaTHAttention", path_formula)],
