@@ -54,8 +54,8 @@ def fla_gated_delta_product(module: Any, call: Call) -> LinearMixer:
         log_decay = steps(_log_decay(module, hidden), mask).repeat(1, 1, count)
     scan = DeltaProduct(
         q.repeat(1, 1, count, 1) * module.head_k_dim**-0.5,
-        k.unflatten(2, (count, heads)).repeat(1, 1, 1, count, 1),
-        beta.unflatten(2, (count, heads)).repeat(1, 1, 1, count),
+        torch.unflatten(k, 2, (count, heads)).repeat(1, 1, 1, count, 1),
+        torch.unflatten(beta, 2, (count, heads)).repeat(1, 1, 1, count),
         log_decay,
         [step for step in range(count) for _ in range(heads)],
         module.head_v_dim,
@@ -105,7 +105,7 @@ def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor, count: int = 1) -> li
 
 def _added(y: Tensor, count: int) -> Tensor:
     """The sum (B, L, H, P) of what the heads of each step give (B, L, M H, P)."""
-    return y.unflatten(2, (count, -1)).sum(2)
+    return torch.unflatten(y, 2, (count, -1)).sum(2)
 
 
 def _activated(module: Any, name: str, hidden: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def _activated(module: Any, name: str, hidden: Tensor) -> Tensor:
 
 
 def _log_decay(module: Any, hidden: Tensor) -> Tensor:
-    rate = F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
-    return -module.A_log.to(hidden).exp() * rate
+    rate: Tensor = module.A_log.to(hidden).exp()
+    return -rate * F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -49,4 +49,5 @@ def _normed(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
     if not module.qk_norm:
         return x
     norm = getattr(module, f"{name}_norm")
-    return rms_norm(x, norm.eps) * norm.weight.to(x).view(heads, -1)
+    normed: Tensor = rms_norm(x, norm.eps) * norm.weight.to(x).view(heads, -1)
+    return normed

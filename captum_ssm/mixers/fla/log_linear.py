@@ -75,8 +75,9 @@ def _levels(
             late = (at >> (level - 1) & 1).to(key)[:, None, None]
             asked, held = late * asked, (1 - late) * key
         windows = _windows(tokens, 2**level, query.device)
-        cut = [windows.cut(x) for x in (asked, held, log_decay[..., None], scale[..., None])]
-        inner = ScalarDecayHeads(*cut[:2], *(x[..., 0] for x in cut[2:]), per_head, rate=rate)
+        decays, sizes = (windows.cut(x[..., None])[..., 0] for x in (log_decay, scale))
+        vectors = windows.cut(asked), windows.cut(held)
+        inner = ScalarDecayHeads(*vectors, decays, sizes, per_head, rate=rate)
         terms.append(Windowed(inner, windows))
     return Sum(*terms)
 

@@ -60,4 +60,5 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     """Queries or keys (B, L, H, N) after the norm of each head, if there is one."""
     if isinstance(norm, nn.Identity):
         return x
-    return rms_norm(x, norm.eps) * norm.weight.to(x)
+    normed: Tensor = rms_norm(x, norm.eps) * norm.weight.to(x)
+    return normed

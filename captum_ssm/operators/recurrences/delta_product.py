@@ -65,7 +65,8 @@ class DeltaProduct(Operator):
         self.component = component
         coefficients = {"query": query, "key": key, "beta": beta, "log_decay": log_decay}
         self.live = with_graphs(coefficients)
-        self.shape = Shape(*query.shape[:3], per_head)
+        batch, tokens, heads, _ = query.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"query": self.query, "key": self.key, "beta": self.beta}
