@@ -270,6 +270,42 @@ BUILT_IN = (
         "fla.delta:fla_gated_delta_net",
     ),
     Line(
+        "Gated DeltaProduct",
+        "flash-linear-attention",
+        "fla.layers.gated_deltaproduct.GatedDeltaProduct",
+        "fla.delta_product:fla_gated_delta_product",
+    ),
+    Line(
+        "Comba",
+        "flash-linear-attention",
+        "fla.layers.comba.Comba",
+        "fla.delta_product:fla_comba",
+    ),
+    Line(
+        "MesaNet",
+        "flash-linear-attention",
+        "fla.layers.mesa_net.MesaNet",
+        "fla.mesa_net:fla_mesa_net",
+    ),
+    Line(
+        "PaTH",
+        "flash-linear-attention",
+        "fla.layers.path_attn.PaTHAttention",
+        "fla.path:fla_path",
+    ),
+    Line(
+        "Forgetting Transformer",
+        "flash-linear-attention",
+        "fla.layers.forgetting_attn.ForgettingAttention",
+        "fla.forgetting:fla_forgetting",
+    ),
+    Line(
+        "Log-linear Mamba-2",
+        "flash-linear-attention",
+        "fla.layers.log_linear_mamba2.LogLinearMamba2",
+        "fla.log_linear:fla_log_linear_mamba2",
+    ),
+    Line(
         "Kimi Delta Attention",
         "flash-linear-attention",
         "fla.layers.kda.KimiDeltaAttention",
