@@ -59,6 +59,7 @@ TRANSFORMERS_4 = "4.57.6"
 #: Versions that the tests run against.
 VERSIONS = {
     "captum-ssm": __version__,
+    "torch": "2.13.0",
     "transformers": "5.23.0",
     "mamba-ssm": "2.3.2",
     "timm": "1.0.31",
@@ -67,8 +68,8 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -111,14 +112,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -178,14 +179,20 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Transformer",
+        "torch",
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch_attention:torch_attention",
     ),
     Line(
         "ViT",
