@@ -25,6 +25,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import CaptumSSMError
 from captum_ssm.mixers import Architecture, supported_architectures
+from captum_ssm.mixers.likeness import PARTS, parts_of
 from captum_ssm.mixers.registry import adapter_for
 from captum_ssm.mixers.table import BUILT_IN, TRANSFORMERS_4, Ability
 
@@ -146,6 +147,21 @@ def test_every_row_is_known_by_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.class_path in shown, row.class_path
         assert ("whole" not in shown[row.class_path]) == row.alone, row.class_path
         assert set(get_args(Ability)) - set(row.lacks) <= shown[row.class_path], row.class_path
+
+
+@pytest.mark.full
+@pytest.mark.transformers5
+def test_parts_are_those_of_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every class that is proposed for its parts, timm's and MambaVision's aside."""
+    found = set()
+    for make in ADAPTERS.values():
+        for module in make(monkeypatch).model.modules():
+            if adapter_for(module) is not None:
+                found.add((parts_of(module), type(module).__name__))
+    for row, names in PARTS.items():
+        for name in names.split():
+            outside = name in ("Attention", "MambaVisionMixer")
+            assert outside or (frozenset(row.split()), name) in found, (row, name)
 
 
 def test_reasons_are_given_for_what_a_row_can_lack() -> None:
