@@ -42,7 +42,7 @@ PARTS = {
     ),
     "norm out_proj output_gate qkv_proj": "MiniMaxLightningAttention",
     "fgate_preact igate_preact k multihead_norm ogate_preact out_proj q v": "xLSTMLayer",
-    "conv in_proj out_proj": "Lfm2ShortConv Lfm2MoeShortConv",
+    "conv in_proj out_proj": "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv",
     "g_norm_swish_gate g_proj gk_proj k_proj o_proj q_proj v_proj": "GatedLinearAttention",
     "g_norm_swish_gate g_proj k_proj o_proj q_proj v_proj": "MultiScaleRetention",
     "f_proj g_norm g_proj i_proj o_proj": "HGRNAttention",
@@ -59,6 +59,7 @@ PARTS = {
     "k_norm k_proj o_proj q_norm q_proj v_proj": (
         "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention OlmoHybridAttention"
     ),
+    "g_proj k_norm k_proj o_proj q_norm q_proj v_proj": "Lfm3Attention",
     "k_layernorm k_proj out_proj q_layernorm q_proj v_proj": "Lfm2Attention Lfm2MoeAttention",
     "kv_a_layernorm kv_a_proj_with_mqa kv_b_proj o_proj q_proj": "KimiLinearAttention",
     "dense query_key_value": "GPTNeoXAttention",
@@ -90,6 +91,6 @@ def nearest(name: str, parts: frozenset[str]) -> list[str]:
 
 def _likeness(name: str, other: str) -> float:
     """How much of two names is the same, less what half of all classes are called; 0 if little."""
-    names = (re.sub("(Attention|Mixer|Layer|Block)$", "", each) for each in (name, other))
-    ratio = SequenceMatcher(None, *names).ratio()
+    one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
+    ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

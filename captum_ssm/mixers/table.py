@@ -187,6 +187,8 @@ BUILT_IN = (
     Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
     Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3Attention", "attention:hf_attention"),
     Line(
         "RetNet",
         "flash-linear-attention",
