@@ -32,7 +32,7 @@ PARTS = {
     "value": "RwkvSelfAttention",
     "A_log conv1d dt_bias in_proj_ba in_proj_qkvz norm out_proj": "Qwen3NextGatedDeltaNet",
     "A_log conv1d dt_bias in_proj_a in_proj_b in_proj_qkv in_proj_z norm out_proj": (
-        "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"
+        "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet"
     ),
     "A_log a_proj b_proj conv1d dt_bias g_proj k_proj o_norm o_proj q_proj v_proj": (
         "OlmoHybridGatedDeltaNet"
@@ -59,6 +59,7 @@ PARTS = {
     "k_norm k_proj o_proj q_norm q_proj v_proj": (
         "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention OlmoHybridAttention"
     ),
+    "indexer k_norm k_proj o_proj q_norm q_proj v_proj": "Qwen4ExpTextAttention",
     "g_proj k_norm k_proj o_proj q_norm q_proj v_proj": "Lfm3Attention",
     "k_layernorm k_proj out_proj q_layernorm q_proj v_proj": "Lfm2Attention Lfm2MoeAttention",
     "kv_a_layernorm kv_a_proj_with_mqa kv_b_proj o_proj q_proj": "KimiLinearAttention",

@@ -67,6 +67,8 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+#: The model's embeddings of n-grams; models that are configured without them are folded.
+_N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
 
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
@@ -174,6 +176,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
+        "delta:qwen3_5",
+        lacks=_N_GRAMS,
+    ),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextAttention",
+        "attention:hf_attention",
+        lacks=_N_GRAMS,
+    ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
     Line(
         "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_linear"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,20 +40,27 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
-def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model())
+def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(delta.Family(family, patch).model(**options))
 
 
 def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(short_conv.make_model(family))
 
 
+#: Those whose tokens are mixed before the layers read them.
+MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
-    **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of delta rules": partial(of_delta, family=name)
+        for name in delta.FAMILIES
+        if name != "qwen4_exp"
+    },
+    **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
         for name in short_conv.FAMILIES
