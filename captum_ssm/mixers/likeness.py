@@ -10,19 +10,33 @@ from torch import nn
 from .table import BUILT_IN
 
 #: Parts of mixers that hold parameters, and the classes that have just these, which tests compare
-#: with instances; a class whose configuration decides has several rows.
+#: with instances; a class whose configuration decides has several rows, and one whose name is
+#: that of others has its full one.
 PARTS = {
-    "A_log D conv1d dt_proj in_proj out_proj x_proj": "MambaMixer FalconMambaMixer Mamba VimMixer",
+    "A_log D conv1d dt_proj in_proj out_proj x_proj": (
+        "MambaMixer FalconMambaMixer Mamba VimMixer mambapy.mamba.MambaBlock"
+    ),
     "A_b_log A_log D D_b conv1d conv1d_b dt_proj dt_proj_b in_proj out_proj x_proj x_proj_b": (
         "VimMixer"
     ),
+    "A_log D B_layernorm C_layernorm conv1d dt_layernorm dt_proj in_proj out_proj x_proj": (
+        "mambapy.mamba.MambaBlock"
+    ),
+    "A_log A_log_b D D_b conv1d conv1d_b dt_proj dt_proj_b in_proj out_proj x_proj x_proj_b": (
+        "VMambaBlock"
+    ),
+    "A_log_fwd D_fwd conv1d_fwd dt_proj_fwd in_proj_fwd out_proj x_proj_fwd": (
+        "deeptab.nn.blocks.mamba.MambaBlock"
+    ),
+    "A_log_bwd A_log_fwd D_bwd D_fwd conv1d_bwd conv1d_fwd dt_proj_bwd dt_proj_fwd in_proj_bwd "
+    "in_proj_fwd out_proj x_proj_bwd x_proj_fwd": "deeptab.nn.blocks.mamba.MambaBlock",
     "A_log D b_layernorm c_layernorm conv1d dt_layernorm dt_proj in_proj out_proj x_proj": (
         "JambaMambaMixer"
     ),
     "A_log D conv1d dt_proj_bias dt_proj_weight in_proj out_proj x_proj_weight": "ZambaMambaMixer",
     "A_log D conv1d dt_bias in_proj norm out_proj": (
         "Mamba2Mixer Mamba2 BambaMixer Zamba2MambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer "
-        "NemotronHMamba2Mixer"
+        "NemotronHMamba2Mixer Mamba2Block"
     ),
     "A_log D conv1d dt_bias in_proj out_proj": "FalconH1Mixer",
     "A_log D conv1d dt_bias in_proj init_states norm out_proj": "Mamba2Simple",
@@ -85,9 +99,13 @@ def nearest(name: str, parts: frozenset[str]) -> list[str]:
         parts: as of :func:`parts_of`.
     """
     known = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
-    known.sort(key=lambda other: (other != name, -_likeness(name, other)))
+    known.sort(key=lambda other: (_last(other) != name, -_likeness(name, _last(other))))
     paths = [line.class_path for line in BUILT_IN]
-    return [path for other in known for path in paths if path.rsplit(".", 1)[-1] == other]
+    return [path for other in known for path in paths if f".{path}".endswith(f".{other}")]
+
+
+def _last(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
 
 
 def _likeness(name: str, other: str) -> float:

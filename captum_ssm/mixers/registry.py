@@ -219,20 +219,22 @@ def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
         kind = class_path(type(module))
         place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
         raise UnsupportedMixerError(
-            f"{place} mixes tokens and has no adapter. {_proposal(module)}{what_is_served()}"
+            f"{place} mixes tokens and has no adapter. {proposal(module)}{what_is_served()}"
         )
 
 
-def _proposal(module: nn.Module) -> str:
-    """The line that serves a mixer with the parts of one that is known."""
-    known = nearest(type(module).__name__, parts_of(module))
-    if not known:
-        return ""
-    return (
-        f"It has the parts of {known[0]}; if it is a copy of that, this serves it: "
-        f"register_mixer({class_path(type(module))!r}, like={known[0]!r}). That it computes the "
-        "same is checked when it is used. "
-    )
+def proposal(module: nn.Module) -> str:
+    """The line that serves a module, or the first one in it, with the parts of a known mixer."""
+    for part in module.modules():
+        known = nearest(type(part).__name__, parts_of(part))
+        if known and adapter_for(part) is None:
+            path = class_path(type(part))
+            return (
+                f"{path} has the parts of {known[0]}; if it is a copy of that, this serves it: "
+                f"register_mixer({path!r}, like={known[0]!r}). That it computes the same is "
+                "checked when it is used. "
+            )
+    return ""
 
 
 def what_is_served() -> str:

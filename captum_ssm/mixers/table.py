@@ -64,6 +64,8 @@ VERSIONS = {
     "timm": "1.0.31",
     "mambavision": "1.2.0",
     "flash-linear-attention": "0.6.0",
+    "mambapy": "1.2.0",
+    "deeptab": "2.1.0",
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
@@ -260,4 +262,21 @@ BUILT_IN = (
         alone=True,
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
+    Line("Mamba", "mambapy", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
+    Line("Mamba-2", "mambapy", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
+    Line("Jamba", "mambapy", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
+    Line(
+        "Vision Mamba",
+        "mambapy",
+        "mambapy.vim.VMambaBlock",
+        "mambapy:mambapy_vision_block",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Mambular",
+        "deeptab",
+        "deeptab.nn.blocks.mamba.MambaBlock",
+        "mambapy:deeptab_block",
+        lacks={"generated text": "reads tables"},
+    ),
 )

@@ -17,6 +17,7 @@ from zoo.short_conv import make_model
 from captum_ssm import LatimFlow, register_mixer, supported_architectures, trace
 from captum_ssm.errors import (
     AdapterError,
+    NoMixerError,
     OptionError,
     ReconstructionError,
     UnsupportedMixerError,
@@ -82,7 +83,7 @@ def test_a_family_of_one_class_is_enough_of_a_name() -> None:
 def test_a_family_of_several_classes_is_not() -> None:
     with pytest.raises(OptionError, match=r"'mamba_ssm\.modules\.mamba_simple\.Mamba'") as caught:
         register_mixer("some.Mamba", like="Mamba")
-    assert repr(MAMBA) in str(caught.value) and "'Mamba' is the family of 2" in str(caught.value)
+    assert repr(MAMBA) in str(caught.value) and "'Mamba' is the family of " in str(caught.value)
 
 
 @pytest.mark.parametrize("like", ["Mambo", "some.package.Mixer", nn.Linear])
@@ -167,6 +168,15 @@ def test_parts_are_what_holds_parameters() -> None:
     module.register_parameter("bias", None)
     module.register_buffer("slopes", torch.ones(1))
     assert parts_of(module) == {"mix", "weight"}
+
+
+def test_what_does_not_look_like_a_mixer_has_its_line_too() -> None:
+    model = copied("MambaCell")
+    with pytest.raises(
+        NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"
+    ) as caught:
+        explain(model)
+    assert "MambaForCausalLM" in str(caught.value)
 
 
 # --- code of the hub -----------------------------------------------------------------------------

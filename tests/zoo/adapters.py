@@ -15,6 +15,7 @@ from zoo import (
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    mambapy,
     short_conv,
 )
 from zoo.mamba import randomise
@@ -48,6 +49,13 @@ def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectur
     return architectures.language(short_conv.make_model(family))
 
 
+def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    model = mambapy.MODELS[family](patch, **options)
+    if family in ("vision", "deeptab"):
+        return architectures.Case(model, torch.randn(2, 9, 8))
+    return architectures.language(model)
+
+
 #: Those whose tokens are mixed before the layers read them.
 MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
@@ -60,6 +68,13 @@ ADAPTERS: dict[str, architectures.Make] = {
         for name in delta.FAMILIES
         if name != "qwen4_exp"
     },
+    "mambapy": partial(of_mambapy, family="mamba"),
+    "mambapy mamba2": partial(of_mambapy, family="mamba2"),
+    "mambapy jamba": partial(of_mambapy, family="jamba"),
+    "mambapy vision": partial(of_mambapy, family="vision"),
+    "mambapy jamba with norms": partial(of_mambapy, family="jamba", inner_layernorms=True),
+    "deeptab": partial(of_mambapy, family="deeptab"),
+    "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
     **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
