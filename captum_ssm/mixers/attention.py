@@ -91,6 +91,14 @@ def granite_attention(module: Any, call: Call) -> LinearMixer:
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
+def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
+    """Qwen4ExpTextAttention, where a token that the indexer chose for nobody is no padding."""
+    given = call.argument("attention_mask", 2)
+    visible = given if given.dtype == torch.bool else given == 0
+    real = visible.any(-2).any(1).expand(call.hidden_states.shape[:2])
+    return replace(hf_attention(module, call), mask=None if bool(real.all()) else real)
+
+
 def minimax_attention(module: Any, call: Call) -> LinearMixer:
     """MiniMaxAttention, whose block adds beta times what it returns to alpha times the stream."""
     config = module.config

@@ -189,7 +189,7 @@ BUILT_IN = (
         "Qwen4-Exp",
         "transformers",
         "qwen4_exp.Qwen4ExpTextAttention",
-        "attention:hf_attention",
+        "attention:qwen4_exp_attention",
         lacks=_N_GRAMS,
     ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),

@@ -172,11 +172,8 @@ def test_parts_are_what_holds_parameters() -> None:
 
 def test_what_does_not_look_like_a_mixer_has_its_line_too() -> None:
     model = copied("MambaCell")
-    with pytest.raises(
-        NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"
-    ) as caught:
+    with pytest.raises(NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"):
         explain(model)
-    assert "MambaForCausalLM" in str(caught.value)
 
 
 # --- code of the hub -----------------------------------------------------------------------------

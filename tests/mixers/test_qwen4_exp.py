@@ -54,6 +54,17 @@ def test_attention_reads_what_the_indexer_chose(family: Family) -> None:
     assert read.tolist() == [[1, 2, 3, 4, 5, *(4, 5) * 4]] * 2
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_nobody_reads_is_no_padding(family: Family, attention: str) -> None:
+    model = family.model()
+    model.set_attn_implementation(attention)
+    ids, mask = padded_batch([20, 13])
+    layer = hybrid.record(model, ids, attention_mask=mask)[1]
+    unread = (layer.operator.dense(None) == 0).all(1).all(-2)
+    assert bool(unread[0].any()), "this draw of parameters has everything read"
+    assert torch.equal(layer.linear.mask, mask.bool())
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_n_grams_add_is_no_tokens(family: Family, padded: bool) -> None:
     """Everything adds up to the logit, with the biases that the first block brings in."""

@@ -56,6 +56,8 @@ def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> archit
     return architectures.language(model)
 
 
+#: Those whose blocks return what their routers said, so that no one activation is theirs.
+WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
 #: Those whose tokens are mixed before the layers read them.
 MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
