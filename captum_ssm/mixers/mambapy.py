@@ -22,8 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, Operator, Permute, SelectiveScan, Shape, ShortConv, Sum
-from ..operators.combine import DirectSum
+from ..operators import (
+    Chain,
+    Diagonal,
+    DirectSum,
+    Operator,
+    Permute,
+    SelectiveScan,
+    Shape,
+    ShortConv,
+    Sum,
+)
 from .base import Call, LinearMixer
 from .mamba2 import Norm, linearize
 from .parts.common import (
