@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,6 +105,7 @@ class Network(Watcher):
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
+    _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
 
     @property
     def root(self) -> Tensor:
@@ -164,7 +165,7 @@ class Network(Watcher):
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self._inside, mixer)
-            out = through(self._took(linearize(mixer, call), mixer.name), self.mode, inside)
+            out = through(self._took(linearize(mixer, call), mixer), self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
         if self.keeps_steps:
@@ -172,19 +173,30 @@ class Network(Watcher):
             self.steps.append(Step(mixer.name, block, out))
         return out.to(real.dtype)
 
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        """What later mixers read beside the stream is live as well."""
+        passed_on = self._passed_on.pop(mixer, None)
+        if not passed_on:
+            return None
+        parts = list(output)
+        for place, live in passed_on.items():
+            parts[place] = live.to(parts[place].dtype)
+        return type(output)(parts)
+
     def _inside(self, mixer: Mixer, value: Tensor) -> Tensor:
         return value if self.sites is None else self.sites.in_heads(mixer.module, value)
 
-    def _took(self, linear: LinearMixer, name: str) -> LinearMixer:
+    def _took(self, linear: LinearMixer, mixer: Mixer) -> LinearMixer:
         """The linear mixer, in which there is nothing to complain of."""
         require_real_tokens(linear.mask)
-        linear.check_finite(name)
+        linear.check_finite(mixer.name)
+        self._passed_on[mixer] = linear.passed_on
         if self.mode.ledger.kept:  # else it may be linearised once more
             forget()
         self.mask = linear.mask if self.mask is None else self.mask
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
-            self.content_only.append(name)
+            self.content_only.append(mixer.name)
         return linear
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:

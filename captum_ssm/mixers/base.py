@@ -111,6 +111,9 @@ class LinearMixer:
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on windows of a map. Default: None,
             the module is called on the tokens themselves.
+        passed_on: what else the module returns that later mixers read, by its place in the output,
+            with its graph: as the values are, it is linear in the stream that enters. Default:
+            nothing.
 
     Example:
         >>> import torch
@@ -128,6 +131,7 @@ class LinearMixer:
     mask: Tensor | None = None
     branch_scale: float = 1.0
     map: TokenMap | None = None
+    passed_on: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def bias(self) -> Tensor:

@@ -52,8 +52,25 @@ PARTS = {
         "OlmoHybridGatedDeltaNet"
     ),
     "b_proj conv1d forget_gate g_a_proj g_b_proj k_proj o_norm o_proj q_proj v_proj": (
-        "KimiLinearDeltaAttention"
+        "KimiLinearDeltaAttention Glm5NextTextLinearAttention"
     ),
+    "b_proj conv1d forget_gate g_proj k_proj o_norm o_proj q_proj v_proj": (
+        "BailingHybridDeltaAttention"
+    ),
+    "g_proj kv_a_layernorm kv_a_proj_with_mqa kv_b_proj o_proj q_proj": "BailingHybridAttention",
+    "indexer kv_a_layernorm kv_a_proj_with_mqa kv_b_proj o_proj q_a_layernorm q_a_proj q_b_proj": (
+        "Glm5NextTextAttention"
+    ),
+    "A_log b_proj dt_bias f_proj g_proj k_conv1d k_proj o_norm o_proj q_conv1d q_proj v_conv1d "
+    "v_proj": "KimiDeltaAttention",
+    "k_proj norm o_proj q_proj v_proj": "LinearAttention",
+    "g_norm g_proj k_proj o_proj q_proj v_proj": "LightNetAttention",
+    "f_proj g_norm k_proj o_proj q_proj v_proj": "GatedSlotAttention",
+    "a_lora g_lora g_norm k_a k_k k_proj o_proj r_k r_proj v_proj w_lora x_a x_g x_k x_r x_v x_w": (
+        "RWKV7Attention"
+    ),
+    "a_lora g_lora g_norm k_a k_k k_proj o_proj r_k r_proj v_lora v_proj w_lora x_a x_g x_k x_r "
+    "x_v x_w": "RWKV7Attention",
     "norm out_proj output_gate qkv_proj": "MiniMaxLightningAttention",
     "fgate_preact igate_preact k multihead_norm ogate_preact out_proj q v": "xLSTMLayer",
     "conv in_proj out_proj": "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv",

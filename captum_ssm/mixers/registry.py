@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,9 @@ _MIXER_NAME = re.compile(
     r"|Retention|DeltaNet|LSTM|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"
     r"(?<!FeedForward)$"
 )
+
+#: A package that exports mixers alone, some under names that do not say so (Raven, MoBA).
+_MIXERS = "fla.layers"
 
 
 def register_mixer(
@@ -209,8 +213,11 @@ def class_path(cls: type) -> str:
 
 
 def looks_like_a_mixer(module: nn.Module) -> bool:
-    """Whether a module's class name says that it mixes tokens."""
-    return _MIXER_NAME.search(type(module).__name__) is not None
+    """Whether a module's class name, or the package it comes from, says that it mixes tokens."""
+    if _MIXER_NAME.search(type(module).__name__) is not None:
+        return True
+    exported = sys.modules.get(_MIXERS)
+    return any(getattr(exported, cls.__name__, None) is cls for cls in type(module).__mro__)
 
 
 def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:

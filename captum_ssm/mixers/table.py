@@ -118,6 +118,18 @@ BUILT_IN = (
         "kimi_linear.KimiLinearAttention",
         "attention:hf_attention",
     ),
+    Line(
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridAttention",
+        "attention:hf_attention",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextAttention",
+        "attention:glm5_next_attention",
+    ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeAttention", "attention:hf_attention"),
@@ -193,8 +205,18 @@ BUILT_IN = (
         lacks=_N_GRAMS,
     ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
+    Line("Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
     Line(
-        "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_linear"
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridDeltaAttention",
+        "delta:kimi_delta",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextLinearAttention",
+        "delta:kimi_delta",
     ),
     Line(
         "MiniMax",
@@ -219,6 +241,10 @@ BUILT_IN = (
     Line(
         "RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"
     ),
+    Line("RWKV-7", "captum-ssm", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
+    Line(
+        "RWKV-7", "flash-linear-attention", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"
+    ),
     Line(
         "DeltaNet",
         "flash-linear-attention",
@@ -230,6 +256,51 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.gated_deltanet.GatedDeltaNet",
         "fla.delta:fla_gated_delta_net",
+    ),
+    Line(
+        "Kimi Delta Attention",
+        "flash-linear-attention",
+        "fla.layers.kda.KimiDeltaAttention",
+        "fla.delta:fla_kda",
+    ),
+    Line("Mamba", "flash-linear-attention", "fla.layers.mamba.Mamba", "fla.mamba:fla_mamba"),
+    Line("Mamba-2", "flash-linear-attention", "fla.layers.mamba2.Mamba2", "fla.mamba:fla_mamba2"),
+    Line("Mamba-3", "flash-linear-attention", "fla.layers.mamba3.Mamba3", "fla.mamba:fla_mamba3"),
+    Line(
+        "Linear attention",
+        "flash-linear-attention",
+        "fla.layers.linear_attn.LinearAttention",
+        "fla.linear_attn:fla_linear_attention",
+    ),
+    Line(
+        "Simple GLA",
+        "flash-linear-attention",
+        "fla.layers.simple_gla.SimpleGatedLinearAttention",
+        "fla.linear_attn:fla_simple_gla",
+    ),
+    Line(
+        "Based",
+        "flash-linear-attention",
+        "fla.layers.based.BasedLinearAttention",
+        "fla.linear_attn:fla_based",
+    ),
+    Line(
+        "LightNet",
+        "flash-linear-attention",
+        "fla.layers.lightnet.LightNetAttention",
+        "fla.lightnet:fla_lightnet",
+    ),
+    Line(
+        "GSA",
+        "flash-linear-attention",
+        "fla.layers.gsa.GatedSlotAttention",
+        "fla.gsa:fla_gsa",
+    ),
+    Line(
+        "Transformer",
+        "flash-linear-attention",
+        "fla.layers.attn.Attention",
+        "fla.attention:fla_attention",
     ),
     Line("Mamba-2", "transformers", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
     Line("Bamba", "transformers", "bamba.BambaMixer", "mamba2:hf_mamba2"),

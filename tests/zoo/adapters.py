@@ -60,6 +60,27 @@ def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> archit
 WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
 #: Those whose tokens are mixed before the layers read them.
 MIXED_BEFORE = ("qwen4_exp with n-grams",)
+#: Families of flash-linear-attention, of whose models those named "hybrid" hold attention.
+_NARROW = {"hidden_ratio": 1, "state_size": 4}
+_FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "KDA": ("KDA", {"num_heads": 2, "head_dim": 6}),
+    "Mamba": ("Mamba", {"state_size": 4}),
+    "Mamba2": ("Mamba2", {"state_size": 4, "head_dim": 8, "chunk_size": 4}),
+    "Mamba3": ("Mamba3", {"state_size": 8, "head_dim": 8}),
+    "linear attention": ("LinearAttention", {"num_heads": 2, "feature_map": "elu"}),
+    "LightNet": ("LightNet", {"expand_ratio": 8, "gate_low_rank_dim": 4}),
+    "GSA": ("GSA", {"num_heads": 2, "num_slots": 5}),
+    "Transformer": ("Transformer", {"num_heads": 2, "qk_norm": True}),
+    "Samba": ("Samba", {"attn": {"layers": [1], "num_heads": 2, "window_size": 3}, **_NARROW}),
+}
+
+
+def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    name, options = _FLA[family]
+    model = fla_cpu.install(patch).model(name, norm_eps=0.05, **options)
+    return architectures.language(model)
+
+
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
@@ -78,6 +99,7 @@ ADAPTERS: dict[str, architectures.Make] = {
     "deeptab": partial(of_mambapy, family="deeptab"),
     "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
     **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
+    **{f"fla {family}": partial(of_fla, family=family) for family in _FLA},
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
         for name in short_conv.FAMILIES
