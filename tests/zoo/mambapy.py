@@ -73,13 +73,16 @@ def vision(patch: pytest.MonkeyPatch, **options: Any) -> Any:
 
 def deeptab(patch: pytest.MonkeyPatch, **options: Any) -> Any:
     """deeptab's stack of blocks, without what the package imports to read tables and to train."""
-    spec = importlib.util.find_spec("deeptab") if "deeptab" not in sys.modules else None
-    if spec is None or spec.origin is None:
+    home = getattr(sys.modules.get("deeptab"), "__path__", None)
+    spec = importlib.util.find_spec("deeptab") if home is None else None
+    if spec is not None and spec.origin is not None:
+        home = [str(Path(spec.origin).parent)]
+    if home is None:
         pytest.skip(_REASON.format("deeptab"))
     for name in [each for each in sys.modules if each.startswith("deeptab.")]:
         patch.delitem(sys.modules, name)
     bare = ModuleType("deeptab")
-    bare.__path__ = [str(Path(spec.origin).parent)]
+    bare.__path__ = list(home)
     patch.setitem(sys.modules, "deeptab", bare)
     blocks = importlib.import_module("deeptab.nn.blocks.mamba")
     small = {
