@@ -60,6 +60,7 @@ BUILT_IN = (
     Line("Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba-ssm", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
     Line("Vision Mamba", "captum-ssm", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer"),
+    Line("VMamba", "captum-ssm", "captum_ssm.models.vmamba.mixer.SS2D", "vmamba:ss2d"),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
     Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
     Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),

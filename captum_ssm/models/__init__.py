@@ -1,21 +1,27 @@
-"""Models: Vision Mamba in plain PyTorch, the small trained ones that ship, and what they read."""
+"""Models: Vision Mamba, VMamba, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 from .vocabulary import WordVocabulary
 
 __all__ = [
     "CLASS_WORDS",
     "CLS",
     "TextReader",
+    "VMamba",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
     "load_dictionary",
     "load_vim",
+    "load_vmamba",
     "text_words",
     "vim_small",
     "vim_tiny",
+    "vmamba_base",
+    "vmamba_small",
+    "vmamba_tiny",
 ]
