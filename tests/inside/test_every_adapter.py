@@ -73,12 +73,12 @@ def test_neurons_around_blocks_and_mixers(case: Case) -> None:
     own = own_activations(case, list(dict(places)))
     for name, at_input in places:
         values = own[name, at_input]
-        token, feature = values[0].shape[1] // 2, 1
+        place = (*(size // 2 for size in values[0].shape[1:-1]), 1)
 
-        def chosen(tensors: Any, token: int = token, feature: int = feature) -> Tensor:
-            return sum(x[:, token, feature] for x in tensors)
+        def chosen(tensors: Any, place: tuple[int, ...] = place) -> Tensor:
+            return sum(x[(slice(None), *place)] for x in tensors)
 
-        selector: Any = chosen if len(values) > 1 else (token, feature)
+        selector: Any = chosen if len(values) > 1 else place
         explain = NeuronLatimFlow(case.model, name)
         found = explain.decompose(case.inputs, selector, None, at_input)
         assert close(found.output, chosen(values)) <= FLOAT32, name
@@ -119,5 +119,5 @@ def test_layers_are_what_the_whole_decomposition_has_there(case: Case) -> None:
         if stream is not None:
             entering = LayerLatimFlow(case.model, block).attribute(case.inputs, target, None, True)
             if not isinstance(entering, tuple):
-                assert close(entering, stream) <= FLOAT32, block
+                assert close(entering.view_as(stream), stream) <= FLOAT32, block
     assert next(of_blocks, None) is None

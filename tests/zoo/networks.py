@@ -48,9 +48,9 @@ _VIM: dict[str, dict[str, Any]] = {
 }
 
 
-#: Stages of 8 x 12, 4 x 6 and 2 x 3 tokens; two of 4 x 5 and 2 x 3.
+#: Stages of 4 x 6 and 2 x 3 tokens, and of 4 x 5 and 2 x 3.
 _VMAMBA: dict[str, dict[str, Any]] = {
-    "without gate": {"depths": (1, 2, 1), "mlp_ratio": 2.0, "conv_bias": False, "downsample": "v3"},
+    "without gate": {"depths": (1, 2), "mlp_ratio": 2.0, "conv_bias": False, "downsample": "v3"},
     "with gate": {
         "depths": (1, 1),
         "forward_type": "v0",

@@ -197,16 +197,17 @@ def decompose(
         found: Tensor = gradient * value.detach()
         return found
 
-    def tokens() -> Tensor:
-        return parted() if features else parted().flatten(2).sum(-1)
+    def tokens(of_mixer: Tensor) -> Tensor:
+        found = _in_a_row(parted(), of_mixer)
+        return found if features else found.flatten(2).sum(-1)
 
     past = parted() if passing else None
     streams, mixers = [], []
     for step in steps:
-        entering = [tokens() for _ in step.entering]
+        entering = [tokens(step.output) for _ in step.entering]
         if entering:
             streams.append(sum(entering[1:], entering[0]))
-        mixers.append(tokens())
+        mixers.append(tokens(step.output))
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
     virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
@@ -226,6 +227,12 @@ def decompose(
     if not by_role:
         return found
     return replace(found, roles=_by_role(network, output, baseline, found.tokens))
+
+
+def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
+    """The tokens of a map (B, h, w, E) in the order of a mixer's (B, L, E), if they are the same."""
+    same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
+    return x.reshape(like.shape) if same else x
 
 
 def _on_given(relevance: Tensor, network: Network) -> Tensor:
