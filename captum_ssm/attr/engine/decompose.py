@@ -230,7 +230,7 @@ def decompose(
 
 
 def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
-    """The tokens of a map (B, h, w, E) in the order of a mixer's (B, L, E), if they are the same."""
+    """The tokens of a map (B, h, w, E) as those of a mixer (B, L, E), where they are the same."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 

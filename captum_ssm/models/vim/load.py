@@ -9,7 +9,6 @@ from statistics import mode
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import CheckpointError
 from ..checkpoints import Weights, check_fit, read_weights
