@@ -136,7 +136,7 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
         F.instance_norm(x, None, None, k.c[0, :, 0], k.c[0, :, 1], eps=1e-2),
         F.instance_norm(x, k.c[0, :, 0], k.c[0, :, 1].abs() + 0.2, use_input_stats=False),
     ),
-    "max_pool3d": lambda x, _: F.max_pool3d(x[:, None], 2),
+    "max_pool3d": lambda x, _: F.max_pool3d(x.view(2, 1, 2, 2, 6), 2),
     "addmm": lambda x, k: (
         torch.addmm(k.c[0, 0, :5], x[0], k.weight.T),
         torch.addmm(x[0], k.c[1, :, :4], k.c[0], beta=0.5, alpha=2),
