@@ -1,8 +1,8 @@
-"""Models: Vision Mamba, VMamba, the small trained ones that ship, and what they read."""
+"""Models: Vision Mamba, VideoMamba, VMamba, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
-from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
 from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 from .vocabulary import WordVocabulary
 
@@ -11,11 +11,13 @@ __all__ = [
     "CLS",
     "TextReader",
     "VMamba",
+    "VideoMamba",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
     "load_dictionary",
+    "load_video_mamba",
     "load_vim",
     "load_vmamba",
     "text_words",

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import CheckpointError
 from ..checkpoints import Weights, check_fit, read_weights
+from ..vim.load import shape_of
 from .mixer import form_of
 from .model import VMamba
 
@@ -82,11 +83,11 @@ def _renamed(weights: Weights) -> Weights:
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of VMamba: what the weights tell, and the user's options."""
     first = "layers.0.blocks.0"
-    width, inner = _shape(weights, f"{first}.op.out_proj.weight", 2)
-    projected, _ = _shape(weights, f"{first}.op.in_proj.weight", 2)
-    _, _, rank = _shape(weights, f"{first}.op.dt_projs_weight", 3)
+    width, inner = shape_of(weights, f"{first}.op.out_proj.weight", 2)
+    projected, _ = shape_of(weights, f"{first}.op.in_proj.weight", 2)
+    _, _, rank = shape_of(weights, f"{first}.op.dt_projs_weight", 3)
     overlapping = "patch_embed.5.weight" in weights
-    _, channels, kernel, _ = _shape(weights, "patch_embed.0.weight", 4)
+    _, channels, kernel, _ = shape_of(weights, "patch_embed.0.weight", 4)
     blocks = {
         (int(found[1]), int(found[2]))
         for key in weights
@@ -95,15 +96,15 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     stages = 1 + max(stage for stage, _ in blocks)
     hidden = 0
     if any(".mlp." in key for key in weights):
-        hidden, _ = _shape(weights, f"{first}.mlp.fc1.weight", 2)
+        hidden, _ = shape_of(weights, f"{first}.mlp.fc1.weight", 2)
     conv, places = f"{first}.op.conv2d.weight", weights.get("pos_embed")
     return {
         "channels": channels,
         "patch_size": 2 * (kernel - 1) if overlapping else kernel,
-        "num_classes": _shape(weights, "classifier.head.weight", 2)[0],
+        "num_classes": shape_of(weights, "classifier.head.weight", 2)[0],
         "depths": [len({b for s, b in blocks if s == stage}) for stage in range(stages)],
         "dims": [
-            _shape(weights, f"layers.{stage}.blocks.0.op.out_proj.weight", 2)[0]
+            shape_of(weights, f"layers.{stage}.blocks.0.op.out_proj.weight", 2)[0]
             for stage in range(stages)
         ],
         "mlp_ratio": hidden / width,
@@ -111,10 +112,10 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
         "patch_embed": "v2" if overlapping else "v1",
         "downsample": _downsample(weights),
         "pos_embed": None if places is None else tuple(places.shape[2:]),
-        "d_state": _shape(weights, f"{first}.op.A_logs", 2)[1],
+        "d_state": shape_of(weights, f"{first}.op.A_logs", 2)[1],
         "ssm_ratio": inner / width,
         "dt_rank": None if rank == -(-width // 16) else rank,
-        "d_conv": _shape(weights, conv, 4)[2] if conv in weights else 0,
+        "d_conv": shape_of(weights, conv, 4)[2] if conv in weights else 0,
         "conv_bias": f"{first}.op.conv2d.bias" in weights,
         "forward_type": _forward_type(weights, projected == 2 * inner, options),
         **{name: value for name, value in options.items() if name != "forward_type"},
@@ -140,12 +141,3 @@ def _downsample(weights: Weights) -> str:
         return "v1"
     convolution = weights.get("layers.0.downsample.1.weight")
     return "v2" if convolution is not None and convolution.shape[-1] == 2 else "v3"
-
-
-def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
-    if key not in weights:
-        raise CheckpointError(f"its weights lack {key!r}.")
-    shape = weights[key].shape
-    if len(shape) != dims:
-        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
-    return shape
