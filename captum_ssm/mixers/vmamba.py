@@ -82,14 +82,14 @@ def _conv(conv: nn.Conv2d, values: Tensor, width: int) -> ShortConv:
     """A depthwise convolution of a map, padded to its size."""
     weight = conv.weight.to(values).flatten(2)  # (D, 1, K)
     bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, -1, 1)
-    (rows, columns), (above, left) = conv.kernel_size, conv.padding
-    lags = [(int(above) - i, int(left) - j) for i in range(rows) for j in range(columns)]
+    (rows, columns), (above, left) = conv.kernel_size, (side // 2 for side in conv.kernel_size)
+    lags = [(above - i, left - j) for i in range(rows) for j in range(columns)]
     return ShortConv(weight, Shape(*values.shape), bias, lags, width=width)
 
 
 def _scans(module: Any, activated: Tensor, size: tuple[int, int]) -> Sum:
     """All scans of act(u) (B, L, D), each in an order of its own, and what they skip."""
-    shape = Shape(*activated.shape, 1)
+    shape = Shape(*activated[..., None].shape)
     count, _, rank = module.dt_projs_weight.shape
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)
     state = rates[0].shape[1]

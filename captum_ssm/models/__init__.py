@@ -1,4 +1,4 @@
-"""Models: Vision Mamba, VideoMamba, VMamba, the small trained ones that ship, and what they read."""
+"""Models: Vision Mamba and its kin, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words

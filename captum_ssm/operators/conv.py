@@ -63,7 +63,7 @@ class ShortConv(Operator):
         self.weight = weight.detach()
         self.shape = shape
         self.bias = None if bias is None else bias.detach()
-        self.lags = tuple(range(weight.shape[-1]) if lags is None else lags)
+        self.lags: tuple[Any, ...] = tuple(range(weight.shape[-1]) if lags is None else lags)
         self.component = component
         self.width = width
 
@@ -103,11 +103,12 @@ class ShortConv(Operator):
 
     def _overlap(self, lag: int | tuple[int, int]) -> tuple[Places, Places]:
         """What a tap reads of what is laid out, and where that counts."""
-        sizes, lags = (self.shape.tokens,), (lag,)
+        tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
-            sizes, lags = (self.shape.tokens // self.width, self.width), lag
-        both = (overlap(size, one) for size, one in zip(sizes, lags, strict=True))
+            both = [overlap(tokens // self.width, lag[0]), overlap(self.width, lag[1])]
+        else:
+            both = [overlap(tokens, lag)]
         earlier, later = zip(*both, strict=True)
         channels = slice(None), slice(None)
         return (..., *earlier, *channels), (..., *later, *channels)
@@ -131,8 +132,8 @@ class ShortConv(Operator):
         bias = self.bias
         if bias is not None and bias.shape[2] > 1:
             bias = bias[:, :, list(heads)]
-        shape, where = self.shape._replace(heads=len(heads)), (self.lags, self.component)
-        return ShortConv(self.weight[list(heads)], shape, bias, *where, self.width)
+        shape, weight = self.shape._replace(heads=len(heads)), self.weight[list(heads)]
+        return ShortConv(weight, shape, bias, self.lags, self.component, self.width)
 
     def after_band(self, band: Band) -> Band | None:
         return convolve_band(self.by_lag(), band, self.shape.tokens)
@@ -156,14 +157,14 @@ class ShortConv(Operator):
         """
         found: dict[int, Tensor] = {}
         for lag, weight in self._weights().items():
-            back = lag
             if isinstance(lag, tuple):
                 assert self.width is not None
                 back = lag[0] * self.width + lag[1]
                 column = torch.arange(self.shape.tokens, device=weight.device) % self.width
                 inside = (column >= lag[1]) & (column < self.width + lag[1])
                 weight = weight * inside[:, None, None]
-            assert isinstance(back, int)
+            else:
+                back = lag
             found[back] = found[back] + weight if back in found else weight
         return found
 

@@ -85,6 +85,14 @@ def test_without_a_mask_the_model_says_which_pixels_a_class_has() -> None:
     assert adds_up(found, means[:1, label])
 
 
+def test_relevance_by_patch_where_convolutions_stand_beside_the_mixer() -> None:
+    """Of which the first, of stride 1, says how fine the tokens of the first mixer are."""
+    model, pictures = u_mamba(), images()
+    pixels = LatimFlow(model).attribute(pictures, target=(1, 2, 3))
+    found = LatimFlow(model).attribute(pictures, target=(1, 2, 3), per_token=True)
+    assert relative_error(found, pixels.sum(1)) <= FLOAT32
+
+
 class Detector(nn.Module):
     """Logits of classes for each of some boxes (B, boxes, K), each of which reads all pixels."""
 

@@ -69,5 +69,10 @@ def vmamba_base(**options: Any) -> VMamba:
 
 
 def _released(options: dict[str, Any], **size: Any) -> VMamba:
-    common = {"d_state": 1, "ssm_ratio": 1.0, "conv_bias": False, "forward_type": "v05_noz"}
+    common: dict[str, Any] = {
+        "d_state": 1,
+        "ssm_ratio": 1.0,
+        "conv_bias": False,
+        "forward_type": "v05_noz",
+    }
     return VMamba(**(common | size | options))

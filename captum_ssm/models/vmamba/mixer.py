@@ -182,7 +182,8 @@ class SS2D(nn.Module):
         for k, order in enumerate(self.scan_orders(size, u.device)):
             read = u.index_select(1, order)
             rank, state = self.dt_projs_weight.shape[2], rates[k].shape[1]
-            t, b, c = F.linear(read, self.x_proj_weight[k]).split([rank, state, state], -1)
+            selected = F.linear(read, self.x_proj_weight[k])
+            t, b, c = torch.split(selected, [rank, state, state], -1)
             dt = F.linear(t, self.dt_projs_weight[k])
             dtype = precise if scan is selective_scan else u.dtype
             with torch.autocast(u.device.type, enabled=False):

@@ -221,7 +221,8 @@ class VMamba(nn.Module):
         """
         x: Tensor = self.patch_embed(images)
         if self.pos_embed is not None:
-            places, size = self.pos_embed, x.shape[1:3]
+            places: Tensor = self.pos_embed
+            size = x.shape[1:3]
             if places.shape[2:] != size:
                 places = F.interpolate(places, size=size, mode="bicubic", align_corners=False)
             x = x + places.permute(0, 2, 3, 1)
