@@ -15,7 +15,7 @@ from .._optional import optional
 from ..errors import DataNotFoundError, OptionError
 from ..models import load_bundled, load_vim, load_vmamba
 from ..models.bundled import BUNDLED
-from ..models.checkpoints import check_complete, check_counts, naming, read_weights
+from ..models.checkpoints import check_complete, check_counts, naming, read_checkpoint
 from ..models.folders import VOCABULARY
 from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
@@ -154,7 +154,7 @@ def load(source: Source) -> Loaded:
         return _bundled(source.name)
     path = Path(source.name)
     if path.is_file():
-        names = read_weights(path)
+        names = read_checkpoint(path)
         is_vmamba = any(name.startswith("layers.0.blocks.") for name in names)
         model = load_vmamba(path) if is_vmamba else load_vim(path)
         return Loaded(model, prepare=lambda files: torch.stack([for_vim(model, f) for f in files]))

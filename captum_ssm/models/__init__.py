@@ -1,6 +1,7 @@
-"""Models: Vision Mamba and its kin, the small trained ones that ship, and what they read."""
+"""Models: Vision Mamba and its kin, RWKV-7, the small trained ones, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
+from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
 from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
@@ -9,6 +10,7 @@ from .vocabulary import WordVocabulary
 __all__ = [
     "CLASS_WORDS",
     "CLS",
+    "RWKV7",
     "TextReader",
     "VMamba",
     "VideoMamba",
@@ -17,6 +19,7 @@ __all__ = [
     "class_vocabulary",
     "load_bundled",
     "load_dictionary",
+    "load_rwkv7",
     "load_video_mamba",
     "load_vim",
     "load_vmamba",

@@ -60,15 +60,15 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
     return settings
 
 
-def read_weights(path: Path) -> Weights:
-    """The weights in a file, of which no code is run.
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The weights of a file, by name; no code in it is run.
 
     Args:
-        path: a file of safetensors, or one of torch that holds the weights or a dict with them as
-            ``"model"``.
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"``.
 
     Raises:
-        CheckpointError: when it holds no weights, or cannot be read without running code.
+        CheckpointError: when it cannot be read so, or holds something else.
     """
     content: Any
     if path.suffix == ".safetensors":

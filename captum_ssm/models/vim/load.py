@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_weights
+from ..checkpoints import Weights, check_fit, read_checkpoint
 from .model import VisionMamba
 
 #: Image side of the released models.
@@ -51,7 +51,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
         >>> torch.equal(model(images), trained(images))
         True
     """
-    weights = read_weights(Path(path))
+    weights = read_checkpoint(Path(path))
     try:
         with torch.device("meta"):  # the weights come from the file
             model = VisionMamba(**_sizes(weights, options))

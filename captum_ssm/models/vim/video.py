@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, InputError
-from ..checkpoints import Weights, check_fit, read_weights
+from ..checkpoints import Weights, check_fit, read_checkpoint
 from .load import depth_of, shape_of, usual_shape
 from .mixer import VimMixer
 from .model import VimBlock
@@ -139,7 +139,7 @@ def load_video_mamba(path: str | Path, **options: Any) -> VideoMamba:
             >>> torch.equal(model(clips), trained(clips))
             True
     """
-    weights = read_weights(Path(path))
+    weights = read_checkpoint(Path(path))
     try:
         with torch.device("meta"):  # the weights come from the file
             model = VideoMamba(**_sizes(weights) | options)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, check_fit, read_weights
+from ..checkpoints import Weights, check_fit, read_checkpoint
 from ..vim.load import shape_of
 from .mixer import form_of
 from .model import VMamba
@@ -58,7 +58,7 @@ def load_vmamba(path: str | Path, **options: Any) -> VMamba:
         >>> torch.equal(model(images), trained(images))
         True
     """
-    weights = _renamed(read_weights(Path(path)))
+    weights = _renamed(read_checkpoint(Path(path)))
     try:
         with torch.device("meta"):  # the weights come from the file
             model = VMamba(**_sizes(weights, options))
