@@ -180,7 +180,7 @@ def _new_vmamba(size: ImageModelSize, task: SceneTask) -> nn.Module:
 def _vmamba_options(size: ImageModelSize, task: SceneTask) -> dict[str, Any]:
     return {
         "patch_size": size.patch,
-        "depths": (size.layers // 2, size.layers - size.layers // 2),
+        "depths": tuple(n for n in (size.layers // 2, size.layers - size.layers // 2) if n),
         "dims": size.hidden,
         "num_classes": len(task.classes),
         "d_state": size.state,

@@ -113,31 +113,30 @@ class VideoMamba(nn.Module):
 def load_video_mamba(path: str | Path, **options: Any) -> VideoMamba:
     """Loads a VideoMamba checkpoint, such as the official ones; nothing is downloaded.
 
-        All sizes are inferred from the weights, with square frames.
+    All sizes are inferred from the weights, with square frames.
 
-        Args:
-            path: a file of safetensors, or a torch file that holds the weights or a dict with the
-                weights as ``"model"``. It is read without running any code in it.
-            **options: arguments of :class:`VideoMamba` that override what was inferred.
+    Args:
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"``. It is read without running any code in it.
+        **options: arguments of :class:`VideoMamba` that override what was inferred.
 
-        Returns:
-            The model in evaluation mode on the CPU, in the dtype of the file.
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
 
-        Raises:
-            CheckpointError: when the weights are not those of a VideoMamba; it names the keys.
+    Raises:
+        CheckpointError: when the weights are not those of a VideoMamba; it names the keys.
 
-        Example:
-            >>> import tempfile, torch
-            >>> from collections import OrderedDict
-    from pathlib import Path
-            >>> from captum_ssm.models import VideoMamba, load_video_mamba
-            >>> trained = VideoMamba(2, img_size=16, patch_size=8, depth=1, embed_dim=16).eval()
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     torch.save(trained.state_dict(), Path(folder, "video.pth"))
-            ...     model = load_video_mamba(Path(folder, "video.pth"))
-            >>> clips = torch.rand(1, 3, 2, 16, 16)
-            >>> torch.equal(model(clips), trained(clips))
-            True
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import VideoMamba, load_video_mamba
+        >>> trained = VideoMamba(2, img_size=16, patch_size=8, depth=1, embed_dim=16).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "video.pth"))
+        ...     model = load_video_mamba(Path(folder, "video.pth"))
+        >>> clips = torch.rand(1, 3, 2, 16, 16)
+        >>> torch.equal(model(clips), trained(clips))
+        True
     """
     weights = read_checkpoint(Path(path))
     try:
