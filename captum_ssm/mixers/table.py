@@ -88,6 +88,13 @@ BUILT_IN = (
         "vim:vim_mixer",
         lacks=_IMAGES,
     ),
+    Line(
+        "VMamba",
+        "captum-ssm",
+        "captum_ssm.models.vmamba.mixer.SS2D",
+        "vmamba:ss2d",
+        lacks=_IMAGES,
+    ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
     Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
     Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),
