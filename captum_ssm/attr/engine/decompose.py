@@ -143,18 +143,18 @@ def decompose(
         found: Tensor = gradient * value.detach()
         return found
 
-    def tokens() -> Tensor:
-        found = parted()
+    def tokens(of_mixer: Tensor) -> Tensor:
+        found = _in_a_row(parted(), of_mixer)
         return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
     past = parted() if passing else None
     each = [[next(parts)[0] for _ in others]]
     streams, mixers = [], []
     for step in steps:
-        entering = [tokens() for _ in step.entering]
+        entering = [tokens(step.output) for _ in step.entering]
         if entering:
             streams.append(sum(entering[1:], entering[0]))
-        mixers.append(tokens())
+        mixers.append(tokens(step.output))
     if len(output) > 1 and (others or apart):
         # the root with them: constants are met where gradients pass
         own, biases = _apart(ledger, output, constant, (*others, root, *passing))
@@ -183,6 +183,12 @@ def decompose(
     if not by_role:
         return found
     return replace(found, roles=_by_role(network, output, baseline, found.tokens))
+
+
+def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
+    """The tokens of a map (B, h, w, E) as those of a mixer (B, L, E), where they are the same."""
+    same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
+    return x.reshape(like.shape) if same else x
 
 
 def _apart(
