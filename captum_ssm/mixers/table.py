@@ -67,6 +67,10 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+_BESIDE_TEXT: Mapping[Ability, str] = {
+    "fold methods": "reads images beside a text",
+    "generated text": "reads images",
+}
 
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
@@ -102,6 +106,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextAttention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5Attention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeAttention", "attention:hf_attention"),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5.Qwen3_5VisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5_moe.Qwen3_5MoeVisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
     Line(
         "OLMo Hybrid",
         "transformers",
@@ -155,6 +173,20 @@ BUILT_IN = (
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
     Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention", lacks=_IMAGES),
     Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line(
+        "SigLIP",
+        "transformers",
+        "siglip.SiglipAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "SigLIP 2",
+        "transformers",
+        "siglip2.Siglip2Attention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
     Line(
         "ViT",
         "timm",
@@ -257,12 +289,14 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.simple_gla.SimpleGatedLinearAttention",
         "fla.linear_attn:fla_simple_gla",
+        alone=True,
     ),
     Line(
         "Based",
         "flash-linear-attention",
         "fla.layers.based.BasedLinearAttention",
         "fla.linear_attn:fla_based",
+        alone=True,
     ),
     Line(
         "LightNet",
