@@ -53,6 +53,7 @@ VERSIONS = {
     "timm": "1.0.31",
     "mambavision": "1.2.0",
     "flash-linear-attention": "0.6.0",
+    "xlstm": "2.0.6",
 }
 
 BUILT_IN = (
@@ -152,6 +153,9 @@ BUILT_IN = (
         "minimax:lightning_attention",
     ),
     Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.xlstm_large.model.mLSTMLayer", "xlstm:mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.blocks.mlstm.layer.mLSTMLayer", "xlstm:xlstm_mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.blocks.slstm.layer.sLSTMLayer", "slstm:xlstm_slstm"),
     Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
     Line(
@@ -206,6 +210,12 @@ BUILT_IN = (
         "mamba-ssm",
         "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
         "mamba2_ssm:mamba_ssm_mamba2_simple",
+    ),
+    Line(
+        "Mamba-2",
+        "mamba-ssm",
+        "mamba_ssm.modules.mha.MHA",
+        "mamba_ssm_attention:mamba_ssm_attention",
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
 )

@@ -16,6 +16,7 @@ from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import WKV, ElementwiseRecurrence
+from .recurrences.feedback import FeedbackRecurrence
 from .recurrences.scalar_decay import ScalarDecayHeads
 from .recurrences.selective_scan import SelectiveScan
 from .recurrences.vector_decay import VectorDecayHeads
@@ -29,6 +30,7 @@ __all__ = [
     "DenseHeads",
     "Diagonal",
     "ElementwiseRecurrence",
+    "FeedbackRecurrence",
     "HeadCentering",
     "LongConv",
     "Mixing",

@@ -240,12 +240,14 @@ class SoftmaxHeads(DenseHeads):
 class HeadCentering(Operator):
     """y = x - mean of x over the value channels of a head: the centering of a frozen LayerNorm.
 
-    The one operator that mixes channels; each channel's own share is 1 - 1/P.
+    It mixes channels; each channel's own share is 1 - 1/P.
 
     Args:
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
         component: name of the part it stands for. Default: ``"norm"``.
+        centred: 1 for the heads that are centred (H,), 0 for those that pass as they are. Default:
+            None, all of them are.
 
     Example:
         >>> import torch
@@ -255,10 +257,17 @@ class HeadCentering(Operator):
         [-2.0, -1.0, 3.0]
     """
 
-    def __init__(self, shape: Shape, like: Tensor, component: str | None = "norm") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        like: Tensor,
+        component: str | None = "norm",
+        centred: Tensor | None = None,
+    ) -> None:
         self.shape = shape
         self.component = component
-        self._share = like.new_full((1, 1, 1, 1), 1 - 1 / shape.per_head)
+        chosen = like.new_ones(shape.heads) if centred is None else centred
+        self._centred = chosen.detach().to(like)[:, None]  # (H, 1)
 
     @property
     def mixes_tokens(self) -> bool:
@@ -269,20 +278,21 @@ class HeadCentering(Operator):
         return False
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - v.mean(-1, keepdim=True)
+        return v - self._centred * v.mean(-1, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - u.mean(-1, keepdim=True)
+        return self.apply(u)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"share": self._share}
+        return {"centred": self._centred}
 
     def select(self, heads: Sequence[int]) -> Operator:
-        shape = self.shape._replace(heads=len(heads))
-        return HeadCentering(shape, self._share, self.component)
+        shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
+        return HeadCentering(shape, centred, self.component, centred)
 
     def per_channel(self) -> Operator:
-        return Diagonal(self._share, self.shape, self.component)
+        share = 1 - self._centred / self.shape.per_head
+        return Diagonal(share[None, None], self.shape, self.component)
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:

@@ -7,7 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
+from zoo import (
+    architectures,
+    delta,
+    fla_cpu,
+    mamba2_simple_cpu,
+    mamba3_cpu,
+    mamba_ssm_cpu,
+    xlstm_cpu,
+)
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
 
@@ -31,6 +39,21 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
+def mamba_ssm_attention(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Beside Mamba's layers, with a convolution and channels that pass it by."""
+    package = mamba_ssm_cpu.install(patch, causal_conv1d=False)
+    return architectures.language(randomise(package.make_hybrid(d_conv=3, mlp_dim=8)))
+
+
+def xlstm_large(patch: pytest.MonkeyPatch) -> architectures.Case:
+    return architectures.language(xlstm_cpu.large())
+
+
+def xlstm_blocks(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Those of mLSTM and of sLSTM."""
+    return architectures.language(xlstm_cpu.blocks())
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
@@ -39,6 +62,9 @@ ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
+    "mamba_ssm attention": mamba_ssm_attention,
+    "xlstm large": xlstm_large,
+    "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
 }
