@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.versions import named
 from oracles import vim as vim_oracle
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.models import VisionMamba
 from zoo import architectures, attention, fla_cpu, mamba2
@@ -207,4 +207,4 @@ def embedding(model: Any) -> Any:
     """The layer that looks up token ids."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return model.backbone.embedding
+    return next(module for module in model.modules() if isinstance(module, nn.Embedding))
