@@ -44,7 +44,10 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 def hf_attention(module: Any, call: Call) -> LinearMixer:
     """The self-attention classes of transformers."""
     _refuse_cache(module, call)
-    noted, factor = _replay(module, call)
+    return _linearize(module, *_replay(module, call))
+
+
+def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
     query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
     core, mask = softmax_attention(query, key, values, noted.scaling, _pairs(module, noted))
     gate = as_heads(factor, values.shape[2])
@@ -96,6 +99,32 @@ def minimax_attention(module: Any, call: Call) -> LinearMixer:
     config = module.config
     scale = float(config.full_attn_beta_factor / config.full_attn_alpha_factor)
     return replace(hf_attention(module, call), branch_scale=scale)
+
+
+def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
+    """Glm5NextTextAttention, which reads the tokens that an indexer picks."""
+    _refuse_cache(module, call)
+    if module.indexer is not None:
+        picked = _picked(module, call)
+        call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picked})
+        module = copy.copy(module)
+        module._modules = {**module._modules, "indexer": None}
+    noted, factor = _replay(module, call)
+    if module.config._attn_implementation == "sdpa":
+        # whose mask is boolean, so that padded tokens read nothing
+        noted = replace(noted, mask=noted.mask == 0)
+    return _linearize(module, noted, factor)
+
+
+@torch.no_grad()
+def _picked(module: Any, call: Call) -> Tensor:
+    """The tokens that the indexer picks, in the model's own precision: a close call stays one."""
+    hidden, mask = call.hidden_states, call.argument("attention_mask", 1)
+    asking = module.q_a_layernorm(module.q_a_proj(hidden))
+    picked: Tensor = module.indexer(
+        hidden_states=hidden, q_resid=asking, attention_mask=mask, past_key_values=None
+    )
+    return picked
 
 
 def _refuse_cache(module: Any, call: Call) -> None:

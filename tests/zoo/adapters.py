@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zoo import (
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    short_conv,
     xlstm_cpu,
 )
 from zoo.mamba import randomise
@@ -58,6 +60,31 @@ def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
 
+def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    return architectures.language(short_conv.make_model(family))
+
+
+#: Families of flash-linear-attention, of whose models those named "hybrid" hold attention.
+_NARROW = {"hidden_ratio": 1, "state_size": 4}
+_FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "KDA": ("KDA", {"num_heads": 2, "head_dim": 6}),
+    "Mamba": ("Mamba", {"state_size": 4}),
+    "Mamba2": ("Mamba2", {"state_size": 4, "head_dim": 8, "chunk_size": 4}),
+    "Mamba3": ("Mamba3", {"state_size": 8, "head_dim": 8}),
+    "linear attention": ("LinearAttention", {"num_heads": 2, "feature_map": "elu"}),
+    "LightNet": ("LightNet", {"expand_ratio": 8, "gate_low_rank_dim": 4}),
+    "GSA": ("GSA", {"num_heads": 2, "num_slots": 5}),
+    "Transformer": ("Transformer", {"num_heads": 2, "qk_norm": True}),
+    "Samba": ("Samba", {"attn": {"layers": [1], "num_heads": 2, "window_size": 3}, **_NARROW}),
+}
+
+
+def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    name, options = _FLA[family]
+    model = fla_cpu.install(patch).model(name, norm_eps=0.05, **options)
+    return architectures.language(model)
+
+
 ADAPTERS: dict[str, architectures.Make] = {
     **NETWORKS,
     "mamba3": mamba3,
@@ -66,5 +93,11 @@ ADAPTERS: dict[str, architectures.Make] = {
     "xlstm large": xlstm_large,
     "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
+    **{f"fla {family}": partial(of_fla, family=family) for family in _FLA},
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of short convolutions": partial(of_short_convolutions, family=name)
+        for name in short_conv.FAMILIES
+        if name != "lfm2"  # which is there already
+    },
 }

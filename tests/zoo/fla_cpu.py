@@ -23,17 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo import mamba3_cpu
 from zoo.fla_torch import (
     ACTIVATIONS,
+    attention,
     convolution,
     convolution_step,
     elu_p1,
     l2norm,
+    mamba_rms_norm,
     norm,
     one_by_one,
+    packed_attention,
     rms_norm,
     rms_norm_gated,
     rms_norm_linear,
+    rms_norm_swish_gate_linear,
     swiglu,
     swiglu_linear,
 )
@@ -48,7 +53,21 @@ LAYERS = {
     "RWKV6Attention": "rwkv6",
     "DeltaNet": "delta_net",
     "GatedDeltaNet": "gated_deltanet",
+    "KimiDeltaAttention": "kda",
+    "Mamba": "mamba",
+    "Mamba2": "mamba2",
+    "Mamba3": "mamba3",
+    "LinearAttention": "linear_attn",
+    "SimpleGatedLinearAttention": "simple_gla",
+    "BasedLinearAttention": "based",
+    "LightNetAttention": "lightnet",
+    "GatedSlotAttention": "gsa",
+    "Attention": "attn",
 }
+#: Layers that know nothing of the place they have in a model.
+_PLACELESS = ("BasedLinearAttention",)
+#: Families of models whose configuration makes the width of the mixers itself.
+_WIDTH_OF_ITS_OWN = ("Mamba", "Mamba2", "Mamba3", "Samba")
 
 
 # --- small models -----------------------------------------------------------------------------
@@ -81,7 +100,8 @@ class FLA:
         """A layer by its class name."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return randomise(getattr(self.layers[LAYERS[name]], name)(layer_idx=0, **options))
+            place = {} if name in _PLACELESS else {"layer_idx": 0}
+            return randomise(getattr(self.layers[LAYERS[name]], name)(**place, **options))
 
     def model(self, name: str, **options: Any) -> Any:
         """A language model of two layers by its family, such as ``"RetNet"``."""
@@ -92,6 +112,8 @@ class FLA:
             "intermediate_size": 24,
             "fuse_cross_entropy": False,
         }
+        if name in _WIDTH_OF_ITS_OWN:
+            del small["intermediate_size"]
         models = importlib.import_module("fla.models")
         config = getattr(models, f"{name}Config")(**small | options)
         with warnings.catch_warnings():
@@ -110,6 +132,8 @@ def _modules() -> SimpleNamespace:
             layers=layers,
             layernorm=of("fla.modules.norm.layernorm"),
             gated=of("fla.modules.norm.fused_norm_gate"),
+            mamba_norm=of("fla.modules.norm.layernorm_gated"),
+            feature_map=of("fla.modules.feature_map"),
             conv=of("fla.modules.causal_conv1d.ops"),
             activations=of("fla.modules.activations.ops"),
             rotary=of("fla.modules.rotary.ops"),
@@ -135,7 +159,11 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
     patch.setattr(modules.layernorm, "group_norm", norm)
     patch.setattr(modules.layernorm, "rms_norm", rms_norm)
     patch.setattr(modules.gated, "rms_norm_gated", rms_norm_gated)
-    patch.setattr(layers["hgrn2"], "rms_norm_linear", rms_norm_linear)
+    patch.setattr(modules.mamba_norm, "rmsnorm_fn", mamba_rms_norm)
+    for name in ("hgrn2", "gsa"):
+        patch.setattr(layers[name], "rms_norm_linear", rms_norm_linear)
+    patch.setattr(layers["lightnet"], "rms_norm_swish_gate_linear", rms_norm_swish_gate_linear)
+    patch.setattr(modules.feature_map, "swish", F.silu)
     for module in (modules.conv, layers["gated_deltanet"]):
         patch.setattr(module, "causal_conv1d", one_by_one(convolution))
     patch.setattr(modules.conv, "causal_conv1d_update", convolution_step)
@@ -143,7 +171,8 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
         patch.setitem(modules.activations.ACT2FN, name, function)
     patch.setattr(layers["hgrn"], "swiglu", swiglu)
     patch.setattr(layers["hgrn2"], "swish", F.silu)
-    patch.setattr(layers["delta_net"], "elu_p1", elu_p1)
+    for name in ("delta_net", "linear_attn"):
+        patch.setattr(layers[name], "elu_p1", elu_p1)
     patch.setattr(modules.mlp, "swiglu", swiglu)
     patch.setattr(modules.mlp, "swiglu_linear", swiglu_linear)
     for module in (layers["rwkv6"], modules.rwkv6):
@@ -159,6 +188,13 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
         return one_by_one(whole)(x=x, **options)
 
     patch.setattr(modules.rotary, "rotary_embedding", rotate)
+    patch.setattr(layers["attn"], "flash_attn_func", attention)
+    patch.setattr(layers["attn"], "flash_attn_varlen_func", packed_attention, raising=False)
+    patch.setattr(layers["mamba3"], "mamba3_siso_combined", packed_scan)
+    # its own code, told that it needs another device
+    forward = layers["mamba3"].Mamba3.forward
+    names = tuple("cpu" if x == "cuda" else x for x in forward.__code__.co_consts)
+    patch.setattr(forward, "__code__", forward.__code__.replace(co_consts=names))
 
 
 def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
@@ -177,6 +213,13 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     delta = naive("delta_rule", "delta_rule_recurrence")
     gated_delta = naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")
     gate = naive("gated_delta_rule", "naive_gdn_gate", "gate")
+    kda = naive("kda", "naive_recurrent_kda")
+    kda_gate = naive("kda", "naive_kda_gate", "gate")
+    kda_bounded_gate = naive("kda", "naive_kda_lowerbound_gate", "gate")
+    linear = naive("linear_attn", "naive_recurrent_linear_attn")
+    simple_gla = naive("simple_gla", "naive_recurrent_simple_gla")
+    gsa = naive("gsa", "naive_recurrent_gsa")
+    based = naive("based", "naive_parallel_based")
 
     def head_first(*tensors: Tensor) -> list[Tensor]:
         return [t.transpose(1, 2) for t in tensors]
@@ -221,6 +264,50 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         out = gated_delta(q, k, v, beta, gate(g, A_log, dt_bias))[0]
         return out.to(v.dtype), None
 
+    def run_kda(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        allow_neg_eigval: bool,
+        lower_bound: float | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        for name in ("qk_l2norm", "gate", "beta_sigmoid"):
+            assert options[f"use_{name}_in_kernel"]
+        if lower_bound is None:
+            logs = kda_gate(g, A_log, dt_bias)
+        else:
+            logs = kda_bounded_gate(g, A_log, dt_bias, lower_bound)
+        beta = torch.sigmoid(beta.float()) * (2 if allow_neg_eigval else 1)
+        return kda(l2norm(q.float()), l2norm(k.float()), v, logs, beta)[0], None
+
+    def run_linear(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        wanted = {name: options[name] for name in ("scale", "normalize") if name in options}
+        return linear(q, k, v, **wanted)[0], None
+
+    def run_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return simple_gla(q, k, v, g)[0], None
+
+    def lightnet(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
+        total = k.float().logcumsumexp(1)
+        before = torch.cat([total[:, :1], total[:, :-1]], 1)
+        return gla(q, (k - total).exp(), v, before - total)[0], None
+
+    def run_lightnet(**tensors: Any) -> tuple[Tensor, tuple[None, None]]:
+        return one_by_one(lightnet)(**tensors)[0], (None, None)
+
+    def run_gsa(
+        q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        return gsa(q, k, v, s, g, scale)
+
+    def run_based(q: Tensor, k: Tensor, v: Tensor, scale: float, use_norm: bool) -> Tensor:
+        return based(*head_first(q, k, v), scale, use_norm).transpose(1, 2)
+
     def run_hgrn(x: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
         return hgrn(x, g)
 
@@ -231,3 +318,26 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     op("rwkv6", "rwkv6", run_rwkv6)
     op("delta_net", "delta_rule", run_delta)
     op("gated_deltanet", "gated_delta_rule", run_gated_delta)
+    op("kda", "kda", run_kda)
+    for layer in ("linear_attn", "based"):
+        op(layer, "linear_attn", run_linear)
+    op("simple_gla", "simple_gla", run_simple_gla)
+    for form in ("chunk", "fused_recurrent"):
+        patch.setattr(layers["lightnet"], f"{form}_lightnet", run_lightnet)
+    op("gsa", "gsa", run_gsa)
+    op("based", "based", run_based)
+
+
+def packed_scan(cu_seqlens: Tensor | None, **operands: Any) -> Tensor:
+    """Mamba-3's scan, of packed sequences each alone; some operands have heads before tokens."""
+    if cu_seqlens is None:
+        return mamba3_cpu.siso(**operands)
+    outputs = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        cut = dict(operands)
+        for name in ("Q", "K", "V", "Angles", "Z"):
+            cut[name] = None if cut[name] is None else cut[name][:, start:end]
+        for name in ("ADT", "DT", "Trap"):
+            cut[name] = cut[name][..., start:end]
+        outputs.append(mamba3_cpu.siso(**cut))
+    return torch.cat(outputs, 1)
