@@ -17,7 +17,7 @@ from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.slstm import xlstm_slstm
 from captum_ssm.mixers.xlstm import mlstm
-from captum_ssm.operators import FeedbackRecurrence
+from captum_ssm.operators import FeedbackRecurrence, ScalarDecayHeads
 
 EXACT = 1e-11
 FLOAT32 = 1e-5  # for any draw
@@ -242,6 +242,21 @@ def test_cells_by_themselves_are_refused() -> None:
 
 
 def test_every_layer_has_a_state() -> None:
-    model = xlstm_cpu.blocks()
-    found = StateMemory(model).of(torch.randint(19, (2, 9)))
-    assert len(found) == 3
+    """What the last token reads of it is what the recurrence returns there."""
+    model, ids = xlstm_cpu.blocks().double(), torch.randint(19, (2, 9))
+    memories, layers = StateMemory(model).of(ids), hybrid.record(model, ids)
+    assert len(memories) == len(layers) == 3
+    for memory, layer in zip(memories, layers, strict=True):
+        linear, state = layer.linear, memory.state(-1)  # (B, H, N, P)
+        assert memory.heads == range(2)
+        assert memory.read(-1).sum(1).sub(1).abs().max() <= 1e-12
+        assert memory.erased(0, 8).shape == memory.held_without(0, 8).shape == ids.shape
+        values = linear.values[:, :, :2]
+        leaves = linear.operator.leaves()
+        if type(layer.mixer.module).__name__ == "sLSTMLayer":
+            core = next(x for x in leaves if isinstance(x, FeedbackRecurrence))
+            found = core.gate[:, -1] * state[..., 0]
+        else:
+            core = next(x for x in leaves if isinstance(x, ScalarDecayHeads))
+            found = (core.query[:, -1, :, :, None] * state).sum(-2)
+        assert relative_error(found, core.apply(values)[:, -1]) <= EXACT
