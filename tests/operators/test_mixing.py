@@ -21,6 +21,7 @@ from captum_ssm.operators import (
     DenseHeads,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     HeadCentering,
     LongConv,
     Mixing,
@@ -161,6 +162,14 @@ def delta_rule() -> OfData:
     )
 
 
+def feedback() -> OfData:
+    decay, write, gate = (features(HEADS, VALUES) for _ in range(3))
+    fed = randn(HEADS, VALUES, VALUES)
+    return lambda x: FeedbackRecurrence(
+        torch.sigmoid(decay(x)), torch.sigmoid(write(x)), torch.sigmoid(gate(x)), fed
+    )
+
+
 # --- products and sums ---------------------------------------------------------------------
 
 
@@ -171,6 +180,10 @@ def chain(*makers: OfData) -> OfData:
 def backwards(make: OfData) -> OfData:
     """What reads the tokens from the last to the first."""
     return lambda x: make(x.flip(1))
+
+
+def own_shares(make: OfData) -> OfData:
+    return lambda x: make(x).per_channel()
 
 
 def total(*makers: OfData) -> OfData:
@@ -224,6 +237,8 @@ CASES: dict[str, Case] = {
     "retention": Case(retention, "controlled"),
     "gated attention": Case(gated_attention, "controlled"),
     "delta rule": Case(delta_rule, "controlled"),
+    "feedback": Case(feedback, "controlled"),
+    "own shares": Case(lambda: own_shares(feedback()), "controlled"),
     # products
     "S4": Case(lambda: total(long_conv(), skip()), **FIXED),
     "padded S4": Case(lambda: chain(mask(), total(long_conv(), skip()), mask()), **FIXED),
