@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operators import Chain, Diagonal, FeedbackRecurrence, HeadCentering, Shape
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import full_precision, unseen
 from .base import Call, LinearMixer
 from .parts.common import activation_ratio, as_heads, causal_conv, frozen, run, working_dtype
 from .xlstm import head_norm
@@ -84,7 +84,7 @@ def _run(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tens
     """
     heard = torch.zeros_like(entering)
     scales = torch.zeros_like(entering[:, :, 0])
-    with unseen():
+    with unseen(), full_precision(entering.device):
         state = output = torch.zeros_like(entering[:, 0, 0])
         total = torch.full_like(state, -torch.inf)
         for t in range(entering.shape[1]):

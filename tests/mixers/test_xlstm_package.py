@@ -12,7 +12,15 @@ from oracles import relative_error
 from torch import Tensor
 from zoo import xlstm_cpu
 
-from captum_ssm import LatimALTI, LatimFlow, LatimNorm, StateMemory, supported_architectures, trace
+from captum_ssm import (
+    ImplicitAttention,
+    LatimALTI,
+    LatimFlow,
+    LatimNorm,
+    StateMemory,
+    supported_architectures,
+    trace,
+)
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.slstm import xlstm_slstm
@@ -202,6 +210,28 @@ def test_what_a_token_of_slstm_does_is_what_moving_its_content_does() -> None:
     # of what is kept and what is written, a state relative to its normaliser is the mean
     weight = core.decay[:, 1:] + core.write[:, 1:] / (core.write / (1 - core.decay))[:, 1:]
     assert torch.allclose(weight, torch.ones_like(weight))
+
+
+def test_matrices_of_slstm() -> None:
+    """Each channel's own share, behind a norm whose mean takes a part of it away."""
+    model = xlstm_cpu.blocks((0, 1, 2)).double()
+    ids = torch.randint(19, (1, 6))
+    found = ImplicitAttention(model).matrices(ids, components="exact")
+    for matrices, layer in zip(found, hybrid.record(model, ids), strict=True):
+        module, linear = layer.mixer.module, layer.linear
+        core = next(x for x in linear.operator.leaves() if isinstance(x, FeedbackRecurrence))
+        output = slstm_by_hand(module, layer.call.hidden_states)
+        y = core.apply(linear.values)  # held to the loop above
+        slope = normed(module.group_norm, y.flatten(2), 2)
+        assert relative_error(slope, output) <= EXACT
+        deviation = (y.var(-1, keepdim=True, correction=0) + module.group_norm.eps).sqrt()
+        weight = (1 + module.group_norm.weight.detach()).view(2, 8) / deviation
+        whole: Any = torch.autograd.functional.jacobian(core.apply, linear.values)
+        wanted = torch.zeros(6, 6, dtype=torch.float64)
+        for h in range(2):
+            for p in range(8):
+                wanted += weight[0, :, h, p, None] * whole[0, :, h, p, 0, :, h, p] * (1 - 1 / 8)
+        assert relative_error(matrices[0], wanted / 16) <= 1e-10
 
 
 # --- refusals ------------------------------------------------------------------------------------
