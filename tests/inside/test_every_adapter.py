@@ -77,7 +77,7 @@ def test_neurons_around_blocks_and_mixers(case: Case) -> None:
         place = (values[0].shape[1] // 2, *streams, 1)
 
         def chosen(tensors: Any, place: tuple[int, ...] = place) -> Tensor:
-            return sum(x[:, *place] for x in tensors)
+            return sum(x[(slice(None), *place)] for x in tensors)
 
         selector: Any = chosen if len(values) > 1 else place
         explain = NeuronLatimFlow(case.model, name)

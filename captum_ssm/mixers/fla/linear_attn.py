@@ -5,9 +5,9 @@
 
 with N features phi.  LinearAttention may divide the features by their sum, and the rows of alpha by
 theirs, as Based always does, whose products of features are 1 + x + x^2 / 2 for x = q . k / sqrt(N)
-and which has no norm.  SimpleGatedLinearAttention has no features but a decay sigmoid(gk)^(1/16) per
-head, short convolutions, and the norm and the gate of GLA.  Frozen: q, k, the decays, the sums of
-rows, the convolution's SiLU(u) / u, the norm's statistics and the gate.
+and which has no norm.  SimpleGatedLinearAttention has no features but a decay sigmoid(gk)^(1/16)
+per head, short convolutions, and the norm and the gate of GLA.  Frozen: q, k, the decays, the sums
+of rows, the convolution's SiLU(u) / u, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
