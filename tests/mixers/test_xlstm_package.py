@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import hybrid_checks as hybrid
+from helpers.latim_vectors import all_vectors
 from oracles import relative_error
 from torch import Tensor
 from zoo import xlstm_cpu
 
 from captum_ssm import (
+    EdgeEffects,
     ImplicitAttention,
     LatimALTI,
     LatimFlow,
@@ -21,6 +23,7 @@ from captum_ssm import (
     supported_architectures,
     trace,
 )
+from captum_ssm.attr.vectors.contributions import Contributions
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.slstm import xlstm_slstm
@@ -234,6 +237,37 @@ def test_matrices_of_slstm() -> None:
         assert relative_error(matrices[0], wanted / 16) <= 1e-10
 
 
+def test_vectors_add_up_to_the_output() -> None:
+    """Those of mLSTM, whose skip stands on heads of its own, and of sLSTM."""
+    for layer in hybrid.record(xlstm_cpu.blocks().double(), torch.randint(19, (2, 7))):
+        found = all_vectors(layer)
+        with torch.no_grad():
+            parts = Contributions(layer)
+            assert relative_error(found.sum(2), parts.total()) <= EXACT
+            assert relative_error(parts.total() + parts.constant(), layer.output) <= EXACT
+
+
+@pytest.mark.parametrize("method", [LatimNorm, LatimALTI])
+def test_vectors_of_whole_models(method: Any) -> None:
+    ids = torch.randint(19, (2, 9))
+    relevance = method(xlstm_cpu.blocks()).attribute(ids)
+    assert relevance.shape == ids.shape and bool(relevance.isfinite().all() and relevance.any())
+
+
+def test_what_cutting_edges_of_slstm_does() -> None:
+    model, ids = xlstm_cpu.blocks().double(), torch.randint(19, (2, 7))
+    for layer in EdgeEffects(model).attribute(ids, (-1, 3)).layers:
+        matrix, values = layer.matrix(), layer.linear.values
+        for source in range(7):
+            alone = torch.zeros_like(values)
+            alone[:, source] = values[:, source]
+            lost = layer.linear.operator.apply(alone)
+            lost = layer.linear.project(lost) - layer.linear.project(torch.zeros_like(lost))
+            wanted = (layer.gradient * lost).sum(-1)
+            assert torch.allclose(matrix[:, :, source], wanted, atol=1e-12)
+        assert torch.allclose(matrix.sum(1), layer.by_source(), atol=1e-12)
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -254,15 +288,6 @@ def test_a_sigmoid_as_input_gate_is_refused() -> None:
     hidden = torch.randn(1, 4, 16)
     with pytest.raises(UnsupportedMixerError, match="siging"):
         mlstm(module, Call((hidden,), {}, hidden))
-
-
-@pytest.mark.parametrize("method", [LatimNorm, LatimALTI])
-def test_vectors_of_slstm_are_refused_and_those_of_mlstm_found(method: Any) -> None:
-    ids = torch.randint(19, (2, 9))
-    with pytest.raises(UnsupportedMixerError, match="FeedbackRecurrence"):
-        method(xlstm_cpu.blocks()).attribute(ids)
-    model = xlstm_cpu.blocks(slstm_at=())
-    assert torch.isfinite(method(model).attribute(ids)).all()
 
 
 def test_cells_by_themselves_are_refused() -> None:

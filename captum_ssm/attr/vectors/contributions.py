@@ -185,7 +185,12 @@ def _tiles_by_query(
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
     local, core = local_and_core(path.operator, like=path.shares[0][1])
-    rows = _sent(core.unit_rows(index.T), path.shares)
+    if _mixes_channels(core):
+        units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
+        each = (_sent(core.unit_rows(index.T, unit), path.shares).sum(-1) for unit in units)
+        rows = torch.stack([*each], -1)
+    else:
+        rows = _sent(core.unit_rows(index.T), path.shares)
     for part in reversed(local):
         rows = _at_token(part, rows, index)
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
@@ -202,16 +207,19 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
 
 
 def local_and_core(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
-    """The operator as a product: what mixes channels within a token, after a map per channel."""
+    """The operator as a product: what mixes channels within a token, after what moves tokens.
+
+    That is a map per channel, or a recurrence whose steps mix channels, too.
+    """
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
-    mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]
+    mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
                 f"{type(part).__name__} acts after channels were mixed, so the operator has no "
-                "matrix per channel. What mixes channels must come last and act on single tokens."
+                "matrix per channel. What mixes channels within tokens must come last."
             )
     identity = Diagonal(like.new_ones(1, 1, 1, 1), operator.shape)
     return local, Chain(*core) if core else identity

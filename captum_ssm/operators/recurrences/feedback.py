@@ -144,4 +144,4 @@ class FeedbackRecurrence(Recurrent):
         return out.permute(2, 3, 0, 1, 4).reshape(x.shape)
 
     def _fed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return (x[..., None, :] @ weight).squeeze(-2)
+        return (x.transpose(-3, -2) @ weight).transpose(-3, -2)
