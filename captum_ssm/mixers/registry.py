@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -153,12 +153,24 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
     return any(getattr(exported, cls.__name__, None) is cls for cls in type(module).__mro__)
 
 
-def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
-    """Raise for the first of ``found``, unsupported mixers by name."""
-    for name, module in found:
-        kind = class_path(type(module))
-        place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
-        raise UnsupportedMixerError(f"{place} mixes tokens and has no adapter. {what_is_served()}")
+def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
+    """The error for a module that looks like a mixer and has no adapter.
+
+    Args:
+        name: its name in the model.
+        module: the module.
+        others: whether the model has mixers that have one, so that it was refused because it ran.
+            Default: False.
+    """
+    kind = class_path(type(module))
+    place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
+    ran, way_out = "", ""
+    if others:
+        ran = ", and it ran"
+        way_out = " To explain the run without it, name the mixers to use with layers=[...]."
+    return UnsupportedMixerError(
+        f"{place} mixes tokens and has no adapter{ran}. {what_is_served()}{way_out}"
+    )
 
 
 def what_is_served() -> str:

@@ -68,6 +68,10 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+_BESIDE_TEXT: Mapping[Ability, str] = {
+    "fold methods": "reads images beside a text",
+    "generated text": "reads images",
+}
 
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
@@ -103,6 +107,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextAttention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5Attention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeAttention", "attention:hf_attention"),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5.Qwen3_5VisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5_moe.Qwen3_5MoeVisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
     Line(
         "OLMo Hybrid",
         "transformers",
@@ -156,6 +174,20 @@ BUILT_IN = (
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
     Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention", lacks=_IMAGES),
     Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line(
+        "SigLIP",
+        "transformers",
+        "siglip.SiglipAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "SigLIP 2",
+        "transformers",
+        "siglip2.Siglip2Attention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
     Line(
         "ViT",
         "timm",
@@ -224,6 +256,10 @@ BUILT_IN = (
     Line("GLA", "flash-linear-attention", "fla.layers.gla.GatedLinearAttention", "fla.gla:fla_gla"),
     Line(
         "RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"
+    ),
+    Line("RWKV-7", "captum-ssm", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
+    Line(
+        "RWKV-7", "flash-linear-attention", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"
     ),
     Line(
         "DeltaNet",

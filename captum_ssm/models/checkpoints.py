@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .._files import read_safetensors
 from ..errors import CaptumSSMError, CheckpointError
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
@@ -51,6 +56,50 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
                 "Is the file damaged?"
             )
     return settings
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The weights of a file, by name; no code in it is run.
+
+    Args:
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"``.
+
+    Raises:
+        CheckpointError: when it cannot be read so, or holds something else.
+    """
+    content: Any
+    if path.suffix == ".safetensors":
+        content = read_safetensors(path, str(path))
+    else:
+        # checkpoints of the published training script hold its command line beside the weights
+        allow = getattr(torch.serialization, "safe_globals", None)
+        with nullcontext() if allow is None else allow([argparse.Namespace]):
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read without running code in it, which is refused. If you "
+                    'trust it, save its weights alone: torch.save({"model": weights}, path).'
+                ) from error
+            except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
+                    "or save it again."
+                ) from error
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
+        raise CheckpointError(
+            f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
+        )
+    for key, weight in content.items():
+        if weight.nbytes > weight.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {key!r} has shape {tuple(weight.shape)}, more numbers than the file "
+                "holds. Save the weights as they are, not expanded."
+            )
+    return content
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -279,9 +279,20 @@ class SomeSSM(nn.Module):
         return x.cumsum(1)
 
 
-def with_(extra):
-    model = nn.ModuleDict({"lm": mamba_lm(), "extra": extra})
-    return model
+class Beside(nn.Module):
+    """A language model that calls another module first."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.lm, self.extra = mamba_lm(), extra
+
+    def forward(self, ids):
+        self.extra(torch.zeros(1, 2, 3))
+        return self.lm(ids)
+
+
+def run_with(extra):
+    return lambda method: method(Beside(extra)).attribute(torch.tensor([[3, 1, 2]]))
 
 
 MODELS = {
@@ -296,16 +307,16 @@ MODELS = {
         ["'0'", "SomeSSM", "no adapter", "Mamba, Falcon Mamba", "docs/", "register_mixer"],
     ),
     "unsupported mixer beside a supported one": (
-        lambda method: method(with_(SomeSSM())),
+        run_with(SomeSSM()),
         TypeError,
-        ["'extra'", "SomeSSM", "no adapter", "register_mixer"],
+        ["'extra'", "SomeSSM", "no adapter, and it ran", "register_mixer", "layers=[...]"],
     ),
     "recurrent layer": (
-        lambda method: method(with_(nn.LSTM(3, 3))),
+        run_with(nn.LSTM(3, 3)),
         TypeError,
         ["'extra'", "LSTM", "no adapter"],
     ),
-    "gru": (lambda method: method(with_(nn.GRU(3, 3))), TypeError, ["'extra'", "GRU"]),
+    "gru": (run_with(nn.GRU(3, 3)), TypeError, ["'extra'", "GRU"]),
     "function without a module": (
         lambda method: method(lambda x: x),
         TypeError,
@@ -350,11 +361,11 @@ def test_models(method, case):
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_vouch_for_other_mixers(method):
     """The error can be overridden by naming the layers."""
-    model = with_(SomeSSM())
+    model = Beside(SomeSSM())
     ids = token_ids()
     chosen = [f"lm.backbone.layers.{i}.mixer" for i in range(3)]
-    found = method(lambda x: model["lm"](x), model=model, layers=chosen)
-    expected = method(model["lm"]).attribute(ids, target=(-1, 3))
+    found = method(model, layers=chosen)
+    expected = method(model.lm).attribute(ids, target=(-1, 3))
     assert torch.equal(found.attribute(ids, target=(-1, 3)), expected)
 
 

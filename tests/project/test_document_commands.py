@@ -69,10 +69,8 @@ def test_pages_show_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_are_accepted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     options = parsed(command, monkeypatch)
-    if options.command == "evaluate" and not options.list:
-        table = _of_paper(options)
-        known = {table.name: table} if table else EXPERIMENTS
-        _experiments(options, known)  # names of experiments, methods, formulations, models
+    if options.command == "evaluate" and not options.list and _of_paper(options) is None:
+        _experiments(options, EXPERIMENTS)  # names of experiments, methods, formulations, models
     if options.command == "explain":
         method_classes(options.method)
 

@@ -51,6 +51,7 @@ LAYERS = {
     "HGRN2Attention": "hgrn2",
     "GatedLinearAttention": "gla",
     "RWKV6Attention": "rwkv6",
+    "RWKV7Attention": "rwkv7",
     "DeltaNet": "delta_net",
     "GatedDeltaNet": "gated_deltanet",
     "KimiDeltaAttention": "kda",
@@ -81,7 +82,7 @@ def randomise(model: Any) -> Any:
         kind = name.rsplit(".", 1)[-1]
         if "norm" in name and kind == "weight":
             parameter.copy_(1 + 0.3 * noise)
-        elif kind in ("bias", "A_log", "dt_bias", "bonus", "mu", "x_bias", "lower_bounds"):
+        elif kind in ("bias", "A_log", "dt_bias", "bonus", "mu", "x_bias", "lower_bounds", "k_k"):
             parameter.copy_(0.5 * noise)
         elif "conv1d" in name:
             parameter.copy_(noise / math.sqrt(parameter[0].numel()))
@@ -101,7 +102,8 @@ class FLA:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             place = {} if name in _PLACELESS else {"layer_idx": 0}
-            return randomise(getattr(self.layers[LAYERS[name]], name)(**place, **options))
+            layer = getattr(self.layers[LAYERS[name]], name)
+            return randomise(layer(**place | options))
 
     def model(self, name: str, **options: Any) -> Any:
         """A language model of two layers by its family, such as ``"RetNet"``."""
@@ -140,6 +142,7 @@ def _modules() -> SimpleNamespace:
             token_shift=of("fla.modules.token_shift"),
             mlp=of("fla.modules.mlp"),
             rwkv6=of("fla.models.rwkv6.modeling_rwkv6"),
+            rwkv7=of("fla.models.rwkv7.modeling_rwkv7"),
         )
 
 
@@ -177,6 +180,25 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
     patch.setattr(modules.mlp, "swiglu_linear", swiglu_linear)
     for module in (layers["rwkv6"], modules.rwkv6):
         patch.setattr(module, "token_shift", modules.token_shift.token_shift_ref)
+    shift = one_by_one(modules.token_shift.token_shift_ref)
+
+    def shift_and_last(
+        x: Tensor, cu_seqlens: Tensor | None, output_cache: bool, cache: None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert output_cache and cache is None
+        return shift(x=x, cu_seqlens=cu_seqlens), x[:, -1:]
+
+    for module in (layers["rwkv7"], modules.rwkv7):
+        patch.setattr(module, "token_shift", shift_and_last)
+    ops = "fla.ops.rwkv7"
+    for name, package, reference in (
+        ("fused_addcmul_rwkv7", "fused_addcmul", "torch_addcmul_rwkv7"),
+        ("fused_k_rwkv7", "fused_k_update", "k_update_ref"),
+        ("gate_output_correction", "gate_output_correction", "gate_output_correction_ref"),
+    ):
+        of_torch = getattr(importlib.import_module(f"{ops}.{package}"), reference)
+        patch.setattr(layers["rwkv7"], name, of_torch)
+    patch.setattr(layers["rwkv7"], "l2_norm", l2norm)
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
         assert options.pop("seqlen_offsets") == 0 and options.pop("chunk_indices") is None
@@ -199,7 +221,7 @@ def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
 
 def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     def op(layer: str, name: str, reference: Callable[..., Any]) -> None:
-        for form in ("chunk", "fused_recurrent", "fused_chunk", "parallel"):
+        for form in ("chunk", "fused_recurrent", "fused_chunk", "parallel", "fused_mul_recurrent"):
             if hasattr(layers[layer], f"{form}_{name}"):
                 patch.setattr(layers[layer], f"{form}_{name}", one_by_one(reference))
 
@@ -213,6 +235,7 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     delta = naive("delta_rule", "delta_rule_recurrence")
     gated_delta = naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")
     gate = naive("gated_delta_rule", "naive_gdn_gate", "gate")
+    dplr = naive("generalized_delta_rule.dplr", "dplr_recurrence")
     kda = naive("kda", "naive_recurrent_kda")
     kda_gate = naive("kda", "naive_kda_gate", "gate")
     kda_bounded_gate = naive("kda", "naive_kda_lowerbound_gate", "gate")
@@ -263,6 +286,22 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
         beta = torch.sigmoid(beta.float()) * (2 if allow_neg_eigval else 1)
         out = gated_delta(q, k, v, beta, gate(g, A_log, dt_bias))[0]
         return out.to(v.dtype), None
+
+    def run_rwkv7(
+        r: Tensor,
+        w: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor | None = None,
+        kk: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if kk is not None:
+            a, b = -kk, kk * a
+        given = head_first(r * r.shape[-1] ** 0.5, k, v, a, b, w)  # the reference divides by it
+        out = dplr(*(x.float() for x in given))[0]
+        return out.transpose(1, 2).to(v.dtype), None
 
     def run_kda(
         q: Tensor,
@@ -316,6 +355,7 @@ def _use_references(patch: pytest.MonkeyPatch, layers: dict[str, Any]) -> None:
     op("gla", "gla", run_gla)
     op("hgrn2", "gla", run_gla)
     op("rwkv6", "rwkv6", run_rwkv6)
+    op("rwkv7", "rwkv7", run_rwkv7)
     op("delta_net", "delta_rule", run_delta)
     op("gated_deltanet", "gated_delta_rule", run_gated_delta)
     op("kda", "kda", run_kda)

@@ -70,6 +70,18 @@ def load_choices(path: str | Path) -> list[ChoiceQuestion]:
 
     Raises:
         DataNotFoundError, DataError: as :func:`load_big_bench`.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from captum_ssm.bench.data import load_choices
+        >>> choices = [{"text": "ice", "label": "A"}, {"text": "air", "label": "B"}]
+        >>> line = {"question": {"stem": "A gas?", "choices": choices}, "answerKey": "B"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "train.jsonl").write_text(json.dumps(line))
+        ...     (question,) = load_choices(Path(folder, "train.jsonl"))
+        >>> question.choices[question.answer]
+        'air'
     """
     return load_big_bench(path) if Path(path).suffix == ".json" else load_arc(path)
 
