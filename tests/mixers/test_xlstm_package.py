@@ -103,6 +103,18 @@ def test_names_are_real() -> None:
     assert real == table and len(table) == 3
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_large_gates_do_not_overflow(at: int) -> None:
+    """exp of the input gate alone would be infinite."""
+    module = mixers(xlstm_cpu.blocks())[at]
+    given = module.mlstm_cell.igate.weight if at == 0 else module.fgate.weight
+    with torch.no_grad():
+        given.mul_(1000)
+    layer = hybrid.record_one(module, torch.randn(2, 20, 16))
+    assert torch.isfinite(layer.output).all()
+    hybrid.check(layer, 1e-3)
+
+
 # --- token loops -------------------------------------------------------------------------------
 
 

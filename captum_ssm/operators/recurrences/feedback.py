@@ -47,6 +47,7 @@ class FeedbackRecurrence(Recurrent):
     """
 
     roles: Mapping[str, Role] = {"decay": "step", "write": "step", "gate": "gate"}
+    at_rest: float
 
     def __init__(
         self,
