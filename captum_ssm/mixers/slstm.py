@@ -13,6 +13,9 @@ The state is kept relative to its normaliser: of c / n a token keeps sigmoid(f) 
 takes exp(i) / n[t] tanh(z), which add up to one, so nothing overflows.  The cell may be that of an
 ordinary LSTM (function="lstm"), where exp(i) is sigmoid(i) and y[t] = sigmoid(o) tanh(c[t]): its
 state is kept relative to c / tanh(c).
+
+The package's CUDA kernel computes in the dtype of its configuration, bfloat16 by default, whatever
+that of the model is; an operator is refused for the difference unless that is float32.
 """
 
 from __future__ import annotations
