@@ -293,12 +293,14 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.simple_gla.SimpleGatedLinearAttention",
         "fla.linear_attn:fla_simple_gla",
+        alone=True,
     ),
     Line(
         "Based",
         "flash-linear-attention",
         "fla.layers.based.BasedLinearAttention",
         "fla.linear_attn:fla_based",
+        alone=True,
     ),
     Line(
         "LightNet",
