@@ -9,11 +9,12 @@ where a table says which kernel serves which operation.
 
 from .base import Mixing, Operator, Shape
 from .chain import Chain
-from .combine import Sum
+from .combine import DirectSum, Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
+from .recurrences.delta_product import DeltaProduct
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import WKV, ElementwiseRecurrence
 from .recurrences.feedback import FeedbackRecurrence
@@ -26,9 +27,11 @@ from .reorder import Permute
 __all__ = [
     "WKV",
     "Chain",
+    "DeltaProduct",
     "DeltaRule",
     "DenseHeads",
     "Diagonal",
+    "DirectSum",
     "ElementwiseRecurrence",
     "FeedbackRecurrence",
     "HeadCentering",

@@ -17,6 +17,7 @@ from captum_ssm import operators
 from captum_ssm.operators import (
     WKV,
     Chain,
+    DeltaProduct,
     DeltaRule,
     DenseHeads,
     Diagonal,
@@ -35,7 +36,7 @@ from captum_ssm.operators import (
     VectorDecayHeads,
 )
 from captum_ssm.operators.combine import DirectSum
-from captum_ssm.operators.heads import SoftmaxHeads
+from captum_ssm.operators.heads import ScoredHeads, SoftmaxHeads
 from captum_ssm.operators.reorder import Windowed, Windows
 
 BATCH, WIDTH, HEADS, VALUES, STATE = 2, 4, 3, 2, 2
@@ -170,6 +171,23 @@ def feedback() -> OfData:
     )
 
 
+def delta_product() -> OfData:
+    q, k, beta = features(HEADS, STATE), features(2 * HEADS, STATE), features(2 * HEADS)
+    return lambda x: DeltaProduct(
+        q(x),
+        F.normalize(k(x), dim=-1).unflatten(2, (2, HEADS)),
+        torch.sigmoid(beta(x)).unflatten(2, (2, HEADS)),
+        None,
+        [0] * HEADS,
+        VALUES,
+    )
+
+
+def scores() -> OfData:
+    make = retention()
+    return lambda x: ScoredHeads(make(x), None, VALUES)
+
+
 # --- products and sums ---------------------------------------------------------------------
 
 
@@ -239,6 +257,8 @@ CASES: dict[str, Case] = {
     "delta rule": Case(delta_rule, "controlled"),
     "feedback": Case(feedback, "controlled"),
     "own shares": Case(lambda: own_shares(feedback()), "controlled"),
+    "delta product": Case(delta_product, "controlled"),
+    "softmax of scores": Case(scores, "controlled"),
     # products
     "S4": Case(lambda: total(long_conv(), skip()), **FIXED),
     "padded S4": Case(lambda: chain(mask(), total(long_conv(), skip()), mask()), **FIXED),
