@@ -36,6 +36,7 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
+from .fused import unfused
 from .mixer import through
 from .mode import Linearising
 from .shares import Rule, is_shared
@@ -245,7 +246,7 @@ class Network(Watcher):
             arbitrate = error > limit and self.verify is True
             if arbitrate and rounding_explains(mixer, call, found, linearize):
                 return
-        require_same(mixer.name, mixer.architecture.family, error, limit)
+        require_same(mixer.name, mixer.architecture, error, limit)
 
 
 @contextmanager
@@ -356,6 +357,7 @@ def under_rules(
         running.watch(stack)
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
+        stack.enter_context(unfused())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         if own is not None and ids is not None:

@@ -59,16 +59,21 @@ TRANSFORMERS_4 = "4.57.6"
 #: Versions that the tests run against.
 VERSIONS = {
     "captum-ssm": __version__,
+    "torch": "2.13.0",
     "transformers": "5.23.0",
     "mamba-ssm": "2.3.2",
     "timm": "1.0.31",
     "mambavision": "1.2.0",
     "flash-linear-attention": "0.6.0",
+    "mambapy": "1.2.0",
+    "deeptab": "2.1.0",
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+#: The model's embeddings of n-grams; models that are configured without them are folded.
+_N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -81,6 +86,13 @@ BUILT_IN = (
         "captum-ssm",
         "captum_ssm.models.vim.mixer.VimMixer",
         "vim:vim_mixer",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "VMamba",
+        "captum-ssm",
+        "captum_ssm.models.vmamba.mixer.SS2D",
+        "vmamba:ss2d",
         lacks=_IMAGES,
     ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
@@ -111,14 +123,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -185,14 +197,20 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Transformer",
+        "torch",
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch_attention:torch_attention",
     ),
     Line(
         "ViT",
@@ -225,6 +243,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
+        "delta:qwen3_5",
+        lacks=_N_GRAMS,
+    ),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextAttention",
+        "attention:qwen4_exp_attention",
+        lacks=_N_GRAMS,
+    ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
     Line("Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
     Line(
@@ -248,6 +280,8 @@ BUILT_IN = (
     Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
     Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3Attention", "attention:hf_attention"),
     Line(
         "RetNet",
         "flash-linear-attention",
@@ -332,12 +366,14 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.simple_gla.SimpleGatedLinearAttention",
         "fla.linear_attn:fla_simple_gla",
+        alone=True,
     ),
     Line(
         "Based",
         "flash-linear-attention",
         "fla.layers.based.BasedLinearAttention",
         "fla.linear_attn:fla_based",
+        alone=True,
     ),
     Line(
         "LightNet",
@@ -388,4 +424,21 @@ BUILT_IN = (
         alone=True,
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
+    Line("Mamba", "mambapy", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
+    Line("Mamba-2", "mambapy", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
+    Line("Jamba", "mambapy", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
+    Line(
+        "Vision Mamba",
+        "mambapy",
+        "mambapy.vim.VMambaBlock",
+        "mambapy:mambapy_vision_block",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Mambular",
+        "deeptab",
+        "deeptab.nn.blocks.mamba.MambaBlock",
+        "mambapy:deeptab_block",
+        lacks={"generated text": "reads tables"},
+    ),
 )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from .base import Operator, Role, Shape
 from .diagonal import Diagonal
 from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
@@ -329,6 +330,8 @@ class HeadCentering(Operator):
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
         component: name of the part it stands for. Default: ``"norm"``.
+        across: whether the mean is that of all channels, of all heads; the share is then 1 - 1/C.
+            Default: False.
 
     Example:
         >>> import torch
@@ -338,10 +341,15 @@ class HeadCentering(Operator):
         [-2.0, -1.0, 3.0]
     """
 
-    def __init__(self, shape: Shape, like: Tensor, component: str | None = "norm") -> None:
+    def __init__(
+        self, shape: Shape, like: Tensor, component: str | None = "norm", across: bool = False
+    ) -> None:
         self.shape = shape
         self.component = component
-        self._share = like.new_full((1, 1, 1, 1), 1 - 1 / shape.per_head)
+        self.across = across
+        self._of = (-1, -2) if across else (-1,)
+        channels = shape.per_head * (shape.heads if across else 1)
+        self._share = like.new_full((1, 1, 1, 1), 1 - 1 / channels)
 
     @property
     def mixes_tokens(self) -> bool:
@@ -352,15 +360,20 @@ class HeadCentering(Operator):
         return False
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - v.mean(-1, keepdim=True)
+        return v - v.mean(self._of, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - u.mean(-1, keepdim=True)
+        return u - u.mean(self._of, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"share": self._share}
 
     def select(self, heads: Sequence[int]) -> Operator:
+        if self.across:
+            raise OptionError(
+                f"heads={list(heads)} of a norm over all heads: none of them has a mean of its "
+                "own. Ask for heads of per_channel(), where each channel has its own share alone."
+            )
         shape = self.shape._replace(heads=len(heads))
         return HeadCentering(shape, self._share, self.component)
 

@@ -219,6 +219,7 @@ def matrices_agree(
     formula: Make,
     *,
     compacted: bool,
+    tolerance: float = 1e-10,
     before_projection: Callable[[Tensor], Tensor] = lambda y: y,
     **kwargs: Any,
 ) -> None:
@@ -229,6 +230,7 @@ def matrices_agree(
         width: of its input.
         formula: makes the formula from a float64 layer, its input and its mask.
         compacted: whether the layer drops padded tokens; then each sequence is written alone.
+        tolerance: of the comparison.
         before_projection: what happens to the operator's output before it is projected. Default:
             nothing.
         **kwargs: passed to the layer.
@@ -251,18 +253,18 @@ def matrices_agree(
             at = mask[row].bool() if compacted else torch.ones(8, dtype=torch.bool)
             wanted = formula(layer, hidden[row : row + 1, at], mask[row : row + 1, at])
             found = before[row : row + 1, at]
-            assert relative_error(found, wanted.before_projection()) <= 1e-10, side
+            assert relative_error(found, wanted.before_projection()) <= tolerance, side
             for components in ABLATIONS:
                 operator = linear.restrict(parse_components(components)).operator.per_channel()
                 matrices = operator.dense(None)[row]
                 alone = matrices[:, at][:, :, at]
                 exact = wanted.alpha(components)[0]
-                assert relative_error(alone, exact) <= 1e-10, (side, components)
+                assert relative_error(alone, exact) <= tolerance, (side, components)
                 assert not matrices[:, :, mask[row] == 0].any()
                 if compacted:
                     assert not matrices[:, ~at].any()
                 mean = operator.dense("mean")[row][at][:, at]
-                assert relative_error(mean, exact.mean(0)) <= 1e-10
+                assert relative_error(mean, exact.mean(0)) <= tolerance
 
 
 # --- whole models ---------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from zoo import (
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    mambapy,
+    networks,
     short_conv,
 )
 from zoo.mamba import randomise
-from zoo.networks import NETWORKS
 
 
 def mamba3(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -41,43 +42,59 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
-def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model())
+def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
+    """A layer of flash-linear-attention of which it has no model."""
+    layer = fla_cpu.install(patch).layer(name, hidden_size=16, num_heads=2, **options)
+    return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
+def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(delta.Family(family, patch).model(**options))
 
 
 def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(short_conv.make_model(family))
 
 
-#: Families of flash-linear-attention, of whose models those named "hybrid" hold attention.
-_NARROW = {"hidden_ratio": 1, "state_size": 4}
-_FLA: dict[str, tuple[str, dict[str, Any]]] = {
-    "KDA": ("KDA", {"num_heads": 2, "head_dim": 6}),
-    "Mamba": ("Mamba", {"state_size": 4}),
-    "Mamba2": ("Mamba2", {"state_size": 4, "head_dim": 8, "chunk_size": 4}),
-    "Mamba3": ("Mamba3", {"state_size": 8, "head_dim": 8}),
-    "linear attention": ("LinearAttention", {"num_heads": 2, "feature_map": "elu"}),
-    "LightNet": ("LightNet", {"expand_ratio": 8, "gate_low_rank_dim": 4}),
-    "GSA": ("GSA", {"num_heads": 2, "num_slots": 5}),
-    "Transformer": ("Transformer", {"num_heads": 2, "qk_norm": True}),
-    "Samba": ("Samba", {"attn": {"layers": [1], "num_heads": 2, "window_size": 3}, **_NARROW}),
-    **{family: (family, options) for family, options in fla_references.MODELS.items()},
-}
+def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    """A model of flash-linear-attention whose kernels are the package's references."""
+    options = fla_references.MODELS[family]
+    return architectures.language(fla_cpu.install(patch).model(family, norm_eps=0.05, **options))
 
 
-def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    name, options = _FLA[family]
-    model = fla_cpu.install(patch).model(name, norm_eps=0.05, **options)
+def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    model = mambapy.MODELS[family](patch, **options)
+    if family in ("vision", "deeptab"):
+        return architectures.Case(model, torch.randn(2, 9, 8))
     return architectures.language(model)
 
 
+#: Those whose blocks return what their routers said, so that no one activation is theirs.
+WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
+#: Those whose tokens are mixed before the layers read them.
+MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
-    **NETWORKS,
+    **networks.NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
-    **{f"fla {family}": partial(of_fla, family=family) for family in _FLA},
-    **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
+    "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
+    **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
+    **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
+    **{
+        f"{name} of delta rules": partial(of_delta, family=name)
+        for name in delta.FAMILIES
+        if name != "qwen4_exp"
+    },
+    "mambapy": partial(of_mambapy, family="mamba"),
+    "mambapy mamba2": partial(of_mambapy, family="mamba2"),
+    "mambapy jamba": partial(of_mambapy, family="jamba"),
+    "mambapy vision": partial(of_mambapy, family="vision"),
+    "mambapy jamba with norms": partial(of_mambapy, family="jamba", inner_layernorms=True),
+    "deeptab": partial(of_mambapy, family="deeptab"),
+    "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
+    **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
         for name in short_conv.FAMILIES

@@ -14,9 +14,10 @@ import torch
 from helpers.versions import named
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
+from oracles import vmamba as vmamba_oracle
 from torch import Tensor
 
-from captum_ssm.models import RWKV7, VisionMamba
+from captum_ssm.models import RWKV7, VisionMamba, VMamba
 from zoo import architectures, attention, fla_cpu, mamba2
 from zoo.mamba import randomise
 
@@ -31,29 +32,32 @@ _DELTA = {
     "pad_token_id": 0,
 }
 #: Families of flash-linear-attention.
-_FLA: dict[str, dict[str, Any]] = {
-    "GLA": {"num_heads": 2},
-    "RetNet": {"num_heads": 4},
-    "HGRN": {},
-    "HGRN2": {"expand_ratio": 4},
-    "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
-    "RWKV7": {
-        "head_dim": 8,
-        "decay_low_rank_dim": 4,
-        "gate_low_rank_dim": 5,
-        "a_low_rank_dim": 4,
-        "v_low_rank_dim": 3,
-        "fuse_norm": False,
-    },
-    "DeltaNet": {"num_heads": 2},
-    "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
-}
+_FLA = ("GLA", "RetNet", "HGRN", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet")
 _VIM: dict[str, dict[str, Any]] = {
     "two cls": {"cls_token": "double"},
     "no cls": {"cls_token": "none", "final_pool_type": "mean"},
     "one direction": {"bimamba_type": "none"},
     "shared directions": {"bimamba_type": "v1", "rms_norm": False},
 }
+
+
+#: Stages of 4 x 6 and 2 x 3 tokens, and of 4 x 5 and 2 x 3.
+_VMAMBA: dict[str, dict[str, Any]] = {
+    "without gate": {"depths": (1, 2), "mlp_ratio": 2.0, "conv_bias": False, "downsample": "v3"},
+    "with gate": {
+        "depths": (1, 1),
+        "forward_type": "v0",
+        "patch_embed": "v1",
+        "downsample": "v1",
+        "mlp_ratio": 0.0,
+    },
+}
+
+
+def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
+    model = VMamba(**{"dims": 6, "num_classes": 5, "d_state": 2} | options)
+    size = (16, 24) if options["downsample"] == "v3" else (16, 20)
+    return architectures.pictures(vmamba_oracle.randomise(model), size)
 
 
 def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
@@ -70,7 +74,7 @@ def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
 
 def fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     package = fla_cpu.install(patch)
-    return architectures.language(package.model(family, norm_eps=0.05, **_FLA[family]))
+    return architectures.language(package.model(family, norm_eps=0.05))
 
 
 def mamba2_family(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
@@ -154,13 +158,14 @@ NETWORKS: dict[str, Make] = (
     | {f"{f} with attention": partial(transformer, family=f) for f in attention.FAMILIES}
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
     | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
+    | {f"vmamba {form}": partial(vmamba, **options) for form, options in _VMAMBA.items()}
     | {"rwkv7": rwkv7, "xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
 )
 del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
 
 #: Nothing in these is computed in float32 if the model is in float64.
 DOUBLE = (
-    *(name for name in NETWORKS if name.startswith("vim")),
+    *(name for name in NETWORKS if name.startswith(("vim", "vmamba"))),
     *(
         "rwkv",
         "rwkv7",
@@ -184,6 +189,7 @@ MASKED = (
     *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
     *("llama with attention", "mistral with attention", "kimi_linear"),
     *("olmo_hybrid", "fla RetNet", "fla HGRN2", "fla GLA", "fla DeltaNet", "fla GatedDeltaNet"),
+    "fla RWKV7",
 )
 
 
@@ -222,4 +228,4 @@ def embedding(model: Any) -> Any:
     """The layer that looks up token ids."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return model.backbone.embedding
+    return getattr(model, "backbone", model).embedding  # mambapy has it outside
