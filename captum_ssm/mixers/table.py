@@ -59,6 +59,7 @@ TRANSFORMERS_4 = "4.57.6"
 #: Versions that the tests run against.
 VERSIONS = {
     "captum-ssm": __version__,
+    "torch": "2.13.0",
     "transformers": "5.23.0",
     "mamba-ssm": "2.3.2",
     "timm": "1.0.31",
@@ -71,8 +72,8 @@ VERSIONS = {
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
 #: The model's embeddings of n-grams; models that are configured without them are folded.
 _N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -85,6 +86,13 @@ BUILT_IN = (
         "captum-ssm",
         "captum_ssm.models.vim.mixer.VimMixer",
         "vim:vim_mixer",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "VMamba",
+        "captum-ssm",
+        "captum_ssm.models.vmamba.mixer.SS2D",
+        "vmamba:ss2d",
         lacks=_IMAGES,
     ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
@@ -115,14 +123,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -147,6 +155,13 @@ BUILT_IN = (
         "transformers",
         "glm5_next.Glm5NextTextAttention",
         "attention:glm5_next_attention",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextVisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
     ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
@@ -182,14 +197,20 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Transformer",
+        "torch",
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch_attention:torch_attention",
     ),
     Line(
         "ViT",
@@ -288,6 +309,42 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.gated_deltanet.GatedDeltaNet",
         "fla.delta:fla_gated_delta_net",
+    ),
+    Line(
+        "Gated DeltaProduct",
+        "flash-linear-attention",
+        "fla.layers.gated_deltaproduct.GatedDeltaProduct",
+        "fla.delta_product:fla_gated_delta_product",
+    ),
+    Line(
+        "Comba",
+        "flash-linear-attention",
+        "fla.layers.comba.Comba",
+        "fla.delta_product:fla_comba",
+    ),
+    Line(
+        "MesaNet",
+        "flash-linear-attention",
+        "fla.layers.mesa_net.MesaNet",
+        "fla.mesa_net:fla_mesa_net",
+    ),
+    Line(
+        "PaTH",
+        "flash-linear-attention",
+        "fla.layers.path_attn.PaTHAttention",
+        "fla.path:fla_path",
+    ),
+    Line(
+        "Forgetting Transformer",
+        "flash-linear-attention",
+        "fla.layers.forgetting_attn.ForgettingAttention",
+        "fla.forgetting:fla_forgetting",
+    ),
+    Line(
+        "Log-linear Mamba-2",
+        "flash-linear-attention",
+        "fla.layers.log_linear_mamba2.LogLinearMamba2",
+        "fla.log_linear:fla_log_linear_mamba2",
     ),
     Line(
         "Kimi Delta Attention",

@@ -1,9 +1,10 @@
-"""Models: Vision Mamba and RWKV-7 in plain PyTorch, the small trained ones, and what they read."""
+"""Models: Vision Mamba and its kin, RWKV-7, the small trained ones, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
 from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
-from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
+from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 from .vocabulary import WordVocabulary
 
 __all__ = [
@@ -11,14 +12,21 @@ __all__ = [
     "CLS",
     "RWKV7",
     "TextReader",
+    "VMamba",
+    "VideoMamba",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
     "load_dictionary",
     "load_rwkv7",
+    "load_video_mamba",
     "load_vim",
+    "load_vmamba",
     "text_words",
     "vim_small",
     "vim_tiny",
+    "vmamba_base",
+    "vmamba_small",
+    "vmamba_tiny",
 ]

@@ -1,7 +1,7 @@
 """Folders of small models, which say themselves what is in them.
 
-- ``config.json`` names the class, of transformers or :class:`~captum_ssm.models.VisionMamba`, and
-  what it is made of; of an image classifier it names the classes.
+- ``config.json`` names the class, of transformers or of this package, and what it is made of; of an
+  image classifier it names the classes.
 - ``model.safetensors`` holds the weights, tied ones once.
 - ``vocab.json``, of a model that reads texts, holds the words.
 """
@@ -22,12 +22,13 @@ from ..errors import CheckpointError
 from .checkpoints import check_counts, check_fit, naming
 from .small import model_of
 from .vim import VisionMamba
+from .vmamba import VMamba
 from .vocabulary import WordVocabulary
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
-#: The one class that is not of transformers.
-_PLAIN = VisionMamba.__name__
+#: The classes that are not of transformers.
+_PLAIN: dict[str, Callable[..., nn.Module]] = {"VisionMamba": VisionMamba, "VMamba": VMamba}
 #: Classes whose weights transformers saves under the names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
@@ -36,7 +37,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
     Args:
-        folder: what :func:`save_vision_mamba` or :func:`save_of_transformers` has written to.
+        folder: what :func:`save_plain` or :func:`save_of_transformers` has written to.
 
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
@@ -65,10 +66,11 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     # Folders of earlier versions name the class of transformers alone.
-    named = settings.get("architectures", [_PLAIN])
-    if named == [_PLAIN]:
+    named = settings.get("architectures", ["VisionMamba"])
+    plain = next((make for name, make in _PLAIN.items() if named == [name]), None)
+    if plain is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
-        return _filled(lambda: VisionMamba(**own), folder)
+        return _filled(lambda: plain(**own), folder)
     model_class = _class_of_transformers(folder, named)
     if model_class.__name__ in _RENAMED:
         return _renamed(folder, model_class)
@@ -127,8 +129,8 @@ def _renamed(folder: Path, model_class: Any) -> nn.Module:
     return model.eval()
 
 
-def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path) -> None:
-    """Writes the weights of a Vision Mamba, and what it is made of.
+def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+    """Writes the weights of a model of this package, and what it is made of.
 
     Args:
         model: the model.
@@ -138,7 +140,7 @@ def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path
     make_folder(folder)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     write_whole(folder / WEIGHTS, _safetensors("Saving a bundled model").save(weights))
-    write_config({"architectures": [_PLAIN], **settings}, folder)
+    write_config({"architectures": [type(model).__name__], **settings}, folder)
 
 
 def save_of_transformers(model: Any, folder: Path) -> None:

@@ -12,6 +12,7 @@ from zoo import (
     architectures,
     delta,
     fla_cpu,
+    fla_references,
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
@@ -55,6 +56,12 @@ def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectur
     return architectures.language(short_conv.make_model(family))
 
 
+def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    """A model of flash-linear-attention whose kernels are the package's references."""
+    options = fla_references.MODELS[family]
+    return architectures.language(fla_cpu.install(patch).model(family, norm_eps=0.05, **options))
+
+
 def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
     model = mambapy.MODELS[family](patch, **options)
     if family in ("vision", "deeptab"):
@@ -74,6 +81,7 @@ ADAPTERS: dict[str, architectures.Make] = {
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
+    **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
     **{
         f"{name} of delta rules": partial(of_delta, family=name)
         for name in delta.FAMILIES
