@@ -161,7 +161,7 @@ BUILT_IN = (
         "transformers",
         "glm5_next.Glm5NextVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
