@@ -95,8 +95,9 @@ class StateMemory(Explainer):
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
-                f"No layer has a state or a cache: the model's mixers are {', '.join(kinds)}. "
-                "Attention has a cache where no token reads a later one."
+                "No layer has a state or a cache of which is known what each token holds: the "
+                f"model's mixers are {', '.join(kinds)}. Recurrences of one step per token have a "
+                "state, and attention a cache where no token reads a later one."
             )
         return found
 

@@ -31,6 +31,7 @@ _KINDS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
+    "ForConditionalGeneration": "AutoModelForImageTextToText",
 }
 
 
@@ -236,8 +237,11 @@ def _of_transformers(source: Source) -> Loaded:
         check_counts(plain, f"The configuration of {source.name}")
         config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
     kinds = list(getattr(config, "architectures", None) or [])
+    ends = dict(_KINDS)
+    if not hasattr(config, "vision_config"):  # others of that name encode one text to write another
+        ends.pop("ForConditionalGeneration")
     found = next(
-        ((kind, auto) for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
+        ((kind, auto) for end, auto in ends.items() for kind in kinds if kind.endswith(end)), None
     )
     if found is None:
         raise OptionError(
@@ -263,7 +267,7 @@ def _of_transformers(source: Source) -> Loaded:
         processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
         is_dense = auto == "AutoModelForSemanticSegmentation"
         return Loaded(model, prepare=lambda files: processed(processor, files), is_dense=is_dense)
-    is_language = auto == "AutoModelForCausalLM"
+    is_language = auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
     return Loaded(model, _tokenizer(transformers, source), is_language=is_language)
 
 

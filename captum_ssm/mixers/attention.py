@@ -30,7 +30,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import unseen
 from .base import Call, LinearMixer, first_tensor, in_batch
-from .parts.common import as_heads, run, working_dtype
+from .parts.common import as_heads, padding_mask, run, working_dtype
 from .parts.softmax import softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
@@ -113,7 +113,9 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
     if module.config._attn_implementation == "sdpa":
         # whose mask is boolean, so that padded tokens read nothing
         noted = replace(noted, mask=noted.mask == 0)
-    return _linearize(module, noted, factor)
+    # a token that nobody reads is no padding
+    mask = padding_mask(call.argument("attention_mask", 1), call.hidden_states)
+    return replace(_linearize(module, noted, factor), mask=mask)
 
 
 @torch.no_grad()

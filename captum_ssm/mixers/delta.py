@@ -88,8 +88,8 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
     """One per head and key channel (B, L, H, N), between 0 and a bound where there is one."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
-    rate = forget.A_log.to(a).exp().view(heads, 1)
-    bound = getattr(forget, "safe_gate_lower_bound", None)
+    rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
+    bound: float | None = getattr(forget, "safe_gate_lower_bound", None)
     if getattr(forget, "safe_gate", False):
         bound = forget.lower_bound
     if bound is not None:

@@ -59,6 +59,7 @@ TRANSFORMERS_4 = "4.57.6"
 #: Versions that the tests run against.
 VERSIONS = {
     "captum-ssm": __version__,
+    "torch": "2.13.0",
     "transformers": "5.23.0",
     "mamba-ssm": "2.3.2",
     "timm": "1.0.31",
@@ -67,8 +68,8 @@ VERSIONS = {
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -118,14 +119,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -185,14 +186,20 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Transformer",
+        "torch",
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch_attention:torch_attention",
     ),
     Line(
         "ViT",
@@ -277,6 +284,42 @@ BUILT_IN = (
         "fla.delta:fla_gated_delta_net",
     ),
     Line(
+        "Gated DeltaProduct",
+        "flash-linear-attention",
+        "fla.layers.gated_deltaproduct.GatedDeltaProduct",
+        "fla.delta_product:fla_gated_delta_product",
+    ),
+    Line(
+        "Comba",
+        "flash-linear-attention",
+        "fla.layers.comba.Comba",
+        "fla.delta_product:fla_comba",
+    ),
+    Line(
+        "MesaNet",
+        "flash-linear-attention",
+        "fla.layers.mesa_net.MesaNet",
+        "fla.mesa_net:fla_mesa_net",
+    ),
+    Line(
+        "PaTH",
+        "flash-linear-attention",
+        "fla.layers.path_attn.PaTHAttention",
+        "fla.path:fla_path",
+    ),
+    Line(
+        "Forgetting Transformer",
+        "flash-linear-attention",
+        "fla.layers.forgetting_attn.ForgettingAttention",
+        "fla.forgetting:fla_forgetting",
+    ),
+    Line(
+        "Log-linear Mamba-2",
+        "flash-linear-attention",
+        "fla.layers.log_linear_mamba2.LogLinearMamba2",
+        "fla.log_linear:fla_log_linear_mamba2",
+    ),
+    Line(
         "Kimi Delta Attention",
         "flash-linear-attention",
         "fla.layers.kda.KimiDeltaAttention",
@@ -296,12 +339,14 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.simple_gla.SimpleGatedLinearAttention",
         "fla.linear_attn:fla_simple_gla",
+        alone=True,
     ),
     Line(
         "Based",
         "flash-linear-attention",
         "fla.layers.based.BasedLinearAttention",
         "fla.linear_attn:fla_based",
+        alone=True,
     ),
     Line(
         "LightNet",

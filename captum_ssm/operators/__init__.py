@@ -14,6 +14,7 @@ from .conv import ShortConv
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
+from .recurrences.delta_product import DeltaProduct
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import WKV, ElementwiseRecurrence
 from .recurrences.scalar_decay import ScalarDecayHeads
@@ -25,6 +26,7 @@ from .reorder import Permute
 __all__ = [
     "WKV",
     "Chain",
+    "DeltaProduct",
     "DeltaRule",
     "DenseHeads",
     "Diagonal",

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm, randomise
+from zoo.vision_language import vision_language_model
 
 import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
@@ -210,6 +211,19 @@ def test_a_folder_of_transformers(tmp_path: Path, language_model: Path, target: 
     (example,) = read(out)["examples"]
     assert example["tokens"] == ["<s>", "anna", "owns", "the", "$5"]
     assert example["explained"] == "the logit of “lamp”, predicted after token 4"
+
+
+@pytest.mark.transformers5
+def test_a_text_of_a_vision_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "seeing"
+    vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    given = ["explain", str(folder), "--text", "anna owns the", "--target", "lamp"]
+    assert main([*given, "--out", str(tmp_path / "numbers.json")]) == 0
+    (example,) = read(tmp_path / "numbers.json")["examples"]
+    assert example["explained"] == "the logit of “lamp”, predicted after token 3"
+    assert main([*given, "--out", str(tmp_path / "report.html")]) == 0
+    assert read_page(tmp_path / "report.html").facts["examples"][0]["maps"]
 
 
 def test_a_folder_with_a_list_of_words(tmp_path: Path) -> None:

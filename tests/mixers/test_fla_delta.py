@@ -17,6 +17,7 @@ from helpers.fla_checks import (
     record_one,
     rms_factors,
 )
+from helpers.sessions import thorough_rows
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -41,10 +42,11 @@ KDA: dict[str, dict[str, Any]] = {
     "grouped": {"num_v_heads": 6, "expand_v": 0.5},
     "no conv": {"use_short_conv": False, "allow_neg_eigval": True},
 }
+_BOUNDED = ("KimiDeltaAttention", "bounded")
 CASES = [
     *(("DeltaNet", case) for case in DELTA),
     *(("GatedDeltaNet", case) for case in GATED),
-    *(("KimiDeltaAttention", case) for case in KDA),
+    *thorough_rows((("KimiDeltaAttention", case) for case in KDA), [_BOUNDED]),
 ]
 FAMILIES = ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
 

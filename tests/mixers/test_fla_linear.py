@@ -17,6 +17,7 @@ from helpers.fla_checks import (
     record_one,
     rms_factors,
 )
+from helpers.sessions import thorough_rows
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -119,12 +120,12 @@ def simple_formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     return Formula(values, conv, bias, ratio, core, factors, gate, keep.double())
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(("kind", "case"), thorough_rows(CASES, CASES[1::7]))
 def test_reproduces_the_layer(fla: FLA, kind: str, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, kind, case), WIDTH)
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(("kind", "case"), thorough_rows(CASES, CASES[1::10]))
 def test_matrices(fla: FLA, kind: str, case: str) -> None:
     simple = kind == "SimpleGatedLinearAttention"
     fla_checks.matrices_agree(
@@ -139,12 +140,16 @@ def test_padding_between_tokens(fla: FLA, kind: str, case: str) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
-@pytest.mark.parametrize(("kind", "case"), [CASES[1], CASES[9], CASES[11]])
+@pytest.mark.parametrize(
+    ("kind", "case"), thorough_rows([CASES[1], CASES[9], CASES[11]], CASES[9:10])
+)
 def test_typical_error(fla: FLA, kind: str, case: str) -> None:
     fla_checks.typical_error(lambda: make(fla, kind, case), WIDTH, 6e-7)
 
 
-@pytest.mark.parametrize(("kind", "case"), [CASES[0], CASES[8], CASES[11]])
+@pytest.mark.parametrize(
+    ("kind", "case"), thorough_rows([CASES[0], CASES[8], CASES[11]], CASES[:1])
+)
 def test_half_precision(fla: FLA, kind: str, case: str) -> None:
     fla_checks.half_precision(lambda: make(fla, kind, case), WIDTH)
 
@@ -156,6 +161,7 @@ def test_attention_to_what_follows_is_refused(fla: FLA) -> None:
         record_one(layer, torch.randn(1, 4, WIDTH)).verify()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"feature_map": "elu"}, {"num_kv_heads": 2}])
 def test_whole_model(fla: FLA, options: dict[str, Any]) -> None:
     model = fla.model("LinearAttention", norm_eps=EPS, **{"num_heads": 4, **options})

@@ -18,6 +18,7 @@ from helpers.fla_checks import (
     record_one,
     rms_factors,
 )
+from helpers.sessions import thorough_rows
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -38,6 +39,7 @@ CASES = [
     *(("GatedSlotAttention", case) for case in GSA),
     *(("LightNetAttention", case) for case in LIGHTNET),
 ]
+QUICK = [("GatedSlotAttention", "grouped"), ("LightNetAttention", "plain")]
 BOTH = ["GatedSlotAttention", "LightNetAttention"]
 
 
@@ -99,12 +101,12 @@ def lightnet_formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     return Formula(values, conv, bias, one, core, factors, gate, keep.double())
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(("kind", "case"), thorough_rows(CASES, QUICK))
 def test_reproduces_the_layer(fla: FLA, kind: str, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, kind, case), WIDTH)
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(("kind", "case"), thorough_rows(CASES, QUICK))
 def test_matrices(fla: FLA, kind: str, case: str) -> None:
     fla_checks.matrices_agree(make(fla, kind, case), WIDTH, formula, compacted=True)
 
@@ -116,6 +118,7 @@ def test_padding_between_tokens(fla: FLA, kind: str) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "case"), [("GatedSlotAttention", "grouped"), ("LightNetAttention", "conv")]
 )
@@ -135,11 +138,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "options"), MODELS)
 def test_whole_model(fla: FLA, family: str, options: dict[str, Any]) -> None:
     fla_checks.whole_model(fla.model(family, norm_eps=EPS, **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "options"), MODELS[::2])
 def test_lora(fla: FLA, family: str, options: dict[str, Any]) -> None:
     """Adapters take part where the layer calls its projections, and only there."""

@@ -18,6 +18,8 @@ from captum_ssm.tracing import find_mixers
 #: Norms and rotations are computed in float32 whatever the model is in.
 FLOAT32 = 1e-5
 
+pytestmark = pytest.mark.transformers5
+
 every = pytest.mark.parametrize("family", thorough(FAMILIES, ("qwen3_5", "lfm2_vl")))
 
 

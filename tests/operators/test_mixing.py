@@ -17,6 +17,7 @@ from captum_ssm import operators
 from captum_ssm.operators import (
     WKV,
     Chain,
+    DeltaProduct,
     DeltaRule,
     DenseHeads,
     Diagonal,
@@ -34,7 +35,7 @@ from captum_ssm.operators import (
     VectorDecayHeads,
 )
 from captum_ssm.operators.combine import DirectSum
-from captum_ssm.operators.heads import SoftmaxHeads
+from captum_ssm.operators.heads import ScoredHeads, SoftmaxHeads
 from captum_ssm.operators.reorder import Windowed, Windows
 
 BATCH, WIDTH, HEADS, VALUES, STATE = 2, 4, 3, 2, 2
@@ -161,6 +162,23 @@ def delta_rule() -> OfData:
     )
 
 
+def delta_product() -> OfData:
+    q, k, beta = features(HEADS, STATE), features(2 * HEADS, STATE), features(2 * HEADS)
+    return lambda x: DeltaProduct(
+        q(x),
+        F.normalize(k(x), dim=-1).unflatten(2, (2, HEADS)),
+        torch.sigmoid(beta(x)).unflatten(2, (2, HEADS)),
+        None,
+        [0] * HEADS,
+        VALUES,
+    )
+
+
+def scores() -> OfData:
+    make = retention()
+    return lambda x: ScoredHeads(make(x), None, VALUES)
+
+
 # --- products and sums ---------------------------------------------------------------------
 
 
@@ -224,6 +242,8 @@ CASES: dict[str, Case] = {
     "retention": Case(retention, "controlled"),
     "gated attention": Case(gated_attention, "controlled"),
     "delta rule": Case(delta_rule, "controlled"),
+    "delta product": Case(delta_product, "controlled"),
+    "softmax of scores": Case(scores, "controlled"),
     # products
     "S4": Case(lambda: total(long_conv(), skip()), **FIXED),
     "padded S4": Case(lambda: chain(mask(), total(long_conv(), skip()), mask()), **FIXED),

@@ -12,13 +12,14 @@ from zoo import (
     architectures,
     delta,
     fla_cpu,
+    fla_references,
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    networks,
     short_conv,
 )
 from zoo.mamba import randomise
-from zoo.networks import NETWORKS
 
 
 def mamba3(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -40,6 +41,12 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
+def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
+    """A layer of flash-linear-attention of which it has no model."""
+    layer = fla_cpu.install(patch).layer(name, hidden_size=16, num_heads=2, **options)
+    return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
@@ -48,33 +55,21 @@ def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectur
     return architectures.language(short_conv.make_model(family))
 
 
-#: Families of flash-linear-attention, of whose models those named "hybrid" hold attention.
-_NARROW = {"hidden_ratio": 1, "state_size": 4}
-_FLA: dict[str, tuple[str, dict[str, Any]]] = {
-    "KDA": ("KDA", {"num_heads": 2, "head_dim": 6}),
-    "Mamba": ("Mamba", {"state_size": 4}),
-    "Mamba2": ("Mamba2", {"state_size": 4, "head_dim": 8, "chunk_size": 4}),
-    "Mamba3": ("Mamba3", {"state_size": 8, "head_dim": 8}),
-    "linear attention": ("LinearAttention", {"num_heads": 2, "feature_map": "elu"}),
-    "LightNet": ("LightNet", {"expand_ratio": 8, "gate_low_rank_dim": 4}),
-    "GSA": ("GSA", {"num_heads": 2, "num_slots": 5}),
-    "Transformer": ("Transformer", {"num_heads": 2, "qk_norm": True}),
-    "Samba": ("Samba", {"attn": {"layers": [1], "num_heads": 2, "window_size": 3}, **_NARROW}),
-}
-
-
-def of_fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    name, options = _FLA[family]
-    model = fla_cpu.install(patch).model(name, norm_eps=0.05, **options)
-    return architectures.language(model)
+def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    """A model of flash-linear-attention whose kernels are the package's references."""
+    options = fla_references.MODELS[family]
+    return architectures.language(fla_cpu.install(patch).model(family, norm_eps=0.05, **options))
 
 
 ADAPTERS: dict[str, architectures.Make] = {
-    **NETWORKS,
+    **networks.NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
-    **{f"fla {family}": partial(of_fla, family=family) for family in _FLA},
+    "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
+    "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
+    **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
+    **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)

@@ -159,11 +159,7 @@ class Family:
 
     def model(self, **options: Any) -> Any:
         config = self.config(**options)
-        if self._name != "glm5_next":
-            return randomise(self._model(config))
-        model = self._model(_with_vision(config))
-        del model.model.visual  # its attention has no adapter
-        return randomise(model)
+        return randomise(self._model(_with_vision(config) if self._name == "glm5_next" else config))
 
 
 def _with_vision(config: Any) -> Any:

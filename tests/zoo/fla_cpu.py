@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo import mamba3_cpu
+from zoo import fla_references, mamba3_cpu
 from zoo.fla_torch import (
     ACTIVATIONS,
     attention,
@@ -64,6 +64,38 @@ LAYERS = {
     "LightNetAttention": "lightnet",
     "GatedSlotAttention": "gsa",
     "Attention": "attn",
+    **fla_references.LAYERS,
+}
+#: Families of language models, and what makes them small.
+MODELS: dict[str, dict[str, Any]] = {
+    "RetNet": {"num_heads": 4},
+    "HGRN": {},
+    "HGRN2": {"expand_ratio": 4},
+    "GLA": {"num_heads": 2},
+    "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
+    "RWKV7": {
+        "head_dim": 8,
+        "decay_low_rank_dim": 4,
+        "gate_low_rank_dim": 5,
+        "a_low_rank_dim": 4,
+        "v_low_rank_dim": 3,
+        "fuse_norm": False,
+    },
+    "DeltaNet": {"num_heads": 2},
+    "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
+    "KDA": {"num_heads": 2, "head_dim": 6},
+    "Mamba": {"state_size": 4},
+    "Mamba2": {"state_size": 4, "head_dim": 8, "chunk_size": 4},
+    "Mamba3": {"state_size": 8, "head_dim": 8},
+    "LinearAttention": {"num_heads": 2, "feature_map": "elu"},
+    "LightNet": {"expand_ratio": 8, "gate_low_rank_dim": 4},
+    "GSA": {"num_heads": 2, "num_slots": 5},
+    "Transformer": {"num_heads": 2, "qk_norm": True},
+    "Samba": {
+        "state_size": 4,
+        "hidden_ratio": 1,
+        "attn": {"layers": [1], "num_heads": 2, "window_size": 3},
+    },
 }
 #: Layers that know nothing of the place they have in a model.
 _PLACELESS = ("BasedLinearAttention",)
@@ -117,7 +149,7 @@ class FLA:
         if name in _WIDTH_OF_ITS_OWN:
             del small["intermediate_size"]
         models = importlib.import_module("fla.models")
-        config = getattr(models, f"{name}Config")(**small | options)
+        config = getattr(models, f"{name}Config")(**small | MODELS.get(name, {}) | options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return randomise(getattr(models, f"{name}ForCausalLM")(config))
@@ -153,6 +185,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FLA:
     modules = _modules()
     _use_torch(monkeypatch, modules)
     _use_references(monkeypatch, modules.layers)
+    fla_references.use(monkeypatch, modules.layers)
     return FLA(modules.layers)
 
 

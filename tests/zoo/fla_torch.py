@@ -162,14 +162,14 @@ def attention(
 ) -> Tensor:
     """FlashAttention of (B, L, H, N), with keys and values that groups of heads share."""
     assert causal
-    groups, tokens = q.shape[2] // k.shape[2], q.shape[1]
+    groups, tokens, dtype = q.shape[2] // k.shape[2], q.shape[1], v.dtype
     seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     if window_size != (-1, -1):
         seen = seen.triu(-window_size[0])
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).to(q.dtype)
+    return (scores.softmax(-1) @ v).transpose(1, 2).to(dtype)
 
 
 def packed_attention(

@@ -40,7 +40,8 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
     k, log_decay, written = (
         x.repeat_interleave(groups, 2) for x in (k, steps(log_decay, mask), steps(written, mask))
     )
-    slots = _matched(q * module.scale, k, log_decay, written).softmax(-1)
+    # by way of log_softmax, along which relevance can be sent
+    slots = _matched(q * module.scale, k, log_decay, written).log_softmax(-1).exp()
     scan = VectorDecayHeads(slots, written, log_decay, module.head_v_dim)
     conv = getattr(module, "v_conv1d", None)
     values, before = value_stream(
@@ -65,7 +66,7 @@ def _key(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Queries or keys (B, L, H, N)."""
     conv = getattr(module, f"{name}_conv1d", None)
     x = convolved(conv, run(getattr(module, f"{name}_proj"), hidden))
-    return run(module.feature_map, x.unflatten(-1, (-1, module.head_k_dim)))
+    return run(module.feature_map, torch.unflatten(x, -1, (-1, module.head_k_dim)))
 
 
 def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def _matched(q: Tensor, k: Tensor, log_decay: Tensor, written: Tensor) -> Tensor
     later = logs[..., None, :].expand(*logs.shape[:-1], _TOKENS, -1)  # (B, H, C, T, T, M)
     between = later.masked_fill(~ones.tril(-1)[..., None], 0).cumsum(-3)
     since, until = logs.cumsum(-2), between[..., -1, :, :].exp()
-    between = between.masked_fill(~ones.tril()[..., None], float("-inf")).exp()
+    between = between.exp().masked_fill(~ones.tril()[..., None], 0)
     found = torch.einsum("bhcij,bhcijm,bhcjm->bhcim", q @ k.mT, between, s)
     added, kept = k.mT @ (s * until), since[..., -1:, :].exp()  # (B, H, C, N, M), (B, H, C, 1, M)
     state, before = torch.zeros_like(added[:, :, 0]), []

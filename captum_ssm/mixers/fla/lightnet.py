@@ -1,13 +1,13 @@
 """LightNet: fla's LightNetAttention.
 
     z[t] = log of the sum of exp(k) over tokens up to t, per key channel
-    decay[t] = exp(z[t-1] - z[t])                         key[t] = exp(k[t] - z[t])
+    key[t] = sigmoid(k[t] - z[t-1])                       decay[t] = 1 - key[t]
     alpha_h[i, j] = SiLU(q_h[i]) . (product of decays j+1..i) key_h[j] / sqrt(N),   j <= i
     y = SiLU(g) RMSNorm(alpha v)                          output = o_proj(y)
 
 so that what is read of a key channel is a mean of values, weighted by exp(k).  q, k and v each pass
-a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, the
-decays, the norm's statistics and the gate.
+a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, z,
+the decays, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_
 
 #: The norm runs as a function that is not told the module's eps.
 _EPS = 1e-6
-#: In place of the keys of padded tokens: its exponential is 0 beside that of any other.
-_NOTHING = -1e30
+#: In place of k at padded tokens and of the first z: its exponential is 0 beside any other.
+_NOTHING = -1e4
 
 
 def fla_lightnet(module: Any, call: Call) -> LinearMixer:
@@ -57,8 +57,8 @@ def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys, and logarithms of decays, both (B, L, H, N)."""
     if mask is not None:
         k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
-    total = torch.logcumsumexp(k, 1)
-    before = F.pad(total[:, :-1], (0, 0, 0, 0, 1, 0))
+    before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
+    more = k - before
     # the first token finds no state that could fade
-    return steps((k - total).exp(), mask), steps(before - total, real.cumsum(1) > 1)
+    return steps(torch.sigmoid(more), mask), steps(F.logsigmoid(-more), real.cumsum(1) > 1)

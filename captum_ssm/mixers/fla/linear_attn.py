@@ -5,9 +5,9 @@
 
 with N features phi.  LinearAttention may divide the features by their sum, and the rows of alpha by
 theirs, as Based always does, whose products of features are 1 + x + x^2 / 2 for x = q . k / sqrt(N)
-and which has no norm.  SimpleGatedLinearAttention has no features but a decay sigmoid(gk)^(1/16)
-per head, short convolutions, and the norm and the gate of GLA.  Frozen: q, k, the decays, the sums
-of rows, the convolution's SiLU(u) / u, the norm's statistics and the gate.
+and which has no norm.  SimpleGatedLinearAttention has a decay sigmoid(gk)^(1/16) per head in place
+of features, short convolutions, and the norm and the gate of GLA.  Frozen: q, k, the decays, the
+sums of rows, the convolution's SiLU(u) / u, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
         as_heads(run(p, hidden), module.num_heads)
         for p in (module.q_proj, module.k_proj, module.v_proj)
     )
-    q, k = _features(module.feature_map, q), _features(module.feature_map, k)
     eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS
-    scan = _attention(q, k, values.shape[-1], eps)
+    scan = _attention(_taylor(q), _taylor(k), values.shape[-1], eps)
     return LinearMixer(values, scan, lambda y: run(module.o_proj, y.flatten(2)))
 
 
@@ -99,6 +98,14 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 def _features(feature_map: Any, x: Tensor) -> Tensor:
     """A feature map; what is no module is ELU plus 1."""
     return run(feature_map, x) if isinstance(feature_map, nn.Module) else F.elu(x) + 1
+
+
+def _taylor(x: Tensor) -> Tensor:
+    """Features (B, L, H, 1 + N + N^2) whose products are the series of exp(q . k / sqrt(N))."""
+    width = x.shape[-1]
+    squares = (x[..., :, None] * x[..., None, :]).flatten(-2)
+    ones = torch.ones_like(x[..., :1])
+    return torch.cat([ones, x * width**-0.25, squares * (2 * width) ** -0.5], -1)
 
 
 def _attention(q: Tensor, k: Tensor, per_head: int, eps: float | None) -> Operator:
