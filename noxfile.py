@@ -52,6 +52,11 @@ def install_mamba_ssm(session: nox.Session) -> None:
     session.run_install(*command, env=NO_KERNELS)
 
 
+def install_mambapy(session: nox.Session) -> None:
+    """mambapy and deeptab, without what deeptab reads tables and trains with."""
+    install(session, "--no-deps", "mambapy", "deeptab")
+
+
 def folder_of(session: nox.Session) -> Path:
     """A folder for this session's files, away from the checkout; temporary files go elsewhere."""
     folder = Path(session.cache_dir, session.name).resolve()
@@ -108,6 +113,7 @@ def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
     install(session, "-e", ".[test]", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
+    install_mambapy(session)
     texts = texts_of_others(session)
     pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
 
@@ -117,6 +123,7 @@ def coverage(session: nox.Session) -> None:
     """How much all tests run, with the special packages; setup.cfg sets the least."""
     install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
     install_mamba_ssm(session)
+    install_mambapy(session)
     env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)

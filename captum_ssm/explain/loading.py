@@ -30,8 +30,8 @@ _KINDS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForImageClassification": "AutoModelForImageClassification",
-    "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
     "ForConditionalGeneration": "AutoModelForImageTextToText",
+    "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
 }
 
 

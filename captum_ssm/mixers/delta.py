@@ -1,4 +1,5 @@
-"""The gated delta rule: transformers' qwen3_next, qwen3_5, olmo_hybrid and kimi_linear.
+"""The gated delta rule: transformers' qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and
+kimi_linear.
 
 Ling 3 (bailing_hybrid) and GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
 
@@ -52,7 +53,7 @@ def qwen3_next(module: Any, call: Call) -> LinearMixer:
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
-    """transformers' Qwen3_5GatedDeltaNet and Qwen3_5MoeGatedDeltaNet."""
+    """transformers' Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet, Qwen4ExpTextGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))

@@ -65,9 +65,13 @@ VERSIONS = {
     "timm": "1.0.31",
     "mambavision": "1.2.0",
     "flash-linear-attention": "0.6.0",
+    "mambapy": "1.2.0",
+    "deeptab": "2.1.0",
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+#: The model's embeddings of n-grams; models that are configured without them are folded.
+_N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
 _END_TO_END: Mapping[Ability, str] = {
     "fold methods": "reads images end to end",
     "generated text": "reads images",
@@ -232,6 +236,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
+        "delta:qwen3_5",
+        lacks=_N_GRAMS,
+    ),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextAttention",
+        "attention:qwen4_exp_attention",
+        lacks=_N_GRAMS,
+    ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
     Line("Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
     Line(
@@ -255,6 +273,8 @@ BUILT_IN = (
     Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
     Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3Attention", "attention:hf_attention"),
     Line(
         "RetNet",
         "flash-linear-attention",
@@ -397,4 +417,21 @@ BUILT_IN = (
         alone=True,
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
+    Line("Mamba", "mambapy", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
+    Line("Mamba-2", "mambapy", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
+    Line("Jamba", "mambapy", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
+    Line(
+        "Vision Mamba",
+        "mambapy",
+        "mambapy.vim.VMambaBlock",
+        "mambapy:mambapy_vision_block",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Mambular",
+        "deeptab",
+        "deeptab.nn.blocks.mamba.MambaBlock",
+        "mambapy:deeptab_block",
+        lacks={"generated text": "reads tables"},
+    ),
 )

@@ -9,7 +9,7 @@ where a table says which kernel serves which operation.
 
 from .base import Mixing, Operator, Shape
 from .chain import Chain
-from .combine import Sum
+from .combine import DirectSum, Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
@@ -30,6 +30,7 @@ __all__ = [
     "DeltaRule",
     "DenseHeads",
     "Diagonal",
+    "DirectSum",
     "ElementwiseRecurrence",
     "HeadCentering",
     "LongConv",

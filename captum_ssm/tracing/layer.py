@@ -301,7 +301,7 @@ class Layer:
         limit = self.tolerance if tolerance is None else tolerance
         known = self.checked if tolerance is None else None  # a user's is of the whole output
         error = self.reconstruction_error() if known is None else known.strict
-        require_same(self.name, self.architecture, error, limit)
+        require_same(self.name, self.mixer.architecture, error, limit)
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"

@@ -10,7 +10,7 @@ import torch
 from helpers.activations import blocks_of, in_float64, mixer_calls, own_activations, target_of
 from helpers.sessions import thorough
 from torch import Tensor
-from zoo.adapters import ADAPTERS
+from zoo.adapters import ADAPTERS, WITH_ROUTERS
 from zoo.architectures import Case
 
 from captum_ssm import LatimFlow, LayerLatimFlow, NeuronLatimFlow
@@ -22,12 +22,15 @@ FLOAT32 = 1e-5
 PASSED_BY = ("zamba", "zamba2", "zamba with attention", "zamba2 with attention")
 
 
+CASES = [name for name in ADAPTERS if name not in WITH_ROUTERS]
+
+
 @pytest.fixture
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
     return in_float64(ADAPTERS[request.param](monkeypatch))
 
 
-every = pytest.mark.parametrize("case", thorough(ADAPTERS, ("mamba2",)), indirect=True)
+every = pytest.mark.parametrize("case", thorough(CASES, ("mamba2",)), indirect=True)
 
 
 def left_over(found: Decomposition) -> float:

@@ -16,6 +16,7 @@ from zoo import (
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    mambapy,
     networks,
     short_conv,
 )
@@ -47,8 +48,8 @@ def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architecture
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
-def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model())
+def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(delta.Family(family, patch).model(**options))
 
 
 def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
@@ -61,6 +62,17 @@ def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(fla_cpu.install(patch).model(family, norm_eps=0.05, **options))
 
 
+def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    model = mambapy.MODELS[family](patch, **options)
+    if family in ("vision", "deeptab"):
+        return architectures.Case(model, torch.randn(2, 9, 8))
+    return architectures.language(model)
+
+
+#: Those whose blocks return what their routers said, so that no one activation is theirs.
+WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
+#: Those whose tokens are mixed before the layers read them.
+MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
     **networks.NETWORKS,
     "mamba3": mamba3,
@@ -70,7 +82,19 @@ ADAPTERS: dict[str, architectures.Make] = {
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
     **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
-    **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of delta rules": partial(of_delta, family=name)
+        for name in delta.FAMILIES
+        if name != "qwen4_exp"
+    },
+    "mambapy": partial(of_mambapy, family="mamba"),
+    "mambapy mamba2": partial(of_mambapy, family="mamba2"),
+    "mambapy jamba": partial(of_mambapy, family="jamba"),
+    "mambapy vision": partial(of_mambapy, family="vision"),
+    "mambapy jamba with norms": partial(of_mambapy, family="jamba", inner_layernorms=True),
+    "deeptab": partial(of_mambapy, family="deeptab"),
+    "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
+    **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
         for name in short_conv.FAMILIES

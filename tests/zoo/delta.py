@@ -66,6 +66,17 @@ _LATENT_EXPERTS: dict[str, Any] = {
     "experts_implementation": "eager",
 }
 
+#: Two streams between the layers, and attention to four tokens that an indexer chooses.
+_STREAMS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "hc_count": 2,
+    "hc_lowrank": 5,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
 #: By model: common name, mixer class, model class, config class and options.
 _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -103,6 +114,13 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "KimiLinearConfig",
         {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
     ),
+    "qwen4_exp": (
+        "Qwen4-Exp",
+        "Qwen4ExpTextGatedDeltaNet",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpTextConfig",
+        {**_GROUPED, **_EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
+    ),
     "bailing_hybrid": (
         "Ling 3",
         "BailingHybridDeltaAttention",
@@ -136,6 +154,17 @@ _OWN_NAMES = {
     },
 }
 FAMILIES = tuple(_CLASSES)
+#: Embeddings of pairs and triples of tokens, mixed by a convolution, for the first layer.
+N_GRAMS: dict[str, Any] = {
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 12,
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 1,
+}
 
 
 class Family:

@@ -227,4 +227,4 @@ def embedding(model: Any) -> Any:
     """The layer that looks up token ids."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return model.backbone.embedding
+    return getattr(model, "backbone", model).embedding  # mambapy has it outside
