@@ -156,6 +156,13 @@ BUILT_IN = (
         "glm5_next.Glm5NextTextAttention",
         "attention:glm5_next_attention",
     ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextVisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeAttention", "attention:hf_attention"),

@@ -31,7 +31,7 @@ EXACT = 1e-12
 # --- the sum is the output ----------------------------------------------------------------------
 
 #: Families of transformers beyond those of the zoo; of its others the mixers are stand-ins.
-MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "xlstm"]
+MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "rwkv7", "xlstm"]
 REST = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
 #: One of every way to mix.
 QUICK = [
@@ -140,7 +140,7 @@ def check_total(layer: Layer, activation: str, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 100, 2000])
-@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "rwkv6", "vim", "gpt_neox"])
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "rwkv6", "rwkv7", "vim", "gpt_neox"])
 def test_tiles_of_any_size(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     layers = record(case.model, case.inputs)

@@ -189,6 +189,7 @@ MASKED = (
     *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
     *("llama with attention", "mistral with attention", "kimi_linear"),
     *("olmo_hybrid", "fla RetNet", "fla HGRN2", "fla GLA", "fla DeltaNet", "fla GatedDeltaNet"),
+    "fla RWKV7",
 )
 
 

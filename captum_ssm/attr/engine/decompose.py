@@ -156,7 +156,7 @@ def decompose(
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens(step.output))
     if len(output) > 1 and (others or apart):
-        each, biases = _apart(ledger, output, constant, others)
+        each, biases = _apart(ledger, output, constant, root, others)
     if baseline is not None:
         biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
         inputs = gradient * (value.detach() - baseline)
@@ -190,17 +190,22 @@ def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _apart(
-    ledger: Ledger, output: Tensor, constant: Tensor | None, others: Sequence[Tensor]
+    ledger: Ledger,
+    output: Tensor,
+    constant: Tensor | None,
+    root: Tensor,
+    others: Sequence[Tensor],
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """By example the gradients of further inputs, and what each constant adds (B,)."""
     passes = []
     for i in range(len(output)):
         own = None if constant is None else constant[i : i + 1]
-        passes.append(account(ledger, output[i : i + 1], own, others))
+        # that of the root, too, for a backward pass needs something to go to
+        passes.append(account(ledger, output[i : i + 1], own, [root, *others]))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
     biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
-    return [gradients for gradients, _ in passes], biases
+    return [gradients[1:] for gradients, _ in passes], biases
 
 
 def _with_others(

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ...errors import UnsupportedMixerError
 from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
+from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import at_positions
 from ...operators.readings.scan_tiles import tiles as scan_tiles
+from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
 from .scanned import scanned
@@ -184,10 +186,15 @@ def _tiles_by_query(
 
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
-    local, core = local_and_core(path.operator, like=path.shares[0][1])
-    rows = _sent(core.unit_rows(index.T), path.shares)
-    for part in reversed(local):
-        rows = _at_token(part, rows, index)
+
+    def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
+        rows = _sent(core.unit_rows(index.T), path.shares)
+        for part in reversed(local):
+            rows = _at_token(part, rows, index)
+        return rows
+
+    products = locals_and_cores(path.operator, like=path.shares[0][1])
+    rows = sum_tensors(of_product(local, core) for local, core in products)
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
 
 
@@ -201,9 +208,25 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
     return out
 
 
-def local_and_core(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
-    """The operator as a product: what mixes channels within a token, after a map per channel."""
-    parts = operator.parts if isinstance(operator, Chain) else (operator,)
+def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Operator], Operator]]:
+    """The operator as a sum of products: what mixes channels within a token, after the others.
+
+    Args:
+        operator: the operator.
+        like: a tensor of the dtype and device to use.
+
+    Returns:
+        For each product the parts up to the last that mixes channels, and the map per channel that
+        acts before them; one product where nothing mixes channels.
+    """
+    if not _mixes_channels(operator):
+        return [((), operator)]
+    return [_local_and_core(parts, like) for parts in products_of(operator)]
+
+
+def _local_and_core(
+    parts: tuple[Operator, ...], like: Tensor
+) -> tuple[Sequence[Operator], Operator]:
     mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
@@ -213,7 +236,7 @@ def local_and_core(operator: Operator, like: Tensor) -> tuple[Sequence[Operator]
                 f"{type(part).__name__} acts after channels were mixed, so the operator has no "
                 "matrix per channel. What mixes channels must come last and act on single tokens."
             )
-    identity = Diagonal(like.new_ones(1, 1, 1, 1), operator.shape)
+    identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity
 
 
