@@ -114,7 +114,7 @@ def test_after_a_refusal(model: Any, snapshot: Any) -> None:
     model.backbone.layers[1].mixer = nn.LSTM(5, 5)
     before = snapshot(model)
     with pytest.raises(TypeError), trace(model):
-        pass
+        model(ids())
     before.check()
     with pytest.raises(ValueError), trace(model, layers=["nowhere"]):
         pass

@@ -54,7 +54,7 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 3,
     "kv_lora_rank": 6,
 }
-_LATENT_EXPERTS: dict[str, Any] = {
+LATENT_EXPERTS: dict[str, Any] = {
     **_LATENT,
     **_WIDE,
     "num_local_experts": 4,
@@ -64,6 +64,15 @@ _LATENT_EXPERTS: dict[str, Any] = {
     "topk_group": 1,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "experts_implementation": "eager",
+}
+INDEXED: dict[str, Any] = {
+    "qk_rope_head_dim": 0,
+    "q_lora_rank": 5,
+    "index_topk": 4,
+    "index_kpool": 2,
+    "index_head_dim": 3,
+    "index_n_heads": 2,
+    "hc_mult": 2,
 }
 
 #: Two streams between the layers, and attention to four tokens that an indexer chooses.
@@ -126,7 +135,7 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "BailingHybridDeltaAttention",
         "BailingHybridForCausalLM",
         "BailingHybridConfig",
-        {**_LATENT_EXPERTS, "num_key_value_heads": None},
+        {**LATENT_EXPERTS, "num_key_value_heads": None},
     ),
     "glm5_next": (
         "GLM-5.3-Flash",
@@ -134,14 +143,8 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "Glm5NextForConditionalGeneration",
         "Glm5NextTextConfig",
         {
-            **_LATENT_EXPERTS,
-            "qk_rope_head_dim": 0,
-            "q_lora_rank": 5,
-            "index_topk": 4,
-            "index_kpool": 2,
-            "index_head_dim": 3,
-            "index_n_heads": 2,
-            "hc_mult": 2,
+            **LATENT_EXPERTS,
+            **INDEXED,
         },
     ),
 }
@@ -188,7 +191,11 @@ class Family:
 
     def model(self, **options: Any) -> Any:
         config = self.config(**options)
-        return randomise(self._model(_with_vision(config) if self._name == "glm5_next" else config))
+        if self._name != "glm5_next":
+            return randomise(self._model(config))
+        model = self._model(_with_vision(config))
+        del model.model.visual  # which reads images; these models are given texts
+        return randomise(model)
 
 
 def _with_vision(config: Any) -> Any:

@@ -14,7 +14,7 @@ from helpers.versions import named
 from torch import Tensor, nn
 
 from zoo.architectures import Case, Make
-from zoo.delta import without_kernels
+from zoo.delta import INDEXED, LATENT_EXPERTS, without_kernels
 from zoo.mamba import randomise
 
 #: The token in whose place a feature of an image stands, and the size of the vocabulary.
@@ -58,6 +58,15 @@ _QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 16,
     "num_position_embeddings": 16,
 }
+_GLM: dict[str, Any] = {
+    **_TEXT,
+    **LATENT_EXPERTS,
+    **INDEXED,
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
+_GLM_TOWER = {k: v for k, v in _QWEN_TOWER.items() if k != "num_position_embeddings"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _SIGLIP: dict[str, Any] = {
     **_TOWER,
@@ -79,6 +88,7 @@ _LFM3_TOWER: dict[str, Any] = {
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
+    "glm5_next": ("Glm5Next", _GLM, _GLM_TOWER),
     "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
     "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),
 }
