@@ -14,7 +14,7 @@ nox.options.sessions = ["tests", "lint", "types"]
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 
-#: What `-m` chooses where mamba-ssm and flash-linear-attention are: all tests, the longer ones too.
+#: What `-m` chooses where the special packages are: all tests, the longer ones too.
 EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
 #: The core whole: the quick tests and those marked full.
 CORE = "not bench and not processes and not browser and not fuzz"
@@ -22,7 +22,7 @@ CORE = "not bench and not processes and not browser and not fuzz"
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-FLA = ("flash-linear-attention", "fla-core")
+SPECIAL = ("flash-linear-attention", "fla-core", "xlstm")
 BUILD = ("ninja", "packaging", "setuptools", "wheel")
 #: Extras for whoever works on the package itself.
 DEVELOPMENT = {"dev", "docs", "lint", "test"}
@@ -111,7 +111,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
-    install(session, "-e", ".[test]", "pytest-xdist", *FLA)
+    install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
     texts = texts_of_others(session)
@@ -121,7 +121,7 @@ def tests_full(session: nox.Session) -> None:
 @nox.session
 def coverage(session: nox.Session) -> None:
     """How much all tests run, with the special packages; setup.cfg sets the least."""
-    install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
+    install(session, "-e", ".[test]", "coverage", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
     env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}

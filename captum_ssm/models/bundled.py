@@ -56,8 +56,9 @@ def load_bundled(
             ``FEW_PAIRS``; ``"chains-mamba"`` and ``"chains-mamba2"`` write the chains of
             ``CHAINS``.  Of the image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``,
             each a :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in
-            front, and ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the
-            shapes of ``SCENES``.
+            front, ``"scenes-vmamba"``, a :class:`~captum_ssm.models.VMamba`, and
+            ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes of
+            ``SCENES``.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
             positive sentences, see :class:`~captum_ssm.models.TextReader`.
             Default: ``"recall-mamba"``.

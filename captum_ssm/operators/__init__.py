@@ -17,6 +17,7 @@ from .long_conv import LongConv
 from .recurrences.delta_product import DeltaProduct
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import WKV, ElementwiseRecurrence
+from .recurrences.feedback import FeedbackRecurrence
 from .recurrences.scalar_decay import ScalarDecayHeads
 from .recurrences.selective_scan import SelectiveScan
 from .recurrences.vector_decay import VectorDecayHeads
@@ -32,6 +33,7 @@ __all__ = [
     "Diagonal",
     "DirectSum",
     "ElementwiseRecurrence",
+    "FeedbackRecurrence",
     "HeadCentering",
     "LongConv",
     "Mixing",

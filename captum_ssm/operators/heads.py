@@ -324,7 +324,7 @@ def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
 class HeadCentering(Operator):
     """y = x - mean of x over the value channels of a head: the centering of a frozen LayerNorm.
 
-    The one operator that mixes channels; each channel's own share is 1 - 1/P.
+    It mixes channels; each channel's own share is 1 - 1/P.
 
     Args:
         shape: the sizes acted on.
@@ -332,6 +332,8 @@ class HeadCentering(Operator):
         component: name of the part it stands for. Default: ``"norm"``.
         across: whether the mean is that of all channels, of all heads; the share is then 1 - 1/C.
             Default: False.
+        centred: 1 for the heads that are centred (H,), 0 for those that pass as they are. Default:
+            None, all of them are.
 
     Example:
         >>> import torch
@@ -342,14 +344,19 @@ class HeadCentering(Operator):
     """
 
     def __init__(
-        self, shape: Shape, like: Tensor, component: str | None = "norm", across: bool = False
+        self,
+        shape: Shape,
+        like: Tensor,
+        component: str | None = "norm",
+        across: bool = False,
+        centred: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.component = component
         self.across = across
         self._of = (-1, -2) if across else (-1,)
-        channels = shape.per_head * (shape.heads if across else 1)
-        self._share = like.new_full((1, 1, 1, 1), 1 - 1 / channels)
+        chosen = like.new_ones(shape.heads) if centred is None else centred
+        self._centred = chosen.detach().to(like)[:, None]  # (H, 1)
 
     @property
     def mixes_tokens(self) -> bool:
@@ -360,13 +367,13 @@ class HeadCentering(Operator):
         return False
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - v.mean(self._of, keepdim=True)
+        return v - self._centred * v.mean(self._of, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - u.mean(self._of, keepdim=True)
+        return u - (self._centred * u).mean(self._of, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"share": self._share}
+        return {"centred": self._centred}
 
     def select(self, heads: Sequence[int]) -> Operator:
         if self.across:
@@ -374,11 +381,13 @@ class HeadCentering(Operator):
                 f"heads={list(heads)} of a norm over all heads: none of them has a mean of its "
                 "own. Ask for heads of per_channel(), where each channel has its own share alone."
             )
-        shape = self.shape._replace(heads=len(heads))
-        return HeadCentering(shape, self._share, self.component)
+        shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
+        return HeadCentering(shape, centred, self.component, centred=centred)
 
     def per_channel(self) -> Operator:
-        return Diagonal(self._share, self.shape, self.component)
+        channels = self.shape.per_head * (self.shape.heads if self.across else 1)
+        share = 1 - self._centred / channels
+        return Diagonal(share[None, None], self.shape, self.component)
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:

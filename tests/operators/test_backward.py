@@ -20,6 +20,7 @@ from captum_ssm.operators import (
     DeltaRule,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     Operator,
     ScalarDecayHeads,
     SelectiveScan,
@@ -85,6 +86,27 @@ def elementwise(tokens: int) -> Case:
 
     decay = log_decays(tokens, HEADS).exp()
     return Case({"decay": decay}, lambda z: ElementwiseRecurrence(z["decay"]), plain, 1)
+
+
+def feedback(tokens: int) -> Case:
+    fed = torch.randn(HEADS, VALUES, VALUES, dtype=torch.float64)
+
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        state = heard = torch.zeros_like(v[:, 0])
+        out = []
+        for t in range(v.shape[1]):
+            state = z["decay"][:, t] * state + z["write"][:, t] * (v[:, t] + heard)
+            out.append(z["gate"][:, t] * state)
+            heard = torch.einsum("hpq,bhq->bhp", fed.to(v), out[-1])
+        return torch.stack(out, 1)
+
+    given = {name: torch.rand_like(randn(tokens, HEADS, VALUES)) for name in ("decay", "gate")}
+    given["write"] = 0.2 * randn(tokens, HEADS, VALUES)
+    return Case(
+        given,
+        lambda z: FeedbackRecurrence(z["decay"], z["write"], z["gate"], fed.to(z["gate"])),
+        plain,
+    )
 
 
 def wkv(tokens: int) -> Case:
@@ -291,6 +313,7 @@ CASES = {
     "Diagonal of heads": diagonal(1, 1, 1, 0),
     "Diagonal of channels": diagonal(0, 0, 1, 1),
     "ElementwiseRecurrence": elementwise,
+    "FeedbackRecurrence": feedback,
     "WKV": wkv,
     "SelectiveScan": scan(None),
     "SelectiveScan in groups": scan(2),

@@ -22,6 +22,7 @@ from captum_ssm.operators import (
     DenseHeads,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     HeadCentering,
     LongConv,
     Mixing,
@@ -162,6 +163,14 @@ def delta_rule() -> OfData:
     )
 
 
+def feedback() -> OfData:
+    decay, write, gate = (features(HEADS, VALUES) for _ in range(3))
+    fed = randn(HEADS, VALUES, VALUES)
+    return lambda x: FeedbackRecurrence(
+        torch.sigmoid(decay(x)), torch.sigmoid(write(x)), torch.sigmoid(gate(x)), fed
+    )
+
+
 def delta_product() -> OfData:
     q, k, beta = features(HEADS, STATE), features(2 * HEADS, STATE), features(2 * HEADS)
     return lambda x: DeltaProduct(
@@ -189,6 +198,10 @@ def chain(*makers: OfData) -> OfData:
 def backwards(make: OfData) -> OfData:
     """What reads the tokens from the last to the first."""
     return lambda x: make(x.flip(1))
+
+
+def own_shares(make: OfData) -> OfData:
+    return lambda x: make(x).per_channel()
 
 
 def total(*makers: OfData) -> OfData:
@@ -242,6 +255,8 @@ CASES: dict[str, Case] = {
     "retention": Case(retention, "controlled"),
     "gated attention": Case(gated_attention, "controlled"),
     "delta rule": Case(delta_rule, "controlled"),
+    "feedback": Case(feedback, "controlled"),
+    "own shares": Case(lambda: own_shares(feedback()), "controlled"),
     "delta product": Case(delta_product, "controlled"),
     "softmax of scores": Case(scores, "controlled"),
     # products

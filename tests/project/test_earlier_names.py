@@ -40,8 +40,8 @@ MODELS = """
     pairs-mamba pairs-mamba2 pairs-gated-deltanet pairs-rwkv pairs-griffin pairs-bamba
     chains-mamba chains-mamba2
     copying-bamba translation-gated-deltanet translation-rwkv passkey-gated-deltanet
-    two-passkeys-gated-deltanet scenes-vim scenes-vim-first scenes-vit valence-mamba valence-rwkv
-    valence-bert
+    two-passkeys-gated-deltanet scenes-vim scenes-vim-first scenes-vmamba scenes-vit valence-mamba
+    valence-rwkv valence-bert
 """
 
 

@@ -19,6 +19,7 @@ from zoo import (
     mambapy,
     networks,
     short_conv,
+    xlstm_cpu,
 )
 from zoo.mamba import randomise
 
@@ -40,6 +41,21 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     options = {"num_heads": 2, "head_dim": 6, "output_gate_activation": "sigmoid"}
     layer = fla_cpu.install(patch).layer("GatedDeltaNet", hidden_size=16, **options)
     return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
+def mamba_ssm_attention(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Beside a layer of Mamba, with a convolution."""
+    package = mamba_ssm_cpu.install(patch, causal_conv1d=False)
+    return architectures.language(randomise(package.make_hybrid(d_conv=3)))
+
+
+def xlstm_large(patch: pytest.MonkeyPatch) -> architectures.Case:
+    return architectures.language(xlstm_cpu.large())
+
+
+def xlstm_blocks(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Those of mLSTM and of sLSTM."""
+    return architectures.language(xlstm_cpu.blocks())
 
 
 def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
@@ -77,6 +93,9 @@ ADAPTERS: dict[str, architectures.Make] = {
     **networks.NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
+    "mamba_ssm attention": mamba_ssm_attention,
+    "xlstm large": xlstm_large,
+    "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),

@@ -15,7 +15,7 @@ from helpers.versions import named
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
 from oracles import vmamba as vmamba_oracle
-from torch import Tensor
+from torch import Tensor, nn
 
 from captum_ssm.models import RWKV7, VisionMamba, VMamba
 from zoo import architectures, attention, fla_cpu, mamba2
@@ -228,4 +228,4 @@ def embedding(model: Any) -> Any:
     """The layer that looks up token ids."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return getattr(model, "backbone", model).embedding  # mambapy has it outside
+    return next(module for module in model.modules() if isinstance(module, nn.Embedding))

@@ -188,7 +188,12 @@ def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
-        rows = _sent(core.unit_rows(index.T), path.shares)
+        if _mixes_channels(core):
+            units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
+            each = (_sent(core.unit_rows(index.T, unit), path.shares).sum(-1) for unit in units)
+            rows = torch.stack([*each], -1)
+        else:
+            rows = _sent(core.unit_rows(index.T), path.shares)
         for part in reversed(local):
             rows = _at_token(part, rows, index)
         return rows
@@ -216,8 +221,9 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
         like: a tensor of the dtype and device to use.
 
     Returns:
-        For each product the parts up to the last that mixes channels, and the map per channel that
-        acts before them; one product where nothing mixes channels.
+        For each product the parts up to the last that mixes channels of single tokens, and what
+        acts before them: a map per channel, or a recurrence whose steps mix channels, too. One
+        product where nothing mixes channels.
     """
     if not _mixes_channels(operator):
         return [((), operator)]
@@ -227,14 +233,14 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
 def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
-    mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]
+    mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
                 f"{type(part).__name__} acts after channels were mixed, so the operator has no "
-                "matrix per channel. What mixes channels must come last and act on single tokens."
+                "matrix per channel. What mixes channels within tokens must come last."
             )
     identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity

@@ -26,6 +26,7 @@ from ...attr import (
     TransformerAttribution,
 )
 from ...linear import Rule
+from ...models.vmamba import VMamba
 from ...operators.reduction import discard_smallest
 from ...tracing import find_mixers
 from ..harness.experiment import Cell
@@ -65,6 +66,7 @@ class ImageMap:
         by_class: whether each class has a map of its own. Default: True.
         of_attention: whether it says of a model of softmax attention alone what no other
             formulation says. Default: True.
+        of_stages: whether it explains models in stages, whose maps become coarser. Default: True.
         variant: whether it is a choice to be compared with others of one method (HA tables 5 and
             6, UN table 4, LATIM's activations, absolute values); such are measured on segmentation
             alone. Default: False.
@@ -73,10 +75,13 @@ class ImageMap:
     explain: Explain
     by_class: bool = True
     of_attention: bool = True
+    of_stages: bool = True
     variant: bool = False
 
     def applies(self, model: nn.Module) -> bool:
         """Whether it has something of its own to say of this model."""
+        if isinstance(model, VMamba):
+            return self.of_stages
         return self.of_attention or not attention_alone(model)
 
 
@@ -92,8 +97,10 @@ def image_maps() -> dict[Cell, ImageMap]:
     for form in ("lrp", "gradient"):
         kind = partial(TransformerAttribution, form=form)
         maps[Cell("TransformerAttribution", form)] = ImageMap(partial(_each, kind=kind))
-    for cell, explain in {**captum_maps(), **activation_maps()}.items():
+    for cell, explain in captum_maps().items():
         maps[cell] = ImageMap(explain, variant=cell.formulation == ABSOLUTE)
+    for cell, explain in activation_maps().items():
+        maps[cell] = ImageMap(explain, of_stages=False)
     for cell, explain in picture_maps().items():
         maps[cell] = ImageMap(explain, by_class=False)
     return maps
@@ -174,7 +181,7 @@ def _latim_maps() -> dict[Cell, ImageMap]:
             maps[Cell(name, activation)] = ImageMap(explain, False, exact, variant=not exact)
         logit = partial(_each, kind=partial(LatimLogit, activation=activation))
         maps[Cell("LatimLogit", activation)] = ImageMap(
-            logit, of_attention=exact, variant=not exact
+            logit, of_attention=exact, of_stages=False, variant=not exact
         )
     return maps
 

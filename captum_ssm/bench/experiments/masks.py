@@ -24,7 +24,7 @@ from ..harness.records import Numbers, Rows
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .image_baselines import Explain
 from .image_maps import ImageMap, image_maps
-from .on_scenes import VIM, VIT, ByMaps, predicted
+from .on_scenes import VIM, VIT, VMAMBA, ByMaps, predicted
 
 BACKGROUND, OBJECT = "background", "object"
 #: The background's scores; the papers give none.
@@ -76,6 +76,11 @@ class Segmenting(ByMaps):
         Column("mAP", ("ap",)),
         Column("mF1", ("f1",)),
     )
+
+    def __init__(
+        self, models: Sequence[str] = (VIM, VMAMBA, VIT), task: SceneTask = SCENES
+    ) -> None:
+        super().__init__(models, task)
 
     def judge(self, model: nn.Module, example: SceneBatch, image: Tensor, explain: Explain) -> Rows:
         found = explain(model, image, [predicted(model, image)])

@@ -20,8 +20,8 @@ from .image_baselines import Explain, picture_maps
 from .image_maps import ImageMap
 from .linked_texts import device_of
 
-#: Vision Mamba with the cls token in the middle and in front, and a transformer.
-VIM, VIM_FIRST, VIT = "scenes-vim", "scenes-vim-first", "scenes-vit"
+#: Vision Mamba with the cls token in the middle and in front, VMamba, and a transformer.
+VIM, VIM_FIRST, VMAMBA, VIT = "scenes-vim", "scenes-vim-first", "scenes-vmamba", "scenes-vit"
 
 
 class OnScenes(Experiment):
