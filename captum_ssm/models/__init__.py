@@ -1,6 +1,7 @@
-"""Models: Vision Mamba in plain PyTorch, the small trained ones that ship, and what they read."""
+"""Models in plain PyTorch, of images and DNA; the small trained ones that ship; what they read."""
 
 from .bundled import load_bundled, load_dictionary
+from .dna import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
 from .vocabulary import WordVocabulary
@@ -8,12 +9,17 @@ from .vocabulary import WordVocabulary
 __all__ = [
     "CLASS_WORDS",
     "CLS",
+    "Caduceus",
+    "HyenaDNA",
+    "OneHot",
     "TextReader",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
+    "load_caduceus",
     "load_dictionary",
+    "load_hyenadna",
     "load_vim",
     "text_words",
     "vim_small",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from .._files import read_safetensors
 from ..errors import CaptumSSMError, CheckpointError
 
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
@@ -25,6 +30,8 @@ _MOST = {
 }
 #: Keys that an error names at most.
 _SHOWN = 8
+
+Weights = Mapping[str, Tensor]
 
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:
@@ -51,6 +58,70 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
                 "Is the file damaged?"
             )
     return settings
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, without running any code in it.
+
+    Args:
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"`` or ``"state_dict"``.
+
+    Returns:
+        Tensors on the CPU, by name.
+
+    Raises:
+        CheckpointError: when the file is broken, would run code, or holds something else.
+    """
+    content: Any
+    if path.suffix == ".safetensors":
+        content = read_safetensors(path, str(path))
+    else:
+        # checkpoints of the published training script hold its command line beside the weights
+        allow = getattr(torch.serialization, "safe_globals", None)
+        with nullcontext() if allow is None else allow([argparse.Namespace]):
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read without running code in it, which is refused. If you "
+                    'trust it, save its weights alone: torch.save({"model": weights}, path).'
+                ) from error
+            except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
+                    "or save it again."
+                ) from error
+    for name in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
+        raise CheckpointError(
+            f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
+        )
+    for key, weight in content.items():
+        if weight.nbytes > weight.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {key!r} has shape {tuple(weight.shape)}, more numbers than the file "
+                "holds. Save the weights as they are, not expanded."
+            )
+    return content
+
+
+def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that are not stored, each with the stored one that shares its parameter.
+
+    Args:
+        model: what the weights are of; it may be on the meta device.
+        weights: those of a file, by name.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    stored = {id(own[name]): name for name in weights if name in own}
+    return {
+        name: stored[id(parameter)]
+        for name, parameter in own.items()
+        if name not in weights and id(parameter) in stored
+    }
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Folders of small models, which say themselves what is in them.
 
-- ``config.json`` names the class, of transformers or :class:`~captum_ssm.models.VisionMamba`, and
-  what it is made of; of an image classifier it names the classes.
+- ``config.json`` names the class, of transformers or of this package, and what it is made of; of a
+  classifier of images or DNA it names the classes.
 - ``model.safetensors`` holds the weights, tied ones once.
 - ``vocab.json``, of a model that reads texts, holds the words.
 """
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from .._files import make_folder, read_json, read_safetensors, write_whole, writing
 from .._optional import optional
 from ..errors import CheckpointError
-from .checkpoints import check_counts, check_fit, naming
+from .checkpoints import check_counts, check_fit, naming, tied_names
+from .dna import Caduceus, HyenaDNA
 from .small import model_of
 from .vim import VisionMamba
 from .vocabulary import WordVocabulary
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
-#: The one class that is not of transformers.
-_PLAIN = VisionMamba.__name__
+#: The classes that are not of transformers, by name.
+_OWN = {each.__name__: each for each in (VisionMamba, Caduceus, HyenaDNA)}
 #: Classes whose weights transformers saves under the names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
@@ -36,7 +37,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
     Args:
-        folder: what :func:`save_vision_mamba` or :func:`save_of_transformers` has written to.
+        folder: what :func:`save_of_package` or :func:`save_of_transformers` has written to.
 
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
@@ -65,10 +66,11 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     # Folders of earlier versions name the class of transformers alone.
-    named = settings.get("architectures", [_PLAIN])
-    if named == [_PLAIN]:
+    named = settings.get("architectures", [VisionMamba.__name__])
+    own_class = _OWN.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
+    if own_class is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
-        return _filled(lambda: VisionMamba(**own), folder)
+        return _filled(lambda: own_class(**own), folder)
     model_class = _class_of_transformers(folder, named)
     if model_class.__name__ in _RENAMED:
         return _renamed(folder, model_class)
@@ -92,7 +94,7 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     weights = read_weights(folder)
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()
-    for name, stored in _tied(wanted, weights).items():
+    for name, stored in tied_names(wanted, weights).items():
         weights[name] = weights[stored]
     try:
         check_fit(wanted.state_dict(), weights)
@@ -101,17 +103,6 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     model = make()
     model.load_state_dict(weights, strict=True)
     return model.eval()
-
-
-def _tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Names that are not stored, each with the stored one that shares its parameter."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    stored = {id(own[name]): name for name in weights if name in own}
-    return {
-        name: stored[id(parameter)]
-        for name, parameter in own.items()
-        if name not in weights and id(parameter) in stored
-    }
 
 
 def _renamed(folder: Path, model_class: Any) -> nn.Module:
@@ -127,8 +118,8 @@ def _renamed(folder: Path, model_class: Any) -> nn.Module:
     return model.eval()
 
 
-def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path) -> None:
-    """Writes the weights of a Vision Mamba, and what it is made of.
+def save_of_package(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+    """Writes the weights of a model of a class of this package, and what it is made of.
 
     Args:
         model: the model.
@@ -136,9 +127,9 @@ def save_vision_mamba(model: VisionMamba, settings: dict[str, Any], folder: Path
         folder: where the files go; made if missing.
     """
     make_folder(folder)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.contiguous() for name, value in _stored_once(model).items()}
     write_whole(folder / WEIGHTS, _safetensors("Saving a bundled model").save(weights))
-    write_config({"architectures": [_PLAIN], **settings}, folder)
+    write_config({"architectures": [type(model).__name__], **settings}, folder)
 
 
 def save_of_transformers(model: Any, folder: Path) -> None:

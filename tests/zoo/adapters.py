@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from oracles import vim as vim_oracle
 
+from captum_ssm.models import Caduceus, HyenaDNA
 from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
@@ -31,6 +34,16 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
+def caduceus(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
+    small = {"d_model": 6, "n_layer": 2, "vocab_size": 16, "d_state": 3}
+    return architectures.language(vim_oracle.randomise(Caduceus(**small | options)))
+
+
+def hyenadna(patch: pytest.MonkeyPatch) -> architectures.Case:
+    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5)
+    return architectures.language(randomise(model))
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
@@ -40,5 +53,8 @@ ADAPTERS: dict[str, architectures.Make] = {
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
+    "caduceus of both strands": caduceus,
+    "caduceus of one strand": partial(caduceus, rcps=False),
+    "hyenadna": hyenadna,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
 }

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...models.folders import save_of_transformers, save_vision_mamba
+from ...models.folders import save_of_package, save_of_transformers
 from ...models.small import model_of
 from ...models.vim import VisionMamba
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
@@ -129,7 +129,7 @@ class ImageRecipe(Recipe):
     def save(self, model: nn.Module, folder: Path) -> None:
         if isinstance(model, VisionMamba):
             named = dict(enumerate(self.task.classes))
-            save_vision_mamba(
+            save_of_package(
                 model, {"id2label": named, **_vim_options(self.size, self.task)}, folder
             )
         else:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import pickle
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..._files import read_safetensors
 from ...errors import CheckpointError
-from ..checkpoints import check_fit
+from ..checkpoints import Weights, check_fit, read_checkpoint
 from .model import VisionMamba
 
 #: Image side of the released models.
 _RELEASED = 224
-
-Weights = Mapping[str, Tensor]
 
 
 def load_vim(path: str | Path, **options: Any) -> VisionMamba:
@@ -58,7 +51,7 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
         >>> torch.equal(model(images), trained(images))
         True
     """
-    weights = _read(Path(path))
+    weights = read_checkpoint(Path(path))
     try:
         with torch.device("meta"):  # the weights come from the file
             model = VisionMamba(**_sizes(weights, options))
@@ -67,41 +60,6 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
         raise CheckpointError(f"{path} does not fit a Vision Mamba: {error}") from None
     model.load_state_dict(weights, strict=True, assign=True)
     return model.eval()
-
-
-def _read(path: Path) -> Weights:
-    content: Any
-    if path.suffix == ".safetensors":
-        content = read_safetensors(path, str(path))
-    else:
-        # checkpoints of the published training script hold its command line beside the weights
-        allow = getattr(torch.serialization, "safe_globals", None)
-        with nullcontext() if allow is None else allow([argparse.Namespace]):
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(
-                    f"{path} cannot be read without running code in it, which is refused. If you "
-                    'trust it, save its weights alone: torch.save({"model": weights}, path).'
-                ) from error
-            except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
-                    "or save it again."
-                ) from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
-    if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
-        raise CheckpointError(
-            f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
-        )
-    for key, weight in content.items():
-        if weight.nbytes > weight.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"{path}: {key!r} has shape {tuple(weight.shape)}, more numbers than the file "
-                "holds. Save the weights as they are, not expanded."
-            )
-    return content
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:

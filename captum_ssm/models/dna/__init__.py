@@ -1,0 +1,34 @@
+"""Models of DNA in plain PyTorch, which load the official checkpoints."""
+
+from .caduceus import (
+    COMPLEMENTS,
+    BiMamba,
+    Caduceus,
+    CaduceusBlock,
+    StrandsEmbedding,
+    StrandsHead,
+    StrandsMixer,
+    StrandsNorm,
+)
+from .hyena import HyenaBlock, HyenaDNA, HyenaFilter, HyenaOperator
+from .load import load_caduceus, load_hyenadna
+from .one_hot import BASE_IDS, OneHot
+
+__all__ = [
+    "BASE_IDS",
+    "COMPLEMENTS",
+    "BiMamba",
+    "Caduceus",
+    "CaduceusBlock",
+    "HyenaBlock",
+    "HyenaDNA",
+    "HyenaFilter",
+    "HyenaOperator",
+    "OneHot",
+    "StrandsEmbedding",
+    "StrandsHead",
+    "StrandsMixer",
+    "StrandsNorm",
+    "load_caduceus",
+    "load_hyenadna",
+]
