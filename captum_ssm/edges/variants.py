@@ -30,7 +30,7 @@ def variant_effects(
     additional_forward_args: Any = None,
     *,
     contrast: Any = None,
-    rule: str | None = None,
+    rule: str | None = "centred",
     model: nn.Module | None = None,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Tensor:
@@ -46,8 +46,9 @@ def variant_effects(
         target: in Captum's forms. Default: None, for models that return one number per example.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: what the target is held against; see :meth:`.LatimFlow.attribute`. Default: None.
-        rule: None for the model's own gradient; or the rule of the linear network whose gradient is
-            read, ``"frozen"``, ``"half"``, ``"equal"`` or ``"centred"``. Default: None.
+        rule: the rule of the linear network whose gradient is read, ``"frozen"``, ``"half"``,
+            ``"equal"`` or ``"centred"``; None for the model's own gradient, which is about 0 where
+            the model is sure. Default: ``"centred"``, the best by evidence.
         model: the module, where forward_func does not reveal it. Default: None.
         layers: of its mixers those to use, where there is a rule. Default: None, all.
 
@@ -135,8 +136,7 @@ def mutagenesis(
                 output = logits_of(
                     call_model(forward_func, given, as_tuple(additional_forward_args))
                 )
-            found = [contrasted(output[i : i + 1], *asked) for i in range(len(output))]
-            return torch.cat([x if constant is None else x + constant for x, constant in found])
+            return torch.cat([contrasted(each[None], *asked)[0] for each in output])
 
         before = numbers(sequence[None])
         variants = ((sequence == 0) & (sequence.sum(-1, keepdim=True) > 0)).nonzero()  # (n, 2)
@@ -173,14 +173,19 @@ def _own_gradient(
 ) -> Tensor:
     """The gradient of the target at the sequences, in their shape."""
     find_model(forward_func, model)  # refuses what leads to none, as by a rule
+    if torch.is_inference_mode_enabled():
+        raise GradientModeError(
+            "variant_effects needs gradients, which torch.inference_mode() forbids. Leave it, or "
+            "use torch.no_grad()."
+        )
     x = one_hot.detach().clone().requires_grad_()
     with torch.enable_grad(), repaired_scans():
         output = logits_of(call_model(forward_func, x, as_tuple(additional)))
         numbers, _ = contrasted(output, target, contrast)
         if not numbers.requires_grad:
             raise GradientModeError(
-                "The target does not depend on one_hot, or the model ran where no graph is "
-                "recorded, so there is no gradient. Leave torch.inference_mode() and no_grad()."
+                "The target does not depend on one_hot, so there is no gradient. Does forward_func "
+                "detach, or run the model under no_grad?"
             )
         (gradient,) = torch.autograd.grad(numbers.sum(), x)
     return gradient

@@ -68,6 +68,18 @@ BUILT_IN = (
         "caduceus:both_strands",
     ),
     Line("HyenaDNA", "captum-ssm", "captum_ssm.models.dna.hyena.HyenaOperator", "hyena:hyena"),
+    Line(
+        "StripedHyena 2",
+        "captum-ssm",
+        "captum_ssm.models.dna.striped_hyena.HyenaCascade",
+        "striped_hyena:cascade",
+    ),
+    Line(
+        "StripedHyena 2",
+        "captum-ssm",
+        "captum_ssm.models.dna.striped_hyena.StripedAttention",
+        "striped_hyena:attention",
+    ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
     Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
     Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),

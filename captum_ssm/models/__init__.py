@@ -1,7 +1,15 @@
 """Models in plain PyTorch, of images and DNA; the small trained ones that ship; what they read."""
 
 from .bundled import load_bundled, load_dictionary
-from .dna import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
+from .dna import (
+    Caduceus,
+    HyenaDNA,
+    OneHot,
+    StripedHyena,
+    load_caduceus,
+    load_hyenadna,
+    load_striped_hyena,
+)
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
 from .vocabulary import WordVocabulary
@@ -12,6 +20,7 @@ __all__ = [
     "Caduceus",
     "HyenaDNA",
     "OneHot",
+    "StripedHyena",
     "TextReader",
     "VisionMamba",
     "WordVocabulary",
@@ -20,6 +29,7 @@ __all__ = [
     "load_caduceus",
     "load_dictionary",
     "load_hyenadna",
+    "load_striped_hyena",
     "load_vim",
     "text_words",
     "vim_small",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -77,9 +78,9 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         content = read_safetensors(path, str(path))
     else:
-        # checkpoints of the published training script hold its command line beside the weights
+        # checkpoints of published scripts hold a command line or plain bytes beside the weights
         allow = getattr(torch.serialization, "safe_globals", None)
-        with nullcontext() if allow is None else allow([argparse.Namespace]):
+        with nullcontext() if allow is None else allow([argparse.Namespace, io.BytesIO]):
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
@@ -95,6 +96,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     for name in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
+    if isinstance(content, dict):  # how a kernel scaled numbers of eight bits, which are no weights
+        content = {k: w for k, w in content.items() if not str(k).endswith("._extra_state")}
     if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise CheckpointError(
             f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'

@@ -134,3 +134,82 @@ def hyenadna(w: Weights, ids: Tensor, depth: int) -> Tensor:
         x = x + u @ layer["mlp.fc2.weight"].T + layer["mlp.fc2.bias"]
     x = layer_norm(x, under(w, "hyena.backbone.ln_f."))
     return x[-1] @ w["score.weight"].T if "score.weight" in w else x @ w["lm_head.weight"].T
+
+
+# --- StripedHyena 2 ---------------------------------------------------------------------------
+
+
+def cascade(w: Weights, u: Tensor) -> Tensor:
+    """The gated convolution of a projected stream u (L, 3 E)."""
+    taps, tokens = w["short_filter_weight"][:, 0], len(u)
+    short = torch.zeros_like(u)
+    for t in range(tokens):
+        for k in range(min(t + 1, taps.shape[1])):
+            short[t] += taps[:, -1 - k] * u[t - k]
+    x2, x1, v = short[:, 0::3], short[:, 1::3], short[:, 2::3]
+    width = v.shape[1]
+    if "h" in w:
+        filters = w["h"][:, 0]
+        filters = filters if filters.shape[1] >= 128 else filters.flip(1)
+        h = [filters[channel // (width // len(filters))] for channel in range(width)]
+    else:
+        time = torch.arange(tokens)
+        h = [
+            (w["residues"][c, :, None] * torch.exp(w["log_poles"][c] * time)).sum(0)
+            for c in range(width)
+        ]
+    skip = w.get("D", torch.zeros(width).double())
+    out = torch.zeros_like(v)
+    for t in range(tokens):
+        for c in range(width):
+            read = range(min(t + 1, len(h[c])))
+            mixed = sum(h[c][k] * x1[t - k, c] * v[t - k, c] for k in read)
+            out[t, c] = x2[t, c] * (mixed + skip[c] * x1[t, c] * v[t, c])
+    return out
+
+
+def striped_attention(w: Weights, hidden: Tensor, heads: int, scaling: float = 1.0) -> Tensor:
+    """For hidden (L, E)."""
+    tokens, width = hidden.shape
+    size = width // heads
+    qkv = hidden @ w["Wqkv.weight"].T
+    found = []
+    for head in range(heads):
+        q, k, v = qkv[:, 3 * size * head : 3 * size * (head + 1)].split(size, 1)
+        turned = []
+        for x in (q, k):
+            rows = []
+            for t in range(tokens):
+                angle = t / scaling * w["rotary_emb.inv_freq"]
+                pairs = torch.complex(x[t, : size // 2], x[t, size // 2 :]) * torch.exp(1j * angle)
+                rows.append(torch.cat([pairs.real, pairs.imag]))
+            turned.append(torch.stack(rows))
+        scores = turned[0] @ turned[1].T / math.sqrt(size)
+        scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+        found.append(scores.softmax(-1) @ v)
+    return torch.cat(found, 1) @ w["out_proj.weight"].T + w["out_proj.bias"]
+
+
+def scale_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    return scale * x / (x.square().mean(-1, keepdim=True).sqrt() + eps)
+
+
+def striped_hyena(w: Weights, ids: Tensor, heads: int) -> Tensor:
+    """Logits of tokens (L, V)."""
+    table = w["embedding_layer.weight"]
+    x, i = table[ids], 0
+    while f"blocks.{i}.pre_norm.scale" in w:
+        block = under(w, f"blocks.{i}.")
+        normed = scale_norm(x, block["pre_norm.scale"])
+        if "projections.weight" in block:
+            y = cascade(under(block, "filter."), normed @ block["projections.weight"].T)
+            x = x + y @ block["out_filter_dense.weight"].T + block["out_filter_dense.bias"]
+        else:
+            x = x + striped_attention(under(block, "inner_mha_cls."), normed, heads)
+        normed = scale_norm(x, block["post_norm.scale"])
+        gate = normed @ block["mlp.l1.weight"].T
+        if i == 0:
+            gate = gate / 2 * (1 + torch.erf(gate / math.sqrt(2)))
+        x = x + (gate * (normed @ block["mlp.l2.weight"].T)) @ block["mlp.l3.weight"].T
+        i += 1
+    return scale_norm(x, w["norm.scale"]) @ table.T

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles import vim as vim_oracle
 
-from captum_ssm.models import Caduceus, HyenaDNA
+from captum_ssm.models import Caduceus, HyenaDNA, StripedHyena
 from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
 from zoo.mamba import randomise
 from zoo.networks import NETWORKS
@@ -44,6 +44,13 @@ def hyenadna(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.language(randomise(model))
 
 
+def striped_hyena(patch: pytest.MonkeyPatch) -> architectures.Case:
+    layout = ("se", "mr", "li", "attention")
+    sizes = {"heads": 2, "inner_mlp_size": 6, "se_length": 3, "mr_length": 130, "state_size": 3}
+    model = StripedHyena(layout, 8, 16, se_groups=2, mr_groups=4, eps=0.05, **sizes)
+    return architectures.language(randomise(model))
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
@@ -56,5 +63,6 @@ ADAPTERS: dict[str, architectures.Make] = {
     "caduceus of both strands": caduceus,
     "caduceus of one strand": partial(caduceus, rcps=False),
     "hyenadna": hyenadna,
+    "striped hyena": striped_hyena,
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
 }

@@ -11,8 +11,9 @@ from .caduceus import (
     StrandsNorm,
 )
 from .hyena import HyenaBlock, HyenaDNA, HyenaFilter, HyenaOperator
-from .load import load_caduceus, load_hyenadna
+from .load import load_caduceus, load_hyenadna, load_striped_hyena
 from .one_hot import BASE_IDS, OneHot
+from .striped_hyena import HyenaCascade, StripedAttention, StripedHyena
 
 __all__ = [
     "BASE_IDS",
@@ -21,6 +22,7 @@ __all__ = [
     "Caduceus",
     "CaduceusBlock",
     "HyenaBlock",
+    "HyenaCascade",
     "HyenaDNA",
     "HyenaFilter",
     "HyenaOperator",
@@ -29,6 +31,9 @@ __all__ = [
     "StrandsHead",
     "StrandsMixer",
     "StrandsNorm",
+    "StripedAttention",
+    "StripedHyena",
     "load_caduceus",
     "load_hyenadna",
+    "load_striped_hyena",
 ]

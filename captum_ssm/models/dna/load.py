@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ..checkpoints import check_fit, read_checkpoint, tied_names
 from .caduceus import Caduceus
 from .hyena import HyenaDNA
+from .striped_hyena import LONG, StripedHyena
 
 Weights = dict[str, Tensor]
 
@@ -87,6 +88,42 @@ def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
     weights = _under("hyena.", weights)
     model = _filled(path, weights, HyenaDNA, lambda: {**_sizes_of_hyenadna(weights), **options})
     assert isinstance(model, HyenaDNA)
+    return model
+
+
+def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
+    """Loads a StripedHyena 2 checkpoint, such as those of Evo 2; nothing is downloaded.
+
+    All sizes are inferred from the weights.  What weights do not tell is given as options: ``eps``
+    and ``rotary_scaling``, by which the models for the longest sequences divide positions.
+
+    Args:
+        path: a file of safetensors, or a torch file. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.StripedHyena` that override what was
+            inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtypes of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a StripedHyena 2; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import StripedHyena, load_striped_hyena
+        >>> trained = StripedHyena(("se", "li"), 16, heads=2, inner_mlp_size=24, se_groups=4,
+        ...                        mr_groups=4).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "evo2.pt"))
+        ...     model = load_striped_hyena(Path(folder, "evo2.pt"))
+        >>> ids = torch.tensor([list(b"ACGT")])
+        >>> torch.equal(model(ids), trained(ids))
+        True
+    """
+    weights = read_checkpoint(Path(path))
+    model = _filled(path, weights, StripedHyena, lambda: {**_sizes_of_striped(weights), **options})
+    assert isinstance(model, StripedHyena)
     return model
 
 
@@ -192,6 +229,38 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
         "filter_order": _shape(weights, f"{filters}implicit_filter.0.weight", 2)[0],
         "inner": max(0, linear - 2),
     }
+
+
+def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
+    """The arguments that the weights tell."""
+    vocab, width = _shape(weights, "embedding_layer.weight", 2)
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "vocab_size": vocab,
+        "inner_mlp_size": _shape(weights, "blocks.0.mlp.l1.weight", 2)[0],
+        "heads": 1,
+        "se_groups": 1,
+        "mr_groups": 1,
+    }
+    layout = []
+    for i in range(_layers(weights, "blocks.")):
+        stem = f"blocks.{i}."
+        if f"{stem}inner_mha_cls.Wqkv.weight" in weights:
+            layout.append("attention")
+            frequencies = _shape(weights, f"{stem}inner_mha_cls.rotary_emb.inv_freq", 1)
+            sizes["heads"] = max(1, width // max(1, 2 * frequencies[0]))
+            continue
+        short = _shape(weights, f"{stem}filter.short_filter_weight", 3)
+        sizes["short_filter_length"] = short[2]
+        if f"{stem}filter.h" in weights:
+            groups, _, length = _shape(weights, f"{stem}filter.h", 3)
+            kind = "mr" if length >= LONG else "se"
+            sizes |= {f"{kind}_length": length, f"{kind}_groups": groups}
+        else:
+            kind = "li"
+            sizes["state_size"] = _shape(weights, f"{stem}filter.residues", 2)[1]
+        layout.append(kind)
+    return {"layout": layout, **sizes}
 
 
 def _layers(weights: Weights, prefix: str) -> int:
