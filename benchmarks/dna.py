@@ -43,7 +43,9 @@ def main() -> None:
         for what, call in calls(OneHot(model)).items():
             print(f"{name}, {what}", file=sys.stderr, flush=True)
             lengths = (options.length // SHORTER, options.length)
-            costs = [measure(lambda x=x: call(x), repeats=1) for x in map(sequence, lengths)]
+            costs = [
+                measure(lambda x=x, call=call: call(x), repeats=1) for x in map(sequence, lengths)
+            ]
             time, memory = (
                 math.log(last / first) / math.log(SHORTER)
                 for first, last in (

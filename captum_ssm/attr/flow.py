@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..linear import FAMILY, Rule
 from .call import checks
 from .call.checks import renamed
-from .call.inputs import BatchPart, single_input
+from .call.inputs import BatchPart
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
 from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
@@ -72,14 +72,27 @@ class FlowMethod(LinearMethod):
             request: Request, questions: Sequence[Against], cut: BatchPart
         ) -> list[Explained]:
             request = replace(request, ends=ends)
-            images = request.inputs.dim() == 4
+            images = any(x.dim() == 4 for x in (request.inputs, *request.others))
             grid = PatchGrid(request.model) if images and per_token else None
             with nullcontext() if grid is None else grid.watch():
                 found = decompositions(request, questions, rules, cut(start))
-            if grid is not None:
-                return [(grid.sums(each.inputs), each.delta) for each in found]
-            whole = per_token or request.inputs.dim() == 2
-            return [(each.tokens if whole else each.inputs, each.delta) for each in found]
+            ids = request.inputs.dim() == 2
+
+            def shown(relevance: Tensor) -> Tensor:
+                if not per_token:
+                    return relevance
+                if grid is not None and relevance.dim() == 4:
+                    return grid.sums(relevance)
+                return relevance.flatten(min(2, relevance.dim() - 1)).sum(-1)
+
+            return [
+                (
+                    each.tokens if ids else shown(each.inputs),
+                    each.delta,
+                    *map(shown, each.others),
+                )
+                for each in found
+            ]
 
         return self._attribute(
             inputs,
@@ -109,7 +122,7 @@ class LatimFlow(FlowMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -124,6 +137,7 @@ class LatimFlow(FlowMethod):
     """
 
     name = "LATIM Flow"
+    takes_others = True
 
     @renamed(gate="rule")
     def attribute(
@@ -282,14 +296,16 @@ class LatimFlow(FlowMethod):
         baselines = out_of_tuple(baselines)
         more = {"by_role": roles, "features": features}
         rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
+        one, others = self._inputs(inputs)
         found = self._by_parts(
-            single_input(inputs)[0],
+            one,
             [Against(target, contrast) for target in each_of(targets).targets],
             additional_forward_args,
             internal_batch_size,
             lambda request, questions, cut: decompositions(
                 request, questions, rules, cut(baselines)
             ),
+            others,
         )
         return list(map(stacked, found))
 
@@ -363,7 +379,7 @@ class LatimFlow(FlowMethod):
             roles=False,
             verify=verify,
         )
-        return self._delta(found, found.inputs, attributions)
+        return self._delta(found, [found.inputs, *found.others], attributions)
 
 
 class MambaLRP(LatimFlow):
@@ -385,7 +401,7 @@ class MambaLRP(LatimFlow):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch

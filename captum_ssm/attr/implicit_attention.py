@@ -41,7 +41,7 @@ class ImplicitAttention(ImplicitMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -93,7 +93,8 @@ class ImplicitAttention(ImplicitMethod):
             heads: use only these heads (for Mamba-1: channels). Default: None, all.
             start_layer: leave out the layers before this one. Default: 0.
             recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute: the
-                mean of the min-max normalised rows. Default: ``"paper"``.
+                mean of the min-max normalised rows; see
+                :meth:`MambaAttribution.attribute`. Default: ``"paper"``.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
@@ -129,7 +130,8 @@ class ImplicitAttention(ImplicitMethod):
                     else:
                         published.check_tokens(layer, at)
                         keep = None if run.mask is None else run.mask.to(operator.device)
-                        row = published.min_max(published.mean_row(operator, query_at), keep)
+                        rows = published.rows(layer, operator, query_at, chosen)
+                        row = published.raw_row(rows, keep)
                     total, at = carry(total.to(row), at, layer) + row, layer
                 mean = carry(total, at, run.layers[0]) / len(used)
             return mean if query_at is None else published.finish(mean, query_at)

@@ -62,7 +62,7 @@ class LatimLogit(LatimMethod, LinearMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -218,7 +218,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         found = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
         )
-        return self._delta(found, found.tokens, attributions)
+        return self._delta(found, [found.tokens], attributions)
 
     def _asked(self, mixing: str, show_progress: bool, verify: bool | float) -> Asked:
         make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]

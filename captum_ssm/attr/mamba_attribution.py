@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import GradientModeError, OptionError
+from ..errors import OptionError
 from ..operators import Operator, Reduce
 from ..operators.kernels.rows import Strip
 from ..tracing import Layer
@@ -52,7 +52,7 @@ class MambaAttribution(ImplicitMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -145,9 +145,9 @@ class MambaAttribution(ImplicitMethod):
 
         def relevance(run: Run) -> Tensor:
             used = chosen.used(run.layers)
-            names = [layer.name for layer in used]
+            gradients = _gradients(run, used)
             if recipe == "paper":
-                weights = _mean_gradients(run, used)
+                weights = {layer: of.mean(-1, keepdim=True) for layer, of in gradients.items()}
 
                 def step(layer: Layer, operator: Operator) -> LayerMatrix:
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
@@ -166,12 +166,12 @@ class MambaAttribution(ImplicitMethod):
 
                 return fold(run.layers, run.weights, step, chosen, self.name, normalize_rows)
 
-            streams = dict(zip(used, run.gradients(_streams(used), names), strict=True))
             query_at = published.query_positions(run.weights)
 
             def row_of(layer: Layer, operator: Operator) -> Tensor:
-                stream = layer.in_order(streams[layer])
-                return published.class_row(operator, query_at, stream, run.mask, chosen)
+                rows = published.rows(layer, operator, query_at, chosen)
+                gradient = layer.in_order(gradients[layer])
+                return published.class_row(rows, gradient, run.mask, chosen)
 
             return published.fold(run.layers, query_at, row_of, chosen, self.name)
 
@@ -183,29 +183,12 @@ class MambaAttribution(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
-            graph="outputs" if recipe == "paper" else "all",
+            graph="outputs",
             verify=verify,
         )
 
 
-def _mean_gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
-    """The mean over channels of the gradient with respect to each layer's output, (B, L, 1)."""
+def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
+    """The gradient with respect to each layer's output, (B, L, E)."""
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
-    gradients = run.gradients(outputs, names)
-    return {
-        layer: gradient.mean(-1, keepdim=True)
-        for layer, gradient in zip(layers, gradients, strict=True)
-    }
-
-
-def _streams(layers: Sequence[Layer]) -> list[Tensor]:
-    """The residual stream entering each layer's block."""
-    streams = []
-    for layer in layers:
-        if layer.stream is None:
-            raise GradientModeError(
-                f"recipe='published_code' needs the gradient of the stream entering the block of "
-                f"layer {layer.name!r}, but the mixer stands alone. Use recipe='paper'."
-            )
-        streams.append(layer.stream)
-    return streams
+    return dict(zip(layers, run.gradients(outputs, names), strict=True))

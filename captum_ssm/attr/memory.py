@@ -41,7 +41,7 @@ class StateMemory(Explainer):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch

@@ -41,7 +41,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
 
     Example:
         >>> import torch
@@ -99,8 +99,8 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 zero. To find them takes all entries at once: each layer's whole matrix is formed,
                 whatever memory_budget says. Default: 0.0.
             start_layer: leave out the layers before this one. Default: 0.
-            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute.
-                Default: ``"paper"``.
+            recipe: ``"paper"``, or ``"published_code"`` for what the authors' scripts compute; see
+                :meth:`MambaAttribution.attribute`. Default: ``"paper"``.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w) where
                 there is one. Default: False.
             show_progress: show a progress bar over layers. Default: False.
@@ -150,7 +150,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 return published.fold(
                     run.layers,
                     query_at,
-                    lambda layer, operator: published.mean_row(operator, query_at),
+                    lambda layer, of: published.rows(layer, of, query_at, chosen).mean(1),
                     chosen,
                     self.name,
                 )

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..mixers import Architecture
+    from ..mixers.table import Ability
+
+#: Columns of the table; "generated text" is a model's, not a mixer's.
+_ABILITIES: tuple[Ability, ...] = ("LatimFlow", "fold methods", "generated text")
 
 
 def add_to(commands: Any) -> None:
@@ -30,16 +37,27 @@ def architectures_table(markdown: bool = False) -> str:
     """
     from ..mixers import supported_architectures
 
-    head = ("family", "package", "tested", "mixer class")
-    rows = [
-        (a.family, a.package, a.tested_version, f"`{a.class_path}`" if markdown else a.class_path)
-        for a in supported_architectures()
-    ]
+    head = ("family", "package", "tested with", *_ABILITIES, "mixer class")
+    rows = [_row(each, markdown) for each in supported_architectures()]
     if markdown:
-        lines = [head, ("---",) * 4, *rows]
+        lines = [head, ("---",) * len(head), *rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
     return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
         for row in (head, *rows)
     )
+
+
+def _row(each: Architecture, markdown: bool) -> tuple[str, ...]:
+    path = f"`{each.class_path}`" if markdown else each.class_path
+    if not each.tested_version:  # a user's own
+        return (each.family, each.package, "", *("" for _ in _ABILITIES), path)
+    tested = f"{each.tested_version}, {'the mixer alone' if each.alone else 'whole models'}"
+    return (each.family, each.package, tested, *(_cell(each, x) for x in _ABILITIES), path)
+
+
+def _cell(each: Architecture, ability: Ability) -> str:
+    if ability in each.lacks:
+        return f"no: {each.lacks[ability]}"
+    return "not known" if each.alone and ability == "generated text" else "yes"

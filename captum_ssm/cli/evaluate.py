@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..bench.harness.experiment import Cell, Experiment
     from ..bench.harness.runner import Plan, Result
     from ..bench.harness.tables import Line
+    from ..bench.papers import PaperTable
 
 #: Examples of each model and seed with --quick.
 QUICK = 4
@@ -25,7 +26,10 @@ Example: captum-ssm evaluate copying --methods LatimFlow MambaLRP --out results
 
 To tell how much depends on the seed of the training, make models again and name them all:
   captum-ssm train copying-mamba --seed 1 --out again
-  captum-ssm evaluate copying --models copying-mamba copying-mamba=again"""
+  captum-ssm evaluate copying --models copying-mamba copying-mamba=again
+
+The papers' own tables, on their data and weights, which are not part of the package:
+  captum-ssm evaluate --data imagenet-segmentation gtsegs_ijcv.mat --models vim=vim_s.pth"""
 
 
 def add_to(commands: Any) -> None:
@@ -47,7 +51,19 @@ def add_to(commands: Any) -> None:
         "--models",
         nargs="+",
         metavar="NAME[=FOLDER]",
-        help="only these models; of NAME=FOLDER the one that captum-ssm train NAME wrote there",
+        help="only these models; of NAME=FOLDER the one that captum-ssm train NAME wrote there; "
+        "with --data your own weights, NAME=PATH",
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        metavar=("NAME", "PATH"),
+        help="measure the papers' table of this data, which lies there; see --list",
+    )
+    parser.add_argument(
+        "--between",
+        metavar="TEXT",
+        help="what stands between a sentence and its translation, with --data alignment",
     )
     parser.add_argument(
         "--against",
@@ -80,17 +96,21 @@ def run(options: argparse.Namespace) -> None:
 
     if options.list:
         _list(EXPERIMENTS)
+        _list_data()
         return
-    plans = _plans(options, EXPERIMENTS)
+    table = _of_paper(options)
+    plans = _plans(options, {table.name: table} if table is not None else EXPERIMENTS)
     processes = Processes.launched()
     torch.set_num_threads(1)  # threads change the order of sums, and with it the last digits
     for plan in plans:
         results = measure(plan, options.out, processes, _log if processes.index == 0 else None)
         if processes.index == 0:
-            for experiment, shown, table in _tables(plan, results, options.against):
+            for experiment, shown, lines in _tables(plan, results, options.against):
                 print(as_text(experiment, shown))
-                for path in write_tables(experiment, table, options.out):
+                for path in write_tables(experiment, lines, options.out):
                     print(path)
+            if table is not None:
+                print(_beside(table, results, options.out))
     if processes.index == 0:
         print(note(options.out, processes.device))
 
@@ -129,7 +149,7 @@ def _plans(options: argparse.Namespace, known: Mapping[str, Experiment]) -> list
     plans = []
     for each in _experiments(options, known):
         chosen = each.chosen(options.methods, options.formulations)
-        subjects = asked(each, options.models)
+        subjects = each.subjects() if options.data else asked(each, options.models)
         examples = options.examples or (QUICK if options.quick else each.examples)
         if chosen and subjects:
             plans.append(Plan(each, chosen, examples, options.seeds, subjects, options.device_map))
@@ -148,7 +168,7 @@ def _experiments(
     options: argparse.Namespace, known: Mapping[str, Experiment]
 ) -> Sequence[Experiment]:
     """The experiments asked for; raises for what none of them has."""
-    names = list(known) if options.all else options.experiments
+    names = list(known) if options.all or options.data else options.experiments
     if not names:
         raise OptionError(f"No experiment is named. Use --all or some of {', '.join(known)}.")
     _check("the experiments", names, known)
@@ -161,6 +181,56 @@ def _experiments(
     if options.examples is not None and options.examples < 1:
         raise OptionError(f"--examples {options.examples}: use 1 or more.")
     return found
+
+
+def _of_paper(options: argparse.Namespace) -> PaperTable | None:
+    """The published table that --data asks for."""
+    if not options.data:
+        if options.between is not None:
+            raise OptionError("--between is for --data alignment.")
+        return None
+    from ..bench.papers import PAPER_TABLES, Alignment
+
+    if options.experiments or options.all:
+        raise OptionError(
+            "--data names what is measured: leave out "
+            f"{'--all' if options.all else ', '.join(options.experiments)}."
+        )
+    name, *paths = options.data
+    _check("--data", [name], PAPER_TABLES)
+    models = {}
+    for each in options.models or ():
+        label, _, path = each.partition("=")
+        if not label or not path or label in models:
+            raise OptionError(
+                f"--models {each}: with --data each model is NAME=PATH, with a name of its own."
+            )
+        models[label] = path
+    table = PAPER_TABLES[name](paths, models)
+    if options.between is not None:
+        if not isinstance(table, Alignment):
+            raise OptionError("--between is for --data alignment.")
+        table.between = options.between
+    return table
+
+
+def _beside(table: PaperTable, results: Sequence[Result], out: Path) -> str:
+    """The papers' figures beside those measured, which are written, too."""
+    from .._files import write_whole
+    from ..bench.harness.tables import lines
+    from ..bench.papers import beside
+
+    text = beside(table, lines(table, results))
+    place = out / f"{table.name}-beside.md"
+    write_whole(place, f"{text}\n")
+    return f"{text}\n{place}"
+
+
+def _list_data() -> None:
+    from ..bench.papers import PAPER_TABLES
+
+    for name, table in PAPER_TABLES.items():
+        print(f"--data {name} {' '.join(f'<{each}>' for each in table.files)}: {table.sources}")
 
 
 def _check(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> None:

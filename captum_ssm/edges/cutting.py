@@ -112,8 +112,8 @@ class _KnockOut(Watcher):
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        vouched = all(_names_layers(one) for one in self.edges)
-        mixers = registered_mixers(self.model) if vouched else find_mixers(self.model)
+        self.vouched = all(_names_layers(one) for one in self.edges)
+        mixers = registered_mixers(self.model) if self.vouched else find_mixers(self.model)
         inside = {mixer.module for mixer in mixers}
         self.mixers = [mixer for mixer in mixers if inside.isdisjoint(mixer.around)]
         self.of: dict[nn.Module, list[Edges]] = {}
@@ -156,7 +156,7 @@ class _KnockOut(Watcher):
             stack.enter_context(before)
             after = functools.partial(hooked, module.register_forward_hook)
             stack.enter_context(after(self._end, always_call=True))
-        observe(self.model, self.mixers, (self,), stack, gradients=False)
+        observe(self.model, self.mixers, (self,), stack, gradients=False, vouched=self.vouched)
         look_past(self.follow, self.model, stack)
         stack.enter_context(self.follow)
         stack.callback(self._forget)

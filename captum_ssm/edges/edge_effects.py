@@ -47,7 +47,7 @@ class EdgeEffects(Explainer):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
         OptionError: for a rule that is not known, or one with ``exact_norms``.
 
     Example:

@@ -298,7 +298,7 @@ def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixe
     """What a function that runs the model returns, and the outermost mixers that ran."""
     mixers, looker = find_mixers(model), _Looker()
     with ExitStack() as stack:
-        observe(model, mixers, (looker,), stack, gradients=False)
+        observe(model, mixers, (looker,), stack, gradients=False, vouched=False)
         returned = run()
     if not looker.parts:
         raise none_ran(mixers)

@@ -44,7 +44,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
         LayerError: for a layer that is none of the model, or a part of a mixer.
 
     Example:
@@ -210,7 +210,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         )
         given = attributions if isinstance(attributions, tuple) else (attributions,)
         whole = torch.cat([x.to(found.inputs) for x in given], -1)
-        return found.virtual + self._delta(found, found.inputs, whole)
+        return found.virtual + self._delta(found, [found.inputs], whole)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: an activation need not have tokens."""

@@ -44,7 +44,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
         LayerError: for a layer that is none of the model, or a part of a mixer.
 
     Example:
@@ -197,7 +197,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             roles=False,
             **options,
         )
-        return self._delta(found, found.inputs, attributions)
+        return self._delta(found, [found.inputs], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Not offered: of a neuron there are no several targets."""

@@ -42,7 +42,7 @@ MIXING = """
 
 #: Sums and differences of two, and other functions that put constants beside what they are given.
 SUMS = "add sub rsub"
-JOINS = "cat stack index_add scatter_add scatter index_copy index_put diff"
+JOINS = "cat stack index_add scatter_add scatter masked_scatter index_copy index_put diff"
 
 #: Products of two tensors or more.
 PRODUCTS = """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..mixers.base import LinearMixer
+from ..mixers.base import LinearMixer, joined_end_to_end
 from ..operators import Chain, Diagonal, Operator, Sum
 from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import unseen
@@ -25,11 +25,12 @@ def through(
         inside: what goes on from what the operator returns, (B, L, H, P). Default: None, it.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
-    mask = linear.mask
+    mask, end_to_end = linear.mask, linear.end_to_end
     del linear  # of long inputs the values take much: they are let go of once they are read
     _cut(operator, mode.rule)
     out = _apply(operator, values, mode, mask)
-    return project(out if inside is None else inside(out))
+    out = project(out if inside is None else inside(out))
+    return joined_end_to_end(out, mask) if end_to_end else out
 
 
 def _cut(operator: Operator, rule: Rule) -> None:

@@ -29,6 +29,7 @@ class Linearising(TorchFunctionMode):
     Attributes:
         root: the input from which the network is linear, once it is there.
         start: the copy of it that the network goes on from.
+        others: further inputs from which the network is linear as well.
         ledger: the constants that entered.
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
             none of them; None if they are the same.
@@ -66,6 +67,7 @@ class Linearising(TorchFunctionMode):
         self.labels = Labels(by_role)
         self.root: Tensor | None = None
         self.start: Tensor | None = None
+        self.others: tuple[Tensor, ...] = ()
         self.ledger = Ledger(where, constants)
         self.bends = 0
         self.where = where
@@ -103,6 +105,10 @@ class Linearising(TorchFunctionMode):
         self.root = self.leaf(x.detach().clone())
         self.start = self.root.clone()
         return self.start
+
+    def begin_others(self, others: Iterable[Tensor]) -> None:
+        """Let the network begin at further inputs as well."""
+        self.others = tuple(self.leaf(x.detach().clone()) for x in others)
 
     def begun(self, inputs: Tensor) -> Tensor:
         """What to run the model on: the ids, or a live copy of a floating input."""

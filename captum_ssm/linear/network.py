@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +36,7 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
+from .fused import unfused
 from .mixer import through
 from .mode import Linearising
 from .shares import Rule, is_shared
@@ -75,8 +76,8 @@ class Network(Watcher):
         sites: the activations that are met. Default: none.
         begins: that from which the network is explained. Default: None, the input.
         ran: whether one of the mixers has run. Default: False.
-        mask: True for real tokens (B, L), as the mixers were told; None if none is padding.
-            Default: None.
+        mask: True for real tokens (B, L), as the mixers that read the input were told; None if none
+            is padding. Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
             empty.
         content_only: names of the mixers that have run and have no factor but content to which a
@@ -105,6 +106,8 @@ class Network(Watcher):
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
+    _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
+    _reads_root: dict[Any, bool] = field(default_factory=dict)
 
     @property
     def root(self) -> Tensor:
@@ -164,27 +167,65 @@ class Network(Watcher):
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self._inside, mixer)
-            out = through(self._took(linearize(mixer, call), mixer.name), self.mode, inside)
+            out = through(self._took(linearize(mixer, call), mixer, call), self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
-        if self.keeps_steps:
+        if self.keeps_steps and self.mode.is_live(out):
             block = () if call.block is None else self._entering[call.block]
             self.steps.append(Step(mixer.name, block, out))
         return out.to(real.dtype)
 
+    def left(self, mixer: Mixer, output: Any) -> Any:
+        """What later mixers read beside the stream is live as well."""
+        passed_on = self._passed_on.pop(mixer, None)
+        if not passed_on:
+            return None
+        parts = list(output)
+        for place, live in passed_on.items():
+            parts[place] = live.to(parts[place].dtype)
+        return type(output)(parts)
+
+    def _is_of_input(self, call: Call) -> bool:
+        """Whether what a mixer reads depends on the one input that has a token for each of its own.
+
+        That of a tower of images alone depends on the others.
+        """
+        if not self.mode.others:
+            return self.mode.is_live(call.hidden_states)
+        start, known = self.mode.root, self._reads_root
+        if start is None:
+            return False
+        todo = [call.hidden_states.grad_fn]
+        while todo:
+            node = todo[-1]
+            if node is None or node in known:
+                todo.pop()
+                continue
+            before = [following for following, _ in node.next_functions if following is not None]
+            unknown = [each for each in before if each not in known]
+            if unknown:
+                todo += unknown
+                continue
+            known[todo.pop()] = getattr(node, "variable", None) is start or any(
+                known[each] for each in before
+            )
+        return known.get(call.hidden_states.grad_fn, False)
+
     def _inside(self, mixer: Mixer, value: Tensor) -> Tensor:
         return value if self.sites is None else self.sites.in_heads(mixer.module, value)
 
-    def _took(self, linear: LinearMixer, name: str) -> LinearMixer:
+    def _took(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
         """The linear mixer, in which there is nothing to complain of."""
         require_real_tokens(linear.mask)
-        linear.check_finite(name)
+        linear.check_finite(mixer.name)
+        if linear.mask is not None and self.mask is None and self._is_of_input(call):
+            self.mask = linear.mask
+        self._passed_on[mixer] = linear.passed_on
         if self.mode.ledger.kept:  # else it may be linearised once more
             forget()
-        self.mask = linear.mask if self.mask is None else self.mask
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
-            self.content_only.append(name)
+            self.content_only.append(mixer.name)
         return linear
 
     def _verify(self, mixer: Mixer, call: Call, out: Tensor) -> None:
@@ -216,6 +257,7 @@ def linearised(
     rule: Rule = "frozen",
     by_role: bool = False,
     constants: bool = True,
+    others: Sequence[Tensor] = (),
     layers: Sequence[str | nn.Module] | None = None,
     steps: bool = True,
     verify: bool | float = False,
@@ -237,6 +279,8 @@ def linearised(
             ``"frozen"``.
         by_role: whether backward passes are to tell roles apart; Default: False.
         constants: whether biases and other constants are kept. Default: True.
+        others: further floating inputs, such as the images of a text, of which ``mode.others`` are
+            live copies to run the model on. Default: none.
         layers: names or modules of the mixers that have adapters to use. Default: None, all.
         steps: whether what enters and leaves the mixers is kept. Default: True.
         verify: check that every operator reproduces its module's output; a number is the
@@ -273,10 +317,12 @@ def linearised(
         mode = stack.enter_context(
             under_rules(model, inputs, rule=rule, by_role=by_role, constants=constants)
         )
+        mode.begin_others(others)
         cut = {**dict.fromkeys(reads, False), **dict.fromkeys(cuts, True)}
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
         network = Network(mode, mixers, steps, verify, sites, begins)
-        observe(model, mixers, (network,), stack, gradients=True)
+        vouched = layers is not None
+        observe(model, mixers, (network,), stack, gradients=True, vouched=vouched)
         sites.watch(stack)
         yield network
 
@@ -311,6 +357,7 @@ def under_rules(
         running.watch(stack)
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
+        stack.enter_context(unfused())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         if own is not None and ids is not None:

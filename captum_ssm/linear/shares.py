@@ -199,7 +199,7 @@ class _Outer:
                 continue
             factor = leaf.live[name].detach()
             at = nodes.view(-1, *(1,) * factor.dim())
-            start = torch.full_like(factor, leaf.at_rest)
+            start = torch.zeros_like(factor) + leaf.at_rest
             if reference == "mean":
                 start = running_mean(factor, masks[leaf])
             moved.setdefault(leaf, {})[name] = torch.lerp(start, factor, at)

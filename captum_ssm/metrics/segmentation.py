@@ -1,9 +1,9 @@
 """Segmentation: relevance as a guess at where the object is (HA table 2, UN tables 3 and 4).
 
 A map is scaled to [0, 1] and cut at its mean into background and foreground.  As in the code behind
-the published tables, pixel accuracy and mIoU are of the pixels of all images together, mAP is the
-mean over images of the average precision of both classes, and mF1 the mean over images of the
-foreground's F1.
+the published tables, pixel accuracy and mIoU are of the pixels of all images together, mAP is a
+mean over images of average precisions, and mF1 the mean over images of the foreground's F1.  What
+that code calls mAP ranks the scores of both classes in one list: ``ranking="together"``.
 """
 
 from __future__ import annotations
@@ -85,13 +85,24 @@ def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
     return scaled > threshold
 
 
-def segmentation_average_precision(maps: Tensor, gold: Tensor, ignored: int | None = -1) -> Tensor:
-    """The mean average precision of foreground and background, whose scores are 1 - map, (B,).
+#: Which scores are ranked in one list; see :func:`segmentation_average_precision`.
+RANKINGS = ("classes", "together", "unscaled")
+
+
+def segmentation_average_precision(
+    maps: Tensor, gold: Tensor, ignored: int | None = -1, ranking: str = "classes"
+) -> Tensor:
+    """The average precision of foreground and background, whose scores are 1 - map, (B,).
 
     Args:
         maps: (B, H, W).
         gold: 1 for the object, 0 for background, (B, H, W).
         ignored: a label whose pixels do not count. Default: -1.
+        ranking: ``"classes"``, each class is ranked by itself and the mean of both is taken;
+            ``"together"``, the scaled map and 1 minus it are ranked in one list of twice as many
+            entries, as in the code behind the published tables, so that a map which is low nearly
+            everywhere scores well whatever it says; ``"unscaled"``, the same of maps as they are,
+            as in the unified paper's script. Default: ``"classes"``.
 
     Returns:
         (B,); an image without one of the classes has that of the other, one without a pixel that
@@ -99,6 +110,7 @@ def segmentation_average_precision(maps: Tensor, gold: Tensor, ignored: int | No
 
     Raises:
         InputError: when the shapes differ, or gold holds something but 0, 1 and ``ignored``.
+        OptionError: when ranking is not known.
         NonFiniteError: when maps holds NaN or infinity.
 
     Example:
@@ -108,10 +120,19 @@ def segmentation_average_precision(maps: Tensor, gold: Tensor, ignored: int | No
         >>> segmentation_average_precision(maps, gold).tolist()
         [1.0, 0.5]
     """
+    _check_ranking(ranking)
     counts, true = _parts(maps, gold, ignored)
-    scores = unit_range(maps).flatten(1)
-    both = [average_precision(scores, true, counts), average_precision(-scores, ~true, counts)]
-    return torch.stack(both).nanmean(0)
+    scores = (as_scores(maps, "maps") if ranking == "unscaled" else unit_range(maps)).flatten(1)
+    if ranking == "classes":
+        both = [average_precision(scores, true, counts), average_precision(-scores, ~true, counts)]
+        return torch.stack(both).nanmean(0)
+    pairs = ((scores, 1 - scores), (true, ~true), (counts, counts))
+    return average_precision(*(torch.cat(pair, 1) for pair in pairs))
+
+
+def _check_ranking(ranking: str) -> None:
+    if ranking not in RANKINGS:
+        raise OptionError(f"ranking={ranking!r} is not known. Use one of {RANKINGS}.")
 
 
 class Segmentation(NamedTuple):
@@ -120,7 +141,7 @@ class Segmentation(NamedTuple):
     Attributes:
         pixel_accuracy: over the pixels of all images.
         mean_iou: over {background, foreground}, of the pixels of all images.
-        mean_ap: mean over images of both classes' average precision.
+        mean_ap: mean over images of :func:`segmentation_average_precision`.
         mean_f1: mean over images of the foreground's F1.
     """
 
@@ -136,12 +157,14 @@ class SegmentationScores:
     Args:
         threshold: see :func:`foreground`. Default: ``"mean"``.
         ignored: a label whose pixels do not count. Default: -1.
+        ranking: of the average precision, ``"together"`` as in the published tables; see
+            :func:`segmentation_average_precision`. Default: ``"classes"``.
 
     Raises:
         InputError: when maps and gold differ in shape or gold holds something but 0, 1 and
             ``ignored``; when scores are asked for before there is an image; or when what is merged
             has other options.
-        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1.
+        OptionError: when threshold is neither ``"mean"`` nor from 0 to 1, or ranking not known.
 
     Example:
         >>> import torch
@@ -152,8 +175,14 @@ class SegmentationScores:
         Segmentation(pixel_accuracy=1.0, mean_iou=1.0, mean_ap=1.0, mean_f1=1.0)
     """
 
-    def __init__(self, threshold: str | float = "mean", ignored: int | None = -1) -> None:
-        self.threshold, self.ignored = threshold, ignored
+    def __init__(
+        self,
+        threshold: str | float = "mean",
+        ignored: int | None = -1,
+        ranking: str = "classes",
+    ) -> None:
+        _check_ranking(ranking)
+        self.threshold, self.ignored, self.ranking = threshold, ignored, ranking
         self._sample = Sample(_scores)
 
     def update(self, maps: Tensor, gold: Tensor) -> None:
@@ -167,15 +196,21 @@ class SegmentationScores:
         counts = _parts(maps, gold, self.ignored)[0].view(gold.shape)
         given = foreground(maps, self.threshold).to(gold.device)
         pixels = confusion(given, gold.long().where(counts, -1), 2, ignored=-1)
-        precision = segmentation_average_precision(maps, gold, self.ignored).to(pixels.device)
+        precision = segmentation_average_precision(maps, gold, self.ignored, self.ranking)
+        precision = precision.to(pixels.device)
         rows = [pixels.flatten(1).double(), precision[:, None], f1(pixels)[:, 1:]]
         self._sample.update(torch.cat(rows, 1))
 
     def merge(self, other: SegmentationScores) -> None:
         """Add the images of another one with the same options."""
-        if (self.threshold, self.ignored) != (other.threshold, other.ignored):
-            raise InputError("other has another threshold or ignored label; the two cannot merge.")
+        if self._options() != other._options():
+            raise InputError(
+                "other has another threshold, ignored label or ranking; the two cannot merge."
+            )
         self._sample.merge(other._sample)
+
+    def _options(self) -> tuple[str | float, int | None, str]:
+        return self.threshold, self.ignored, self.ranking
 
     def compute(self) -> Segmentation:
         """The scores of all images."""

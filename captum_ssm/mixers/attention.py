@@ -29,14 +29,14 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import unseen
-from .base import Call, LinearMixer, first_tensor
+from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, run, working_dtype
 from .parts.softmax import softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
 _NOTING = "captum_ssm"
 #: What the classes call their output projection; a class that has none leaves it to its parent.
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
 #: Arguments of attention functions that change scores or probabilities in ways not covered here.
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
@@ -44,19 +44,22 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 def hf_attention(module: Any, call: Call) -> LinearMixer:
     """The self-attention classes of transformers."""
     _refuse_cache(module, call)
-    noted, factor = _replay(module, call)
+    return _linearize(module, *_replay(module, call))
+
+
+def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
     query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
     core, mask = softmax_attention(query, key, values, noted.scaling, _pairs(module, noted))
-    gate = as_heads(factor, values.shape[2])
     operator = core
-    if not bool((gate == 1).all()):
+    if not bool((factor == 1).all()):
+        gate = as_heads(in_batch(factor), values.shape[2])
         operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), core)
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
 
     def project(y: Tensor) -> Tensor:
         return y.flatten(2) if output is None else run(output, y.flatten(2))
 
-    return LinearMixer(values, operator, project, mask)
+    return LinearMixer(values, operator, project, mask, end_to_end=noted.end_to_end)
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:
@@ -98,6 +101,32 @@ def minimax_attention(module: Any, call: Call) -> LinearMixer:
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
+def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
+    """Glm5NextTextAttention, which reads the tokens that an indexer picks."""
+    _refuse_cache(module, call)
+    if module.indexer is not None:
+        picked = _picked(module, call)
+        call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picked})
+        module = copy.copy(module)
+        module._modules = {**module._modules, "indexer": None}
+    noted, factor = _replay(module, call)
+    if module.config._attn_implementation == "sdpa":
+        # whose mask is boolean, so that padded tokens read nothing
+        noted = replace(noted, mask=noted.mask == 0)
+    return _linearize(module, noted, factor)
+
+
+@torch.no_grad()
+def _picked(module: Any, call: Call) -> Tensor:
+    """The tokens that the indexer picks, in the model's own precision: a close call stays one."""
+    hidden, mask = call.hidden_states, call.argument("attention_mask", 1)
+    asking = module.q_a_layernorm(module.q_a_proj(hidden))
+    picked: Tensor = module.indexer(
+        hidden_states=hidden, q_resid=asking, attention_mask=mask, past_key_values=None
+    )
+    return picked
+
+
 def _refuse_cache(module: Any, call: Call) -> None:
     """Raise if there is a cache, to which running the call again would add a second time."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -118,6 +147,7 @@ class _Noted:
     causal: bool
     window: int | None
     by_torch: bool = False  # it is torch's own
+    end_to_end: bool = False  # of several images, each of which is an example here
 
 
 class _Settings:
@@ -147,13 +177,42 @@ def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     noted = twin.__dict__.get("noted")
-    if noted is None:
+    if not noted:
         raise UnsupportedMixerError(
             f"{type(module).__name__} uses neither transformers' attention interface nor torch's "
             "attention. In transformers 4, load the model with attn_implementation='sdpa' and ask "
             "for no attentions; else use a newer version."
         )
-    return noted, first_tensor(out)
+    return _end_to_end(module, noted, call.hidden_states.shape[1]), first_tensor(out)
+
+
+def _end_to_end(module: Any, noted: list[_Noted], tokens: int) -> _Noted:
+    """What was received at once, or of one image after the other, each then as an example."""
+    if len(noted) == 1:
+        return noted[0]
+    sizes = [each.query.shape[2] for each in noted]
+    if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in noted):
+        raise UnsupportedMixerError(
+            f"{type(module).__name__} calls its attention function {len(noted)} times, and not of "
+            "one image after the other without a mask; that is not supported."
+        )
+    count = torch.tensor(sizes, device=noted[0].query.device)
+    step = torch.arange(max(sizes), device=count.device)
+    real = step < count[:, None]
+    place = torch.where(real, step + (count.cumsum(0) - count)[:, None], tokens)
+
+    def apart(parts: list[Tensor]) -> Tensor:
+        whole = torch.cat(parts, 2)[0].transpose(0, 1)  # (L, H, N)
+        return F.pad(whole, (0, 0, 0, 0, 0, 1))[place].transpose(1, 2)
+
+    return replace(
+        noted[0],
+        query=apart([each.query for each in noted]),
+        key=apart([each.key for each in noted]),
+        value=apart([each.value for each in noted]),
+        mask=None if bool(real.all()) else real[:, None, None],
+        end_to_end=True,
+    )
 
 
 def _note(
@@ -177,7 +236,7 @@ def _note(
         )
     causal = kwargs.get("is_causal")
     groups = heads // key.shape[1]
-    module.noted = _Noted(
+    noted = _Noted(
         query,
         key.repeat_interleave(groups, 1),
         value.repeat_interleave(groups, 1),
@@ -186,6 +245,7 @@ def _note(
         bool(getattr(module, "is_causal", True) if causal is None else causal),
         kwargs.get("sliding_window"),
     )
+    module.noted = [*vars(module).get("noted", ()), noted]
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
 
 
@@ -236,7 +296,7 @@ class _TorchsNoted(TorchFunctionMode):
         ones, _ = _note(
             self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal
         )
-        self._module.noted = replace(self._module.noted, by_torch=True)
+        self._module.noted[-1] = replace(self._module.noted[-1], by_torch=True)
         return ones.transpose(1, 2)
 
 

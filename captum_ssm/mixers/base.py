@@ -59,16 +59,20 @@ class Call:
 
     @property
     def hidden_states(self) -> Tensor:
-        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor."""
+        """The sequence entering the mixer, (B, L, E): ``hidden_states``, or the first tensor.
+
+        What comes without a batch, (L, E), such as the patches of all images end to end, is a batch
+        of one.
+        """
         value = self.argument("hidden_states", 0)
         if not isinstance(value, Tensor):
             value = next(v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor))
-        return value
+        return in_batch(value)
 
     @property
     def output_tensor(self) -> Tensor:
         """The sequence leaving the mixer, (B, L, E): the first tensor of what it returned."""
-        return first_tensor(self.output)
+        return in_batch(first_tensor(self.output))
 
     def refuse_cache(self, name: str, position: int | None = None) -> None:
         """Raise if the argument ``name`` carries a state from an earlier call.
@@ -111,6 +115,12 @@ class LinearMixer:
             the residual stream. Default: 1.0.
         map: where the tokens lie, for a module that is called on windows of a map. Default: None,
             the module is called on the tokens themselves.
+        passed_on: what else the module returns that later mixers read, by its place in the output,
+            with its graph: as the values are, it is linear in the stream that enters. Default:
+            nothing.
+        end_to_end: whether the module was called on several sequences end to end and without a
+            batch, such as all images of one; here each is an example, and ``mask`` tells the
+            shorter ones' padding. Default: False.
 
     Example:
         >>> import torch
@@ -128,6 +138,8 @@ class LinearMixer:
     mask: Tensor | None = None
     branch_scale: float = 1.0
     map: TokenMap | None = None
+    passed_on: Mapping[int, Tensor] = field(default_factory=dict)
+    end_to_end: bool = False
 
     @property
     def bias(self) -> Tensor:
@@ -160,7 +172,8 @@ class LinearMixer:
 
     def output(self) -> Tensor:
         """What the module returns, recomputed from the operator, (B, L, E)."""
-        return self.project(self.operator.affine(self.values))
+        out = self.project(self.operator.affine(self.values))
+        return joined_end_to_end(out, self.mask) if self.end_to_end else out
 
     def check_finite(self, layer: str) -> None:
         """Raise if a coefficient is NaN or infinite.
@@ -185,6 +198,21 @@ class LinearMixer:
 
 #: An adapter: a module and one recorded :class:`Call` of it in, a :class:`LinearMixer` out.
 Linearize = Callable[[nn.Module, Call], LinearMixer]
+
+
+def in_batch(sequence: Tensor) -> Tensor:
+    """A sequence (B, L, E), or one without a batch as a batch of one."""
+    return sequence[None] if sequence.dim() == 2 else sequence
+
+
+def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
+    """Sequences (B, L, E) end to end as a batch of one, without their padding.
+
+    Args:
+        sequences: them.
+        mask: True for real tokens (B, L), or None.
+    """
+    return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -1,12 +1,15 @@
 """The gated delta rule: transformers' qwen3_next, qwen3_5, olmo_hybrid and kimi_linear.
 
+Ling 3 (bailing_hybrid) and GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
+
     q, k, v = SiLU(conv(W (mask h)))       q = q / |q| / sqrt(N)       k = k / |k|
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
     y = act(z) w s / rms(s)                output = W_o y
 
 with beta = sigmoid(b), twice that in olmo_hybrid if negative eigenvalues are allowed, and
 log decay = -exp(A_log) softplus(a + dt_bias), one per head or, in kimi_linear, one per head and
-key channel.  The norm is per head.  Frozen: q, k, beta, the decays, the mask, the ratio
+key channel; where that has a bound, it is bound sigmoid(exp(A_log) (a + dt_bias)).  The norm is per
+head.  Frozen: q, k, beta, the decays, the mask, the ratio
 SiLU(u) / u, 1 / rms and the gate act(z).
 """
 
@@ -70,19 +73,39 @@ def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
     return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
 
 
-def kimi_linear(module: Any, call: Call) -> LinearMixer:
-    """transformers' KimiLinearDeltaAttention."""
+def kimi_delta(module: Any, call: Call) -> LinearMixer:
+    """transformers' KimiLinearDeltaAttention and those of Ling 3 and GLM-5.3-Flash after it."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
-    forget, heads = module.forget_gate, module.num_heads
-    a = as_heads(run(forget.f_b_proj, run(forget.f_a_proj, hidden)), heads)
-    a = a + forget.dt_bias.to(a).view(heads, -1)
-    # the model's own softplus, which rounds log(1 + exp(a)) where a is very negative
-    steps = torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
-    operands = torch.sigmoid(run(module.b_proj, hidden)), -forget.A_log.to(a).exp() * steps
-    gate = as_heads(run(module.g_b_proj, run(module.g_a_proj, hidden)), heads)
+    beta = torch.sigmoid(run(module.b_proj, hidden))
+    operands = beta, _channel_log_decay(module.forget_gate, hidden, module.num_heads)
+    gate = as_heads(_one_or_two(module, "g", hidden), module.num_heads)
     mixed = _mixed(module, hidden)
     return _linearize(module, mixed, mask, operands, gate, module.o_norm, module.o_proj)
+
+
+def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
+    """One per head and key channel (B, L, H, N), between 0 and a bound where there is one."""
+    a = as_heads(_one_or_two(forget, "f", hidden), heads)
+    a = a + forget.dt_bias.to(a).view(heads, -1)
+    rate = forget.A_log.to(a).exp().view(heads, 1)
+    bound = getattr(forget, "safe_gate_lower_bound", None)
+    if getattr(forget, "safe_gate", False):
+        bound = forget.lower_bound
+    if bound is not None:
+        return bound * torch.sigmoid(rate * a)
+    if hasattr(forget, "f_proj"):
+        return -rate * F.softplus(a)
+    # the models' own softplus, which rounds log(1 + exp(a)) where a is very negative
+    return -rate * torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
+
+
+def _one_or_two(module: Any, name: str, hidden: Tensor) -> Tensor:
+    """A projection, of low rank in some models: two in a row."""
+    if hasattr(module, f"{name}_proj"):
+        return run(getattr(module, f"{name}_proj"), hidden)
+    first, second = (getattr(module, f"{name}_{part}_proj") for part in "ab")
+    return run(second, run(first, hidden))
 
 
 def _mixed(module: Any, hidden: Tensor) -> Tensor:

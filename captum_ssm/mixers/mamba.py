@@ -43,8 +43,8 @@ Selected = tuple[Tensor, Tensor, Tensor]
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """transformers' MambaMixer, FalconMambaMixer and JambaMambaMixer."""
     x, z, mask = _hf_projected(module, call)
-    select = _x_proj(module, as_module=True)
-    return _linearize(module, (x, z), mask, select, run_out_proj=True)
+    select = selection(module, as_module=True)
+    return linearize(module, (x, z), mask, select, run_out_proj=True)
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
@@ -54,7 +54,7 @@ def hf_zamba(module: Any, call: Call) -> LinearMixer:
     def select(activated: Tensor) -> Selected:
         return _zamba_parameters(module, activated)
 
-    return _linearize(module, (x, z), mask, select, run_out_proj=True)
+    return linearize(module, (x, z), mask, select, run_out_proj=True)
 
 
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
@@ -70,9 +70,9 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
     projected = linear(hidden, module.in_proj.weight, module.in_proj.bias)
     kernels = sys.modules[type(module).__module__]
     fused = module.use_fast_path and getattr(kernels, "causal_conv1d_fn", None) is not None
-    select = _x_proj(module, as_module=not fused)
+    select = selection(module, as_module=not fused)
     x, z = projected.chunk(2, dim=-1)
-    return _linearize(module, (x, F.silu(z)), None, select, run_out_proj=not fused)
+    return linearize(module, (x, F.silu(z)), None, select, run_out_proj=not fused)
 
 
 def _hf_projected(
@@ -91,7 +91,7 @@ def _hf_projected(
     return x if mask is None else x * mask[:, :, None], module.act(z), mask
 
 
-def _linearize(
+def linearize(
     module: Any,
     projected: tuple[Tensor, Tensor],
     mask: Tensor | None,
@@ -99,7 +99,15 @@ def _linearize(
     *,
     run_out_proj: bool,
 ) -> LinearMixer:
-    """The mixer from x and the gate (B, L, D), with dt, B and C selected from v."""
+    """The mixer from x and the gate (B, L, D).
+
+    Args:
+        module: the mixer, for conv1d, act, activation, A_log, D and out_proj.
+        projected: x and the gate.
+        mask: True for real tokens (B, L), or None.
+        select: how dt, B and C follow from v.
+        run_out_proj: whether the module calls out_proj; else it reads the weight.
+    """
     x, gating = projected
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
@@ -134,7 +142,7 @@ def _activated(
     return conv, ratio, [activated if mask is None else activated * mask[:, :, None]]
 
 
-def _x_proj(module: Any, as_module: bool) -> Callable[[Tensor], Selected]:
+def selection(module: Any, as_module: bool) -> Callable[[Tensor], Selected]:
     """How the selected parameters follow from v."""
 
     def select(activated: Tensor) -> Selected:
@@ -167,6 +175,8 @@ def _calls_dt_proj(module: Any, t: Tensor) -> bool:
     if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):
         return True
     code = sys.modules[type(module).__module__]
+    if not hasattr(code, "_lazy_load_causal_conv1d"):  # fla has this class, too
+        return not code.is_fast_path_available
     kernels = (code.mamba_inner_fn, *code._lazy_load_causal_conv1d())
     return any(kernel is None for kernel in kernels)
 

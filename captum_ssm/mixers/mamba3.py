@@ -31,38 +31,76 @@ from torch import Tensor
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, ShortConv, Sum
 from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, refuse_packed, rms_norm, run, working_dtype
+from .parts.common import as_heads, frozen, masked, refuse_packed, rms_norm, run, working_dtype
 
 
 def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
     """mamba_ssm's Mamba3 with ``is_mimo=False``."""
+    refuse_mimo(module)
+    call.refuse_cache("inference_params", position=3)
+    refuse_packed(call, seq_idx=1, cu_seqlens=2)
+    hidden = call.hidden_states
+    projected = run(module.in_proj, hidden.to(working_dtype(module, hidden)))
+    groups, state = module.num_bc_heads, module.d_state
+    return linearize(module, projected, None, heads=module.nheads, groups=groups, state=state)
+
+
+def refuse_mimo(module: Any) -> None:
+    """Raise if a mixer has several inputs and outputs."""
     if module.is_mimo:
         raise UnsupportedMixerError(
             f"The Mamba3 mixer has is_mimo=True (mimo_rank={module.mimo_rank}), for which there is "
             "no adapter. Supported is the form with single input and single output, is_mimo=False."
         )
-    call.refuse_cache("inference_params", position=3)
-    refuse_packed(call, seq_idx=1, cu_seqlens=2)
-    hidden = call.hidden_states
-    projected = run(module.in_proj, hidden.to(working_dtype(module, hidden)))
-    heads, width = module.nheads, module.d_inner
-    shared = module.num_bc_heads * module.d_state
-    sizes = [width, width, shared, shared, heads, heads, heads, module.num_rope_angles]
+
+
+def linearize(
+    module: Any, projected: Tensor, mask: Tensor | None, *, heads: int, groups: int, state: int
+) -> LinearMixer:
+    """The mixer from what in_proj returns.
+
+    Args:
+        module: the mixer, for its norms, biases, D and out_proj.
+        projected: z, x, B, C, s, a, l and r (B, L, 2 D + 2 G N + 3 H + S).
+        mask: True for real tokens (B, L), at one end of each sequence, or None.
+        heads: H.
+        groups: groups of heads that share B and C, G.
+        state: N.
+    """
+    shared, angles = groups * state, module.num_rope_angles
+    width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
+    sizes = [width, width, shared, shared, heads, heads, heads, angles]
     z, x, *selected = torch.split(projected, sizes, -1)
     values = as_heads(x, heads)
-    scan = _scan(module, *selected)
+    scan = _scan(module, *selected, mask=mask, groups=groups, per_head=width // heads)
     skip = Diagonal(frozen(module.D, values).view(1, 1, heads, 1), scan.shape, "skip")
-    core = Sum(scan, skip)
+    core = Chain(Sum(scan, skip), *masked(mask, scan.shape, values))
     operator = Chain(
-        Diagonal(as_heads(F.silu(z), heads), core.shape, "gate"),
+        *masked(mask, scan.shape, values),
+        Diagonal(as_heads(F.silu(z), heads), scan.shape, "gate"),
         *_norm(module, core, values),
         core,
     )
-    return LinearMixer(values, operator, lambda y: run(module.out_proj, y.flatten(2)))
+
+    def project(y: Tensor) -> Tensor:
+        out = run(module.out_proj, y.flatten(2))
+        return out if mask is None else out * mask[:, :, None]  # no bias at padded tokens
+
+    return LinearMixer(values, operator, project, mask)
 
 
 def _scan(
-    module: Any, b: Tensor, c: Tensor, step: Tensor, decay: Tensor, end: Tensor, rate: Tensor
+    module: Any,
+    b: Tensor,
+    c: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    end: Tensor,
+    rate: Tensor,
+    *,
+    mask: Tensor | None,
+    groups: int,
+    per_head: int,
 ) -> Operator:
     """alpha, from the parts of in_proj's output that select it.
 
@@ -70,11 +108,12 @@ def _scan(
     the scan is read one token late, by the next query, and the diagonal is a part of its own.
     """
     dt = F.softplus(step + module.dt_bias.to(step))  # (B, L, H)
+    if mask is not None:
+        dt = dt * mask[:, :, None]
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt
     at_end = torch.sigmoid(end) * dt
     at_beginning = torch.sigmoid(-end) * dt
     angle = (torch.tanh(rate)[:, :, None] * math.pi * dt[..., None]).double().cumsum(1)
-    groups = module.num_bc_heads
     query = _turned(_normed(c, module.C_norm, module.C_bias, groups), angle)
     key = _turned(_normed(b, module.B_norm, module.B_bias, groups), angle)
     own = at_end * (query * key).sum(-1)
@@ -83,9 +122,9 @@ def _scan(
         key,
         log_decay,
         at_end + _next(at_beginning),
-        module.headdim,
+        per_head,
     )
-    late = ShortConv(dt.new_ones(module.nheads, 1, 1), scan.shape, lags=(1,), component="scan")
+    late = ShortConv(dt.new_ones(dt.shape[-1], 1, 1), scan.shape, lags=(1,), component="scan")
     return Sum(Chain(late, scan), Diagonal(own[..., None], scan.shape, "scan"))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
-from .table import BUILT_IN, VERSIONS, Joins
+from .table import BUILT_IN, VERSIONS, Ability, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
 
@@ -28,6 +29,9 @@ class Architecture:
             user's own.
         joins: how its output joins the residual stream: ``"residual"``, ``"parallel"`` or
             ``"feeds"``; see :func:`register_mixer`. Default: ``"residual"``.
+        lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
+            ``"generated text"`` its models are refused, and why. Default: nothing.
+        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
@@ -40,6 +44,8 @@ class Architecture:
     class_path: str
     tested_version: str = ""
     joins: Joins = "residual"
+    lacks: Mapping[Ability, str] = field(default_factory=dict, hash=False)
+    alone: bool = False
 
 
 _architectures = {
@@ -49,6 +55,8 @@ _architectures = {
         line.class_path,
         line.tested or VERSIONS[line.package],
         line.joins,
+        line.lacks,
+        line.alone,
     )
     for line in BUILT_IN
 }
@@ -63,6 +71,9 @@ _MIXER_NAME = re.compile(
     r"|Retention|DeltaNet|LSTM|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"
     r"(?<!FeedForward)$"
 )
+
+#: A package that exports mixers alone, some under names that do not say so (Raven, MoBA).
+_MIXERS = "fla.layers"
 
 
 def register_mixer(
@@ -135,16 +146,31 @@ def class_path(cls: type) -> str:
 
 
 def looks_like_a_mixer(module: nn.Module) -> bool:
-    """Whether a module's class name says that it mixes tokens."""
-    return _MIXER_NAME.search(type(module).__name__) is not None
+    """Whether a module's class name, or the package it comes from, says that it mixes tokens."""
+    if _MIXER_NAME.search(type(module).__name__) is not None:
+        return True
+    exported = sys.modules.get(_MIXERS)
+    return any(getattr(exported, cls.__name__, None) is cls for cls in type(module).__mro__)
 
 
-def refuse(found: Iterator[tuple[str, nn.Module]]) -> None:
-    """Raise for the first of ``found``, unsupported mixers by name."""
-    for name, module in found:
-        kind = class_path(type(module))
-        place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
-        raise UnsupportedMixerError(f"{place} mixes tokens and has no adapter. {what_is_served()}")
+def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
+    """The error for a module that looks like a mixer and has no adapter.
+
+    Args:
+        name: its name in the model.
+        module: the module.
+        others: whether the model has mixers that have one, so that it was refused because it ran.
+            Default: False.
+    """
+    kind = class_path(type(module))
+    place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
+    ran, way_out = "", ""
+    if others:
+        ran = ", and it ran"
+        way_out = " To explain the run without it, name the mixers to use with layers=[...]."
+    return UnsupportedMixerError(
+        f"{place} mixes tokens and has no adapter{ran}. {what_is_served()}{way_out}"
+    )
 
 
 def what_is_served() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from .. import __version__
@@ -10,6 +12,11 @@ from .. import __version__
 #: other mixers of the same block that read the same stream; or added only to the input of the
 #: mixer that runs next.
 Joins = Literal["residual", "parallel", "feeds"]
+
+#: What models of a mixer may be explained by: the decomposition; the methods that fold the layers'
+#: operators (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition
+#: of what a model generates.
+Ability = Literal["LatimFlow", "fold methods", "generated text"]
 
 
 class Line(NamedTuple):
@@ -24,6 +31,8 @@ class Line(NamedTuple):
         joins: how the mixer's output joins the residual stream.
         tested: version of the package that the tests run against, where it is an older one.
             Default: None, that of :data:`VERSIONS`.
+        lacks: what models of the mixer are refused, by the reason why. Default: nothing.
+        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
     """
 
     family: str
@@ -32,6 +41,8 @@ class Line(NamedTuple):
     adapter: str
     joins: Joins = "residual"
     tested: str | None = None
+    lacks: Mapping[Ability, str] = MappingProxyType({})
+    alone: bool = False
 
     @property
     def class_path(self) -> str:
@@ -55,17 +66,36 @@ VERSIONS = {
     "flash-linear-attention": "0.6.0",
 }
 
+_IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
+_BESIDE_TEXT: Mapping[Ability, str] = {
+    "fold methods": "reads images beside a text",
+    "generated text": "reads images",
+}
+
 BUILT_IN = (
     Line("Mamba", "transformers", "mamba.MambaMixer", "mamba:hf_mamba"),
     Line("Falcon Mamba", "transformers", "falcon_mamba.FalconMambaMixer", "mamba:hf_mamba"),
     Line("Mamba", "mamba-ssm", "mamba_ssm.modules.mamba_simple.Mamba", "mamba:mamba_ssm_mamba"),
-    Line("Vision Mamba", "captum-ssm", "captum_ssm.models.vim.mixer.VimMixer", "vim:vim_mixer"),
-    Line("Caduceus", "captum-ssm", "captum_ssm.models.dna.caduceus.BiMamba", "caduceus:bi_mamba"),
+    Line(
+        "Vision Mamba",
+        "captum-ssm",
+        "captum_ssm.models.vim.mixer.VimMixer",
+        "vim:vim_mixer",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Caduceus",
+        "captum-ssm",
+        "captum_ssm.models.dna.caduceus.BiMamba",
+        "caduceus:bi_mamba",
+        lacks={"generated text": "reads both ways"},
+    ),
     Line(
         "Caduceus",
         "captum-ssm",
         "captum_ssm.models.dna.caduceus.StrandsMixer",
         "caduceus:both_strands",
+        lacks={"generated text": "reads both ways"},
     ),
     Line("HyenaDNA", "captum-ssm", "captum_ssm.models.dna.hyena.HyenaOperator", "hyena:hyena"),
     Line(
@@ -104,6 +134,20 @@ BUILT_IN = (
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5Attention", "attention:hf_attention"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeAttention", "attention:hf_attention"),
     Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5.Qwen3_5VisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "Qwen3.5",
+        "transformers",
+        "qwen3_5_moe.Qwen3_5MoeVisionAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
         "OLMo Hybrid",
         "transformers",
         "olmo_hybrid.OlmoHybridAttention",
@@ -114,6 +158,18 @@ BUILT_IN = (
         "transformers",
         "kimi_linear.KimiLinearAttention",
         "attention:hf_attention",
+    ),
+    Line(
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridAttention",
+        "attention:hf_attention",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextAttention",
+        "attention:glm5_next_attention",
     ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
@@ -131,25 +187,53 @@ BUILT_IN = (
         "griffin:sdpa_attention",
         tested=TRANSFORMERS_4,
     ),
-    Line("BERT", "transformers", "bert.BertSelfAttention", "attention:hf_attention"),
+    Line(
+        "BERT",
+        "transformers",
+        "bert.BertSelfAttention",
+        "attention:hf_attention",
+        lacks={"generated text": "reads both ways"},
+    ),
     Line("GPT-NeoX", "transformers", "gpt_neox.GPTNeoXAttention", "attention:hf_attention"),
     Line("GPT-2", "transformers", "gpt2.GPT2Attention", "attention:gpt2_attention"),
     Line("Llama", "transformers", "llama.LlamaAttention", "attention:hf_attention"),
     Line("Mistral", "transformers", "mistral.MistralAttention", "attention:hf_attention"),
-    Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention"),
-    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention"),
-    Line("ViT", "timm", "timm.layers.attention.Attention", "timm_attention:timm_attention"),
+    Line("ViT", "transformers", "vit.ViTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line("DeiT", "transformers", "deit.DeiTAttention", "attention:vit_attention", lacks=_IMAGES),
+    Line(
+        "SigLIP",
+        "transformers",
+        "siglip.SiglipAttention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "SigLIP 2",
+        "transformers",
+        "siglip2.Siglip2Attention",
+        "attention:hf_attention",
+        lacks=_BESIDE_TEXT,
+    ),
+    Line(
+        "ViT",
+        "timm",
+        "timm.layers.attention.Attention",
+        "timm_attention:timm_attention",
+        lacks=_IMAGES,
+    ),
     Line(
         "MambaVision",
         "mambavision",
         "mambavision.models.mamba_vision.MambaVisionMixer",
         "mambavision:mambavision_mixer",
+        lacks=_IMAGES,
     ),
     Line(
         "MambaVision",
         "mambavision",
         "mambavision.models.mamba_vision.Attention",
         "mambavision:mambavision_attention",
+        lacks=_IMAGES,
     ),
     Line(
         "Griffin",
@@ -162,8 +246,18 @@ BUILT_IN = (
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
+    Line("Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
     Line(
-        "Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_linear"
+        "Ling 3",
+        "transformers",
+        "bailing_hybrid.BailingHybridDeltaAttention",
+        "delta:kimi_delta",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextTextLinearAttention",
+        "delta:kimi_delta",
     ),
     Line(
         "MiniMax",
@@ -186,6 +280,10 @@ BUILT_IN = (
     Line(
         "RWKV-6", "flash-linear-attention", "fla.layers.rwkv6.RWKV6Attention", "fla.rwkv6:fla_rwkv6"
     ),
+    Line("RWKV-7", "captum-ssm", "captum_ssm.models.rwkv7.mixer.RWKV7TimeMix", "rwkv7:rwkv7"),
+    Line(
+        "RWKV-7", "flash-linear-attention", "fla.layers.rwkv7.RWKV7Attention", "fla.rwkv7:fla_rwkv7"
+    ),
     Line(
         "DeltaNet",
         "flash-linear-attention",
@@ -197,6 +295,53 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.gated_deltanet.GatedDeltaNet",
         "fla.delta:fla_gated_delta_net",
+    ),
+    Line(
+        "Kimi Delta Attention",
+        "flash-linear-attention",
+        "fla.layers.kda.KimiDeltaAttention",
+        "fla.delta:fla_kda",
+    ),
+    Line("Mamba", "flash-linear-attention", "fla.layers.mamba.Mamba", "fla.mamba:fla_mamba"),
+    Line("Mamba-2", "flash-linear-attention", "fla.layers.mamba2.Mamba2", "fla.mamba:fla_mamba2"),
+    Line("Mamba-3", "flash-linear-attention", "fla.layers.mamba3.Mamba3", "fla.mamba:fla_mamba3"),
+    Line(
+        "Linear attention",
+        "flash-linear-attention",
+        "fla.layers.linear_attn.LinearAttention",
+        "fla.linear_attn:fla_linear_attention",
+    ),
+    Line(
+        "Simple GLA",
+        "flash-linear-attention",
+        "fla.layers.simple_gla.SimpleGatedLinearAttention",
+        "fla.linear_attn:fla_simple_gla",
+        alone=True,
+    ),
+    Line(
+        "Based",
+        "flash-linear-attention",
+        "fla.layers.based.BasedLinearAttention",
+        "fla.linear_attn:fla_based",
+        alone=True,
+    ),
+    Line(
+        "LightNet",
+        "flash-linear-attention",
+        "fla.layers.lightnet.LightNetAttention",
+        "fla.lightnet:fla_lightnet",
+    ),
+    Line(
+        "GSA",
+        "flash-linear-attention",
+        "fla.layers.gsa.GatedSlotAttention",
+        "fla.gsa:fla_gsa",
+    ),
+    Line(
+        "Transformer",
+        "flash-linear-attention",
+        "fla.layers.attn.Attention",
+        "fla.attention:fla_attention",
     ),
     Line("Mamba-2", "transformers", "mamba2.Mamba2Mixer", "mamba2:hf_mamba2"),
     Line("Bamba", "transformers", "bamba.BambaMixer", "mamba2:hf_mamba2"),
@@ -226,6 +371,7 @@ BUILT_IN = (
         "mamba-ssm",
         "mamba_ssm.modules.mamba2_simple.Mamba2Simple",
         "mamba2_ssm:mamba_ssm_mamba2_simple",
+        alone=True,
     ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
 )

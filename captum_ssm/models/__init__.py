@@ -1,4 +1,4 @@
-"""Models in plain PyTorch, of images and DNA; the small trained ones that ship; what they read."""
+"""Models in plain PyTorch, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
 from .dna import (
@@ -10,6 +10,7 @@ from .dna import (
     load_hyenadna,
     load_striped_hyena,
 )
+from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VisionMamba, load_vim, vim_small, vim_tiny
 from .vocabulary import WordVocabulary
@@ -17,6 +18,7 @@ from .vocabulary import WordVocabulary
 __all__ = [
     "CLASS_WORDS",
     "CLS",
+    "RWKV7",
     "Caduceus",
     "HyenaDNA",
     "OneHot",
@@ -29,6 +31,7 @@ __all__ = [
     "load_caduceus",
     "load_dictionary",
     "load_hyenadna",
+    "load_rwkv7",
     "load_striped_hyena",
     "load_vim",
     "text_words",

@@ -148,7 +148,7 @@ class Operator:
     shape: Shape
     roles: Mapping[str, Role] = MappingProxyType({})
     live: Mapping[str, Tensor] = MappingProxyType({})
-    at_rest: float = 0.0
+    at_rest: float | Tensor = 0.0
     #: Whether whole matrices of heads are quicker made than rows of all channels.
     quick_heads = False
     #: Up to how many rows of the channels' mean are quicker found by :meth:`rows` than in a strip.

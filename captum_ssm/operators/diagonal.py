@@ -27,7 +27,8 @@ class Diagonal(Operator):
         data_dependent: whether the factors follow from the input. Default: None, they do if
             ``weight`` has a factor for each example or each token.
         at_rest: what a gate is where nothing enters it: 1/2 if it is a sigmoid. Rules that divide
-            what a mixer does compare the gate with it. Default: 0.0, as of SiLU.
+            what a mixer does compare the gate with it. One number, or one for each channel
+            (1, 1, H, P). Default: 0.0, as of SiLU.
 
     Example:
         >>> import torch
@@ -46,14 +47,14 @@ class Diagonal(Operator):
         shape: Shape,
         component: str | None = None,
         data_dependent: bool | None = None,
-        at_rest: float = 0.0,
+        at_rest: float | Tensor = 0.0,
     ) -> None:
         self.weight = weight.detach()
         self.roles = {"weight": _ROLES[component]} if component in _ROLES else {}
         self.live = with_graphs({"weight": weight} if self.roles else {})
         self.shape = shape
         self.component = component
-        self.at_rest = at_rest
+        self.at_rest = at_rest.detach() if isinstance(at_rest, Tensor) else at_rest
         common = weight.shape[0] == weight.shape[1] == 1
         self._data_dependent = not common if data_dependent is None else data_dependent
 
@@ -111,7 +112,10 @@ class Diagonal(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         weight = self.weight if self.weight.shape[2] == 1 else some_heads(self.weight, heads)
-        return self._with(weight, heads=len(heads))
+        chosen = self._with(weight, heads=len(heads))
+        if isinstance(chosen.at_rest, Tensor):
+            chosen.at_rest = some_heads(chosen.at_rest, heads)
+        return chosen
 
     def reordered(self, order: Tensor) -> Diagonal:
         """The diagonal whose token t has the factor of this one's token ``order[t]``.
@@ -135,7 +139,10 @@ class Diagonal(Operator):
 
     def mean_of_channels(self) -> Diagonal:
         """The diagonal of the mean over the value channels of each head, alike for them all."""
-        return self._with(self.weight.mean(-1, keepdim=True))
+        mean = self._with(self.weight.mean(-1, keepdim=True))
+        if isinstance(mean.at_rest, Tensor):
+            mean.at_rest = mean.at_rest.mean(-1, keepdim=True)
+        return mean
 
     def _with(self, weight: Tensor, **sizes: int) -> Diagonal:
         shape = self.shape._replace(**sizes)

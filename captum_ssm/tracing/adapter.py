@@ -74,7 +74,14 @@ def _complaint(found: Any, call: Call) -> str | None:
     acts_on = tuple(getattr(operator, "shape", ()))
     if acts_on != shape:
         return f"returned values of shape {shape} and an operator on {acts_on or 'no shape'}"
-    if found.map is None and shape[:2] != returned[:2]:
+    if found.end_to_end:
+        real = shape[0] * shape[1] if mask is None else int(mask.sum())
+        if (1, real) != returned[:2]:
+            return (
+                f"returned examples of {real} tokens end to end for a module that returned "
+                f"{returned}"
+            )
+    elif found.map is None and shape[:2] != returned[:2]:
         return (
             f"returned values of shape {shape} for a module that returned {returned}: (B, L, H, P) "
             f"must begin with {returned[:2]}"

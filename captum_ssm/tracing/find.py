@@ -16,7 +16,7 @@ from ..mixers.registry import (
     adapter_for,
     class_path,
     looks_like_a_mixer,
-    refuse,
+    refusal,
     what_is_served,
 )
 from .reach import reachable
@@ -192,8 +192,9 @@ _PIPELINE = "transformers.pipelines.base.Pipeline"
 def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = None) -> list[Mixer]:
     """The supported mixers of a model in module order.
 
-    A model that also mixes tokens in a module without an adapter is refused: an explanation that
-    ignores it would be silently wrong.
+    A module without an adapter that looks like a mixer is no reason to refuse a model that has
+    others, such as the vision attention of a model that is given a text alone; a run that calls it
+    is refused: see :func:`strangers`.
 
     Args:
         model: where to look.
@@ -205,7 +206,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
 
     Raises:
         NoMixerError: when there is none, or ``layers`` names what is none.
-        UnsupportedMixerError: when a module that looks like a mixer has no adapter.
+        UnsupportedMixerError: when there are modules that look like mixers, and none has an
+            adapter.
 
     Example:
         >>> from captum_ssm.models import load_bundled
@@ -226,10 +228,11 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         if twice is not None:
             raise NoMixerError(f"layers names {twice!r} twice. Name each mixer once.")
         return chosen
-    refuse(_strangers(model, found))
     modules = {mixer.module for mixer in found}
     found = [mixer for mixer in found if modules.isdisjoint(mixer.around)]  # else counted twice
     if not found:
+        for name, module in strangers(model):
+            raise refusal(name, module)
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
             f"{what_is_served()}"
@@ -285,9 +288,18 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
     )
 
 
-def _strangers(model: nn.Module, found: list[Mixer]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that look like mixers, have no adapter, and neither hold nor belong to one."""
-    names = [name for mixer in found for name in mixer.names]
+def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that look like mixers, have no adapter, and neither hold nor belong to one.
+
+    An explanation of a run that calls one would be silently wrong without it.
+
+    Args:
+        model: where to look.
+
+    Yields:
+        Their names and the modules.
+    """
+    names = [name for mixer in registered_mixers(model) for name in mixer.names]
     for name, module in model.named_modules():
         if not looks_like_a_mixer(module) or adapter_for(module) is not None:
             continue

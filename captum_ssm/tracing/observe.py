@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..mixers.base import Call
 from ..mixers.parts.heard import Heard, telling
+from ..mixers.registry import refusal
 from .caches import without_caches
 from .eager import eagerly
-from .find import Mixer
+from .find import Mixer, strangers
 from .gradients import recordable
 from .hooks import at_both_ends, hooked, swap_first
 from .repair.loops import repaired_scans
@@ -72,11 +73,13 @@ def observe(
     stack: ExitStack,
     *,
     gradients: bool,
+    vouched: bool,
 ) -> None:
     """Let watchers look on at a model's runs until a stack is left.
 
     Meanwhile it keeps no cache, runs as it was written where it is compiled, and in memory that is
-    linear in the length.
+    linear in the length.  A run that calls a mixer without an adapter raises
+    :class:`~captum_ssm.errors.UnsupportedMixerError`.
 
     Args:
         model: the model.
@@ -84,8 +87,12 @@ def observe(
         watchers: of whom the first one is asked first.
         stack: when it is left, nothing of them stays on the model.
         gradients: whether autograd is to record the runs.
+        vouched: whether the user named the mixers and vouches for the rest.
     """
     without_caches(model, stack)
+    for name, stranger in () if vouched else strangers(model):
+        refuse = functools.partial(_refuse, name)
+        stack.enter_context(hooked(stranger.register_forward_pre_hook, refuse))
     calls = _Calls(watchers)
     blocks = {block for mixer in mixers for block in mixer.blocks}
     for outer in {outer for mixer in mixers for outer in mixer.around}:
@@ -102,6 +109,15 @@ def observe(
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
+
+
+def _as(changed: Tensor, returned: Tensor) -> Tensor:
+    """A sequence in place of the one returned, which may have come without a batch."""
+    return changed[0] if changed.dim() > returned.dim() else changed
+
+
+def _refuse(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise refusal(name, module, others=True)
 
 
 class _Calls:
@@ -155,7 +171,7 @@ class _Calls:
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
                 changed = changed if found is None else found
-        return None if changed is None else swap_first(output, lambda _: changed)[0]
+        return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = None

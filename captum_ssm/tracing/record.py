@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
-from ..mixers.base import Call, LinearMixer, first_tensor
+from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
 from ..operators.kernels.arithmetic import all_finite, full_precision, unseen_by
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
@@ -142,16 +142,19 @@ class Trace:
         Not every family of mixers is told; the last layer of each is asked, the latest first.  What
         came to a mixer is all that can tell it, so that one which received the sequence alone is
         not linearised: that takes memory while the run's graph still takes the most.  One whose
-        output is not finite is, for the error that says where this began.
+        output is not finite is, for the error that says where this began.  Layers of other tokens
+        than the last one's, such as those of a tower of images, are not asked.
         """
-        asked = set()
+        asked, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
         for layer in reversed(self.layers):
             if layer.architecture in asked:
                 continue
             asked.add(layer.architecture)
             finite = all_finite(layer.output)
             if (_received_more(layer.call) or not finite) and layer.linear.mask is not None:
-                return layer.linear.mask
+                mask = layer.linear.mask
+                if layer.call.hidden_states.shape[:2] == size:
+                    return mask
         return None
 
 
@@ -235,7 +238,8 @@ def trace(
     with ExitStack() as stack:
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         recorder = Recorder(record, graph, streams, follow, mixers[-1], module)
-        observe(module, mixers, (recorder, *watchers), stack, gradients=graph != "none")
+        watching, vouched = (recorder, *watchers), layers is not None
+        observe(module, mixers, watching, stack, gradients=graph != "none", vouched=vouched)
         if follow is not None:
             look_past(follow, module, stack)
         yield record
@@ -380,7 +384,7 @@ class Recorder(Watcher):
         return outer, self._times[outer]
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        layer, left = self._pending.pop(), first_tensor(output)
+        layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
         if graph == "tail" and is_last:
             torch.set_grad_enabled(True)  # undone when the trace ends
@@ -389,7 +393,7 @@ class Recorder(Watcher):
             # what computed the first output is let go of
             swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
             output, _ = swap_first(output, swap)
-        kept = first_tensor(output) if joins else left.detach()
+        kept = in_batch(first_tensor(output)) if joins else left.detach()
         layer.leave(kept, hook_factor(layer.call.output_tensor, left))
         if self.follow is not None:
             number = self.record.layers.index(layer) + 1

@@ -117,8 +117,9 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
         real: what the module returned, (B, L, E), by the operator's tokens.
     """
     operator = linear.operator
-    if any(leaf.per_channel() is not leaf for leaf in operator.leaves()):
-        return output_errors(linear.output(), real)  # a token's channels are not its own
+    own = all(leaf.per_channel() is leaf for leaf in operator.leaves())
+    if linear.end_to_end or not own:  # or a token's channels are not its own
+        return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
     signs = _signs(1, batch, tokens)[0].to(linear.values)
     project = projection_of(linear)

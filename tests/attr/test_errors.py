@@ -6,7 +6,6 @@ message: the argument by its name, what was found, what to do.
 
 from __future__ import annotations
 
-import copy
 from collections import namedtuple
 
 import pytest
@@ -280,9 +279,20 @@ class SomeSSM(nn.Module):
         return x.cumsum(1)
 
 
-def with_(extra):
-    model = nn.ModuleDict({"lm": mamba_lm(), "extra": extra})
-    return model
+class Beside(nn.Module):
+    """A language model that calls another module first."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.lm, self.extra = mamba_lm(), extra
+
+    def forward(self, ids):
+        self.extra(torch.zeros(1, 2, 3))
+        return self.lm(ids)
+
+
+def run_with(extra):
+    return lambda method: method(Beside(extra)).attribute(torch.tensor([[3, 1, 2]]))
 
 
 MODELS = {
@@ -297,16 +307,16 @@ MODELS = {
         ["'0'", "SomeSSM", "no adapter", "Mamba, Falcon Mamba", "docs/", "register_mixer"],
     ),
     "unsupported mixer beside a supported one": (
-        lambda method: method(with_(SomeSSM())),
+        run_with(SomeSSM()),
         TypeError,
-        ["'extra'", "SomeSSM", "no adapter", "register_mixer"],
+        ["'extra'", "SomeSSM", "no adapter, and it ran", "register_mixer", "layers=[...]"],
     ),
     "recurrent layer": (
-        lambda method: method(with_(nn.LSTM(3, 3))),
+        run_with(nn.LSTM(3, 3)),
         TypeError,
         ["'extra'", "LSTM", "no adapter"],
     ),
-    "gru": (lambda method: method(with_(nn.GRU(3, 3))), TypeError, ["'extra'", "GRU"]),
+    "gru": (run_with(nn.GRU(3, 3)), TypeError, ["'extra'", "GRU"]),
     "function without a module": (
         lambda method: method(lambda x: x),
         TypeError,
@@ -351,11 +361,11 @@ def test_models(method, case):
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_vouch_for_other_mixers(method):
     """The error can be overridden by naming the layers."""
-    model = with_(SomeSSM())
+    model = Beside(SomeSSM())
     ids = token_ids()
     chosen = [f"lm.backbone.layers.{i}.mixer" for i in range(3)]
-    found = method(lambda x: model["lm"](x), model=model, layers=chosen)
-    expected = method(model["lm"]).attribute(ids, target=(-1, 3))
+    found = method(model, layers=chosen)
+    expected = method(model.lm).attribute(ids, target=(-1, 3))
     assert torch.equal(found.attribute(ids, target=(-1, 3)), expected)
 
 
@@ -582,7 +592,7 @@ def test_models_that_cut_the_gradient(recipe):
 
 @pytest.mark.parametrize("recipe", ["paper", "published_code"])
 def test_a_layer_out_of_the_gradients_reach(recipe):
-    model, ids = mamba_lm(), token_ids()
+    model, ids = mamba_lm(num_hidden_layers=4), token_ids()
 
     class Cut(nn.Module):
         def __init__(self, block):
@@ -598,19 +608,8 @@ def test_a_layer_out_of_the_gradients_reach(recipe):
         RuntimeError,
         ["No gradient of the target reaches", "'backbone.layers.0.mixer'", "layers=[...]"],
     )
-    last = MambaAttribution(model, layers=["backbone.layers.2.mixer"])
+    last = MambaAttribution(model, layers=[f"backbone.layers.{i}.mixer" for i in (2, 3)])
     assert last.attribute(ids, target=(-1, 3), recipe=recipe).any()
-
-
-def test_a_mixer_without_a_block_and_the_published_recipe():
-    mixer = mixers_of(copy.deepcopy(mamba_lm()))[0]
-    hidden = torch.randn(2, 5, WIDTH)
-    check(
-        lambda: MambaAttribution(mixer).attribute(hidden, target=(-1, 3), recipe="published_code"),
-        RuntimeError,
-        ["recipe='published_code'", "stands alone", "recipe='paper'"],
-    )
-    assert MambaAttribution(mixer).attribute(hidden, target=(-1, 3)).shape == (2, 5, WIDTH)
 
 
 @pytest.mark.parametrize("name", ["attribute_future", "compute_convergence_delta"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import oracles
 import pytest
 import torch
 from captum.attr import InputXGradient
 from helpers.sessions import thorough
+from oracles import vim as vim_oracle
 from torch import Tensor, nn
 from zoo import networks
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
+from captum_ssm.models import VisionMamba
 
 CONSERVED = ("mamba", "mamba2", "vim, no cls", "recurrent_gemma", "rwkv", "bamba", "vit")
 QUICK = ("mamba", "vim, no cls", "bamba")
@@ -70,6 +74,11 @@ def test_masks_survive_where_biases_do_not(monkeypatch):
     assert not padded[0, :2].any() and padded[0, 2:4].all()
 
 
+def silu(x: Tensor) -> Tensor:
+    """With its frozen ratio."""
+    return x * torch.sigmoid(x).detach()
+
+
 def test_it_is_gradient_times_input_of_the_rules():
     """The form of the paper: detached factors, halves of gated products."""
 
@@ -85,9 +94,6 @@ def test_it_is_gradient_times_input_of_the_rules():
             norm = self.model.backbone.norm_f
             scale = (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
             return self.model.lm_head(norm.weight * (x * scale.detach()))
-
-    def silu(x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x).detach()
 
     def mixed(mixer: nn.Module, h: Tensor) -> Tensor:
         x, z = mixer.in_proj(h).chunk(2, -1)
@@ -112,3 +118,50 @@ def test_it_is_gradient_times_input_of_the_rules():
     wanted = InputXGradient(Rules(model)).attribute(embedded, target=(4, 3))
     found = MambaLRP(model).attribute(embedded, (4, 3))
     assert oracles.relative_error(found, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("cls", ["middle", "none"])
+def test_of_vision_mamba_it_is_gradient_times_input_of_the_rules(cls: Any) -> None:
+    """As in the published modules each direction's gated product is halved by itself."""
+    options = {"depth": 2, "embed_dim": 6, "num_classes": 5, "d_state": 3, "cls_token": cls}
+    model = vim_oracle.randomise(VisionMamba((12, 20), 4, **options)).double()
+
+    def direction(mixer: Any, end: str, x: Tensor, z: Tensor) -> Tensor:
+        def part(name: str) -> Any:
+            return getattr(mixer, f"{name}{end}")
+
+        u = silu(part("conv1d")(x.mT)[..., : x.shape[1]].mT)
+        a = -(mixer.A_b_log if end else mixer.A_log).exp()
+        sizes = [part("dt_proj").in_features, a.shape[1], a.shape[1]]
+        t, b, c = part("x_proj")(u).detach().split(sizes, -1)
+        dt = nn.functional.softplus(part("dt_proj")(t)).detach()
+        state, out = torch.zeros(len(x), *a.shape).double(), []
+        for i in range(x.shape[1]):
+            step = dt[:, i, :, None]
+            state = (step * a).exp() * state + step * b[:, i, None] * u[:, i, :, None]
+            out.append((state * c[:, i, None]).sum(-1) + part("D") * u[:, i])
+        y = torch.stack(out, 1) * silu(z)
+        return y / 2 + (y / 2).detach()
+
+    def mixed(mixer: Any, h: Tensor) -> Tensor:
+        x, z = mixer.in_proj(h).chunk(2, -1)
+        back = direction(mixer, "_b", x.flip(1), z.flip(1)).flip(1)
+        return mixer.out_proj((direction(mixer, "", x, z) + back) / 2)
+
+    def normed(norm: Any, x: Tensor) -> Tensor:
+        return norm.weight * x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt().detach()
+
+    pictures = torch.randn(2, 3, 12, 20).double().requires_grad_()
+    tokens = model.patch_embed(pictures).flatten(2).mT
+    places = vim_oracle.cls_places(cls, tokens.shape[1])
+    for place in places:
+        token = model.cls_token.expand(2, 1, -1)
+        tokens = torch.cat([tokens[:, :place], token, tokens[:, place:]], 1)
+    stream = tokens + model.pos_embed
+    for block in model.layers:
+        stream = stream + mixed(block.mixer, normed(block.norm, stream))
+    logits = model.head(normed(model.norm_f, stream)[:, places[0] if places else -1])
+    assert oracles.relative_error(logits, model(pictures)) <= 1e-12
+    (gradient,) = torch.autograd.grad(logits[:, 2].sum(), pictures)
+    found = MambaLRP(model).decompose(pictures.detach(), 2)
+    assert oracles.relative_error(found.inputs, pictures * gradient) <= 1e-11

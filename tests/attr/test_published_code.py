@@ -1,4 +1,4 @@
-"""recipe="published_code": what the authors' scripts compute, written out example by example.
+"""recipe="published_code": the maps of the authors' scripts, and their equations once more.
 
 Of each layer only the query's row counts. It is added to every row of the identity, rows are
 divided by their sums, the layers' matrices are multiplied, and of the query's row of the product
@@ -7,38 +7,90 @@ the query's own entry is removed and what is negative set to zero.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from oracles.dense import S6, UNIFIED, Run, double, error, min_max
-from torch import nn
-from zoo.small import (
-    classifier,
-    falcon_lm,
-    mamba_lm,
-    token_ids,
-    vision,
-)
-from zoo.small import images as random_images
+from helpers.sessions import thorough
+from oracles import scripts
+from oracles import vim as vim_oracle
+from oracles.dense import UNIFIED, Run, double, error, min_max
+from safetensors.torch import load_file
+from torch import Tensor
+from zoo.mamba2 import make_model
+from zoo.small import classifier, falcon_lm, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm.models import VisionMamba
 
-VARIANTS = [("s6", S6), ("unified", UNIFIED)]
+VARIANTS = ["s6", "unified"]
+METHODS = {
+    "raw": ImplicitAttention,
+    "rollout": ImplicitAttentionRollout,
+    "attribution": MambaAttribution,
+}
+MAPS = {
+    "hidden_attention.raw": (ImplicitAttention, "s6"),
+    "hidden_attention.rollout": (ImplicitAttentionRollout, "s6"),
+    "hidden_attention.attribution": (MambaAttribution, "s6"),
+    "unified.attribution": (MambaAttribution, "unified"),
+}
 
 
-def layer_rows(run, names, example, query):
+@pytest.mark.parametrize("start_layer", [0, 2])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_maps_that_the_scripts_gave(number: int, name: str, start_layer: int) -> None:
+    saved = load_file(Path(__file__).parent / "published_maps" / f"vim_{number}.safetensors")
+    options = {"depth": 5, "embed_dim": 16, "num_classes": 6, "d_state": 4}
+    model = VisionMamba(**options).eval()  # type: ignore[arg-type]
+    weights = {k.removeprefix("weights."): v for k, v in saved.items() if k.startswith("weights.")}
+    model.load_state_dict(weights)
+    picture = saved["image"].double()
+    logits = model.double()(picture)
+    assert error(logits, saved["logits"]) <= 1e-12
+    method, components = MAPS[name]
+    found = method(model).attribute(
+        picture,
+        int(logits.argmax()),
+        components=components,
+        recipe="published_code",
+        start_layer=start_layer,
+        per_token=True,
+    )
+    assert error(found.flatten(), saved[f"start_layer_{start_layer}.{name}"].flatten()) <= 1e-12
+
+
+def layer_rows(run, variant, example, query):
     """Of each layer, the query's row of every channel, (C, L)."""
-    alphas = run.alphas(names, reduce=lambda alpha: alpha)
-    return [alpha[example, :, query] for alpha in alphas]
+    if variant == "unified":  # also for mixers of other kinds
+        alphas = run.alphas(UNIFIED, reduce=lambda alpha: alpha)
+        return [alpha[example, :, query] for alpha in alphas]
+    return [
+        scripts.rows(mixer, hidden[example], query, variant)
+        for mixer, hidden in zip(run.mixers, run.inputs, strict=True)
+    ]
 
 
-def attribution_row(channel_rows, stream_gradient, variant):
+def attribution_row(channel_rows, gradient, variant):
     """The query's row weighted by the gradient, (L,)."""
-    strength = stream_gradient * (stream_gradient > 0)  # (L, E)
+    strength = gradient * (gradient > 0)  # (L, E)
     strength = min_max(strength.max(-1).values)
     positive = channel_rows * (channel_rows > 0)
     if variant == "s6":
         return min_max(positive).mean(0) * strength
     return min_max(positive.mean(0) * strength)
+
+
+def expected(name, rows, query, gradients=None, variant="unified"):
+    """What a method says, from the rows (C, L) of the layers used."""
+    if name == "raw":
+        return finish(sum(min_max(row).mean(0) for row in rows) / len(rows), query)
+    if name == "rollout":
+        return broadcast_rollout([row.mean(0) for row in rows], query)
+    weighted = [attribution_row(*of, variant) for of in zip(rows, gradients, strict=True)]
+    return broadcast_rollout(weighted, query)
 
 
 def broadcast_rollout(rows, query):
@@ -58,107 +110,82 @@ def finish(row, query):
     return row * (row > 0)
 
 
-def expected_attribution(run, names, variant, queries, start_layer=0):
-    found = []
-    for example, query in enumerate(queries):
-        rows = [
-            attribution_row(channels, gradient[example], variant)
-            for channels, gradient in zip(
-                layer_rows(run, names, example, query), run.stream_gradients, strict=True
-            )
-        ]
-        found.append(broadcast_rollout(rows[start_layer:], query))
-    return torch.stack(found)
+CASES = [(mamba_lm, "s6"), (mamba_lm, "unified"), (falcon_lm, "unified")]
 
 
-def expected_rollout(run, names, queries, start_layer=0):
-    found = []
-    for example, query in enumerate(queries):
-        rows = [channels.mean(0) for channels in layer_rows(run, names, example, query)]
-        found.append(broadcast_rollout(rows[start_layer:], query))
-    return torch.stack(found)
-
-
-def expected_raw(run, names, queries, start_layer=0):
-    found = []
-    for example, query in enumerate(queries):
-        rows = [min_max(channels.mean(0)) for channels in layer_rows(run, names, example, query)]
-        rows = rows[start_layer:]
-        found.append(finish(sum(rows) / len(rows), query))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("make", [mamba_lm, falcon_lm])
 @pytest.mark.parametrize("start_layer", [0, 1])
-@pytest.mark.parametrize("variant, names", VARIANTS)
-def test_mamba_attribution(make, start_layer, variant, names):
+@pytest.mark.parametrize(("make", "variant"), CASES)
+@pytest.mark.parametrize("name", METHODS)
+def test_language_models(name, make, variant, start_layer):
     model, ids = make(), token_ids(3, 9)
-    run = Run(double(model), ids, select=lambda logits: logits[:, 6, 4])
-    expected = expected_attribution(run, names, variant, [6, 6, 6], start_layer)
-    options = {"components": variant, "recipe": "published_code", "start_layer": start_layer}
-    found = MambaAttribution(model).attribute(ids, target=(6, 4), **options)
-    assert error(found, expected) <= 1e-4
-    exact = MambaAttribution(model.double()).attribute(ids, target=(6, 4), **options)
-    # a minimum and a maximum may amplify transformers' float32 norms
-    assert error(exact, expected) <= 1e-10
-
-
-@pytest.mark.parametrize("start_layer", [0, 2])
-@pytest.mark.parametrize("variant, names", VARIANTS)
-def test_rollout(start_layer, variant, names):
-    model, ids = mamba_lm(), token_ids(3, 9)
-    queries = [8, 0, 5]
-    run = Run(double(model), ids)
-    expected = expected_rollout(run, names, queries, start_layer)
-    options = {"components": variant, "recipe": "published_code", "start_layer": start_layer}
-    found = ImplicitAttentionRollout(model.double()).attribute(
-        ids, query=torch.tensor(queries), **options
-    )
-    assert error(found, expected) <= 1e-10
-
-
-@pytest.mark.parametrize("start_layer", [0, 2])
-@pytest.mark.parametrize("variant, names", VARIANTS)
-def test_raw_attention(start_layer, variant, names):
-    model, ids = mamba_lm(), token_ids(3, 9)
-    queries = [8, 3, 5]
-    run = Run(double(model), ids)
-    expected = expected_raw(run, names, queries, start_layer)
-    options = {"components": variant, "recipe": "published_code", "start_layer": start_layer}
-    found = ImplicitAttention(model.double()).attribute(ids, query=torch.tensor(queries), **options)
-    assert error(found, expected) <= 1e-10
-
-
-@pytest.mark.parametrize("cls", ["head", "middle"])
-@pytest.mark.parametrize("variant, names", VARIANTS)
-def test_vision(cls, variant, names):
-    model, pictures = vision(cls, layers=3), random_images(2)
-    run = Run(double(model), pictures.double(), select=lambda out: out[range(2), [4, 2]])
-    at = model.cls_position
-    without_gradients = Run(double(model), pictures.double())
-    raw = expected_raw(without_gradients, names, [at, at], 1)
-    rolled = expected_rollout(without_gradients, names, [at, at], 1)
-    attribution = expected_attribution(run, names, variant, [at, at], 1)
-    for method, expected in [
-        (ImplicitAttention, raw),
-        (ImplicitAttentionRollout, rolled),
-        (MambaAttribution, attribution),
-    ]:
-        found = method(model.double()).attribute(
-            pictures.double(),
-            target=torch.tensor([4, 2]),
-            components=variant,
-            recipe="published_code",
-            start_layer=1,
-            per_token=True,
+    queries = [6, 8, 0]
+    run = Run(double(model), ids, select=lambda logits: logits[range(3), queries, 4])
+    gradients = run.output_gradients[start_layer:]
+    wanted = [
+        expected(
+            name,
+            layer_rows(run, variant, example, query)[start_layer:],
+            query,
+            [gradient[example] for gradient in gradients],
+            variant,
         )
-        expected = expected[:, model.patch_tokens()].view(2, 3, 4)
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+        for example, query in enumerate(queries)
+    ]
+    options = {"components": variant, "recipe": "published_code", "start_layer": start_layer}
+    target = [(query, 4) for query in queries]
+    found = METHODS[name](model).attribute(ids, target=target, **options)
+    assert error(found, torch.stack(wanted)) <= 1e-4
+    exact = METHODS[name](model.double()).attribute(ids, target=target, **options)
+    # a minimum and a maximum may amplify transformers' float32 norms; s6 rounds to float32
+    assert error(exact, torch.stack(wanted)) <= (1e-6 if variant == "s6" else 1e-10)
 
 
-@pytest.mark.parametrize("variant, names", VARIANTS)
+def vims(cls: str, grid: tuple[int, int]) -> Any:
+    size = 3 * grid[0], 3 * grid[1]
+    options = {"depth": 3, "embed_dim": 6, "num_classes": 5, "d_state": 3, "cls_token": cls}
+    return vim_oracle.randomise(VisionMamba(size, 3, **options))
+
+
+@pytest.mark.parametrize("cls", ["head", "middle", "end"])
+@pytest.mark.parametrize("grid", thorough([(3, 4), (3, 3), (1, 5)], [(3, 4)]))
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vision_mamba(variant: str, name: str, grid: tuple[int, int], cls: str) -> None:
+    """Entries up to the query from the forward direction, beyond it from the backward one."""
+    model = vims(cls, grid).double()
+    pictures = torch.randn(2, 3, 3 * grid[0], 3 * grid[1]).double()
+    inputs, outputs = list[Tensor](), list[Tensor]()
+    for block in model.layers:
+        block.mixer.register_forward_hook(lambda _, args, out: inputs.append(args[0].detach()))
+        block.mixer.register_forward_hook(lambda _, args, out: outputs.append(out))
+    classes = [4, 2]
+    logits = model(pictures)
+    gradients = torch.autograd.grad(logits[range(2), classes].sum(), outputs)
+    patches = grid[0] * grid[1]
+    (query,) = vim_oracle.cls_places(cls, patches)
+    wanted = []
+    for example in range(2):
+        rows = [
+            scripts.rows(block.mixer, hidden[example], query, variant)
+            for block, hidden in zip(model.layers, inputs, strict=True)
+        ]
+        of_layers = [gradient[example] for gradient in gradients[1:]]
+        row = expected(name, rows[1:], query, of_layers, variant)
+        wanted.append(torch.cat([row[:query], row[query + 1 :]]).view(grid))
+    found = METHODS[name](model).attribute(
+        pictures,
+        classes,
+        components=variant,
+        recipe="published_code",
+        start_layer=1,
+        per_token=True,
+    )
+    assert error(found, torch.stack(wanted)) <= (1e-6 if variant == "s6" else 1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(variant, names, side):
+def test_padding(variant, side):
     model, ids = mamba_lm().double(), token_ids(1, 6)
     padding = torch.zeros(1, 3).long()
     whole = torch.cat([padding, ids] if side == "left" else [ids, padding], dim=1)
@@ -193,11 +220,8 @@ def test_several_queries_are_refused():
             method(model).attribute(ids, target=0, recipe="published_code")
 
 
-def test_mixers_in_a_mere_container_have_no_stream():
-    """The container's input is not what enters each of them."""
-    mixers = nn.Sequential(*(block.mixer for block in mamba_lm().backbone.layers))
-    hidden = torch.randn(2, 5, mixers[0].hidden_size)
-    method = MambaAttribution(mixers)
-    assert method.attribute(hidden, target=(-1, 0)).isfinite().all()
-    with pytest.raises(RuntimeError, match="stands alone"):
-        method.attribute(hidden, target=(-1, 0), recipe="published_code")
+@pytest.mark.parametrize("method", METHODS.values())
+def test_the_script_of_scans_knows_no_other_mixer(method):
+    model, ids = make_model("mamba2"), token_ids(2, 5)
+    with pytest.raises(ValueError, match=r"components='s6'.*selective scans alone.*'unified'"):
+        method(model).attribute(ids, target=(-1, 0), components="s6", recipe="published_code")

@@ -162,6 +162,11 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
     "_threshold": lambda x, _: F.threshold(x, 0.1, 0),
     "copy_": lambda x, k: (k.c.clone().copy_(x), x.clone().copy_(k.c), overwritten(x, k)),
     "erfc": lambda x, _: torch.erfc(x),
+    "masked_scatter": lambda x, k: (
+        torch.masked_scatter(x, k.mask[:, :1], k.c),
+        k.c.masked_scatter(k.mask[:, :1], 2 * x),
+        x.clone().masked_scatter_(k.mask, 2 * x),
+    ),
     "index_put": lambda x, k: (
         torch.index_put(x, (torch.tensor([1, 0]),), k.c),
         k.c.index_put((torch.tensor([1]), torch.tensor([2])), x[0, 0]),

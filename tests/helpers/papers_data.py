@@ -34,6 +34,8 @@ CLASSES, SIDE, PATCH, BLOCKS = 5, 224, 112, 17
 
 QUESTION = {"stem": "what is blue ?", "choices": [("the sky", "A"), ("the grass", "B")]}
 REVIEWS = {"neg/0_2.txt": "a dull film", "pos/0_9.txt": "two good actors"}
+#: More than a task of BIG-bench needs to keep some for demonstrations.
+STATEMENTS = ["the sky is blue", "the grass is blue"] * 10
 PAIRS = [("das ist blau", "that is blue", "1-1 2-2 3p3"), ("ja", "yes", "1-1")]
 PROMPTS = {
     "niah_single_1": ("the key is 4 . what is the key ?", ["4"]),
@@ -116,10 +118,21 @@ def _texts(folder: Path) -> None:
     question = {"stem": QUESTION["stem"], "choices": choices}
     record = {"id": "7", "question": question, "answerKey": "A"}
     _write(folder / "ARC-Easy-Test.jsonl", [json.dumps(record)])
+    examples = [
+        {"input": f"is it so ? {text}", "target_scores": {"yes": i % 2, "no": 1 - i % 2}}
+        for i, text in enumerate(STATEMENTS)
+    ]
+    (folder / "snarks.json").write_text(json.dumps({"examples": examples}))
     for name, text in REVIEWS.items():
         _write(folder / "aclImdb" / "test" / name, [text])
     for name, lines in zip(("de", "en", "links.talp"), zip(*PAIRS, strict=True), strict=True):
         _write(folder / "alignment" / name, lines)
+    links = [link for _, _, link in PAIRS]
+    _write(folder / "iwslt17" / "links.talp", links)
+    for place, language in enumerate(("de", "en")):
+        segments = [f'<seg id="{i}"> {pair[place]} </seg>' for i, pair in enumerate(PAIRS, start=1)]
+        lines = ["<mteval><srcset><doc>", *segments, "</doc></srcset></mteval>"]
+        _write(folder / "iwslt17" / f"IWSLT17.TED.tst2015.de-en.{language}.xml", lines)
     for task, (text, answers) in PROMPTS.items():
         entry = {"index": 0, "input": text, "outputs": answers, "length": 32}
         _write(folder / "ruler" / task / "validation.jsonl", [json.dumps(entry)])

@@ -32,6 +32,11 @@ def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [value if value in quick else full(value)[0] for value in values]
 
 
+def thorough_rows(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Rows of values of several parameters, of which the quick session tries only some."""
+    return [row if row in quick else pytest.param(*row, marks=pytest.mark.full) for row in rows]
+
+
 def spread(rows: Iterable[Any]) -> list[Any]:
     """Rows of values, of which the quick session tries those that bring a new one to a column.
 

@@ -76,6 +76,37 @@ def test_like_the_published_recipe(dtype):
     assert list(scores.compute()) == pytest.approx(by_pixels(maps, gold), abs=1e-12)
 
 
+@pytest.mark.parametrize("ranking", ["together", "unscaled"])
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_both_classes_in_one_list(ranking, share):
+    """As the published code does, with scikit-learn."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    maps = torch.rand(5, 40, 41).double() * 0.2 + 0.1
+    gold = (torch.rand(maps.shape) < share).long()
+    gold[0, :7] = -1
+    found = segmentation_average_precision(maps, gold, ranking=ranking)
+    for scores, true, value in zip(maps, gold, found.tolist(), strict=True):
+        if ranking == "together":
+            scores = (scores - scores.min()) / (scores.max() - scores.min())
+        kept = true != -1
+        one_hot = torch.cat([true[kept] == 0, true[kept] == 1])
+        listed = torch.cat([1 - scores[kept], scores[kept]])
+        assert value == pytest.approx(metrics.average_precision_score(one_hot, listed), abs=1e-12)
+    gathered = SegmentationScores(ranking=ranking)
+    gathered.update(maps, gold)
+    assert gathered.compute().mean_ap == pytest.approx(float(found.mean()))
+
+
+def test_maps_that_are_mostly_low_rank_background_first_in_one_list():
+    """So that a map which says nothing scores well, as in the published tables."""
+    maps = torch.rand(4, 150, 150) ** 8
+    gold = (torch.rand(maps.shape) < 0.1).long()
+    apart = segmentation_average_precision(maps, gold).mean()
+    together = segmentation_average_precision(maps, gold, ranking="together").mean()
+    assert float(apart) == pytest.approx(0.5, abs=0.01)
+    assert float(together) > 0.7
+
+
 def test_merged_parts_are_the_whole_and_lie_within_bounds():
     maps, gold = scene(12)
     parts = [SegmentationScores() for _ in range(3)]
@@ -244,6 +275,7 @@ BAD = {
         InputError,
         ["threshold"],
     ),
+    "ranking": (lambda m, g: SegmentationScores(ranking="both"), OptionError, ["ranking='both'"]),
     "classes": (lambda m, g: confusion(g, g, 2), InputError, ["predicted", "-1 to 1", "0 to 1"]),
     "no classes": (lambda m, g: confusion(g, g, 0), OptionError, ["classes=0"]),
     "floats": (lambda m, g: confusion(m, g, 2), InputError, ["predicted", "float32"]),

@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet of flash-linear-attention: the operator is the layer."""
+"""The delta rule layers of flash-linear-attention: the operator is the layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import fla_checks
-from helpers.fla_checks import EPS, Formula, conv_parts, convolved, record_one, rms_factors
+from helpers.fla_checks import (
+    EPS,
+    Formula,
+    conv_parts,
+    convolved,
+    decayed_scores,
+    record_one,
+    rms_factors,
+)
+from helpers.sessions import thorough_rows
 from torch import Tensor
 from zoo.fla_cpu import FLA
 
@@ -27,14 +36,27 @@ GATED: dict[str, dict[str, Any]] = {
     "no gate": {"use_gate": False, "conv_size": 3, "num_heads": 1},
     "no conv": {"use_short_conv": False, "allow_neg_eigval": True, "expand_v": 1.0},
 }
-CASES = [*(("DeltaNet", case) for case in DELTA), *(("GatedDeltaNet", case) for case in GATED)]
+KDA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bounded": {"safe_gate": True, "lower_bound": -3.0, "conv_bias": True, "conv_size": 3},
+    "grouped": {"num_v_heads": 6, "expand_v": 0.5},
+    "no conv": {"use_short_conv": False, "allow_neg_eigval": True},
+}
+_BOUNDED = ("KimiDeltaAttention", "bounded")
+CASES = [
+    *(("DeltaNet", case) for case in DELTA),
+    *(("GatedDeltaNet", case) for case in GATED),
+    *thorough_rows((("KimiDeltaAttention", case) for case in KDA), [_BOUNDED]),
+]
+FAMILIES = ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
 
 
 def make(fla: FLA, family: str, case: str) -> Any:
     options = {"hidden_size": WIDTH, "norm_eps": EPS}
     if family == "DeltaNet":
         return fla.layer(family, **options | {"num_heads": 4} | DELTA[case])
-    return fla.layer(family, **options | {"num_heads": 3, "head_dim": 6} | GATED[case])
+    cases = GATED if family == "GatedDeltaNet" else KDA
+    return fla.layer(family, **options | {"num_heads": 3, "head_dim": 6} | cases[case])
 
 
 @torch.no_grad()
@@ -47,21 +69,25 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     if getattr(layer, "use_beta", True):
         beta = torch.sigmoid(layer.b_proj(hidden))
     beta = beta * (2 if layer.allow_neg_eigval else 1)
-    decay = torch.ones_like(beta)
+    log_decay = torch.zeros_like(beta)[..., None]
     if gated:
-        softplus = torch.log1p(torch.exp(layer.a_proj(hidden) + layer.dt_bias))
-        decay = torch.exp(-layer.A_log.exp() * softplus)
+        project = layer.f_proj if hasattr(layer, "f_proj") else layer.a_proj
+        a, rate = project(hidden) + layer.dt_bias, layer.A_log.exp()[:, None]
+        a = a.unflatten(-1, (heads, -1))
+        log_decay = -rate * torch.log1p(torch.exp(a))
+        if getattr(layer, "lower_bound", None) is not None:
+            log_decay = layer.lower_bound / (1 + torch.exp(-rate * a))
     values = layer.v_proj(hidden).unflatten(-1, (heads, -1))
     v_conv = getattr(layer, "v_conv1d", None)
     conv, bias = conv_parts(v_conv, heads, values.shape[-1], tokens)
     ratio = torch.sigmoid(fla_checks.oracles.times(conv, values) + bias)
     gate = torch.ones_like(values)
-    if layer.use_gate:
+    if getattr(layer, "use_gate", True):
         g = layer.g_proj(hidden)
         sigmoid = layer.o_norm.activation == "sigmoid"
         gate = (torch.sigmoid(g) if sigmoid else F.silu(g)).view_as(values)
     factors = rms_factors(layer.o_norm.weight, layer.o_norm.eps, whole=False)
-    core = _core(q / q.shape[-1] ** 0.5, k, beta, decay)
+    core = _core(q / q.shape[-1] ** 0.5, k, beta, log_decay)
     return Formula(values, conv, bias, ratio, core, factors, gate, keep.double())
 
 
@@ -81,17 +107,13 @@ def _key(layer: Any, name: str, hidden: Tensor) -> Tensor:
     return x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def _core(q: Tensor, k: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-    """(Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta)."""
-    tokens = q.shape[1]
-    products = torch.zeros(*decay.shape[::2], tokens, tokens, dtype=torch.float64)
-    for i in range(tokens):
-        for j in range(i + 1):
-            products[:, :, i, j] = decay[:, j + 1 : i + 1].prod(1)
-    q, k, beta = q.transpose(1, 2), k.transpose(1, 2), beta.transpose(1, 2)
-    inner = torch.tril(beta[..., None] * (k @ k.mT) * products, -1)
-    eye = torch.eye(tokens, dtype=torch.float64)
-    return ((q @ k.mT) * products) @ torch.linalg.inv(eye + inner) @ torch.diag_embed(beta)
+def _core(q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    """(Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), E the products of decays."""
+    beta = beta.transpose(1, 2)
+    inner = torch.tril(beta[..., None] * decayed_scores(k, k, log_decay), -1)
+    eye = torch.eye(q.shape[1], dtype=torch.float64)
+    read = decayed_scores(q, k, log_decay)
+    return read @ torch.linalg.inv(eye + inner) @ torch.diag_embed(beta)
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -104,7 +126,7 @@ def test_matrices(fla: FLA, family: str, case: str) -> None:
     fla_checks.matrices_agree(make(fla, family, case), WIDTH, formula, compacted=True)
 
 
-@pytest.mark.parametrize("family", ["DeltaNet", "GatedDeltaNet"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padding_between_tokens(fla: FLA, family: str) -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
     layer = make(fla, family, "no conv")
@@ -112,12 +134,15 @@ def test_padding_between_tokens(fla: FLA, family: str) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
-@pytest.mark.parametrize(("family", "case"), [("DeltaNet", "plain"), ("GatedDeltaNet", "grouped")])
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("DeltaNet", "plain"), ("GatedDeltaNet", "grouped"), ("KimiDeltaAttention", "plain")],
+)
 def test_typical_error(fla: FLA, family: str, case: str) -> None:
     fla_checks.typical_error(lambda: make(fla, family, case), WIDTH, 1e-6)
 
 
-@pytest.mark.parametrize("family", ["DeltaNet", "GatedDeltaNet"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision(fla: FLA, family: str) -> None:
     fla_checks.half_precision(lambda: make(fla, family, "plain"), WIDTH)
 
@@ -127,6 +152,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("DeltaNet", {"num_heads": 2, "use_gate": True, "qk_norm": "sum", "fuse_norm": False}),
     ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6}),
     ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6, "num_v_heads": 4}),
+    ("KDA", {"num_heads": 2, "head_dim": 6}),
 ]
 
 
@@ -135,7 +161,7 @@ def test_whole_model(fla: FLA, family: str, options: dict[str, Any]) -> None:
     fla_checks.whole_model(fla.model(family, norm_eps=EPS, **options))
 
 
-@pytest.mark.parametrize(("family", "options"), [MODELS[0], MODELS[3]])
+@pytest.mark.parametrize(("family", "options"), [MODELS[0], MODELS[3], MODELS[4]])
 def test_attribution(fla: FLA, family: str, options: dict[str, Any]) -> None:
     def on_all(module: Any, hidden: Tensor, _: Any) -> Formula:
         return formula(module, hidden, torch.ones(2, hidden.shape[1]))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import hybrid_checks as hybrid
-from helpers.versions import VERSION_4, named
+from helpers.versions import VERSION_4
 from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
 from zoo.mamba import padded_batch, randomise
+from zoo.short_conv import FAMILIES, make_config, make_model
 
 from captum_ssm.errors import CachedStateError, InputError
 from captum_ssm.mixers.base import Call
@@ -22,43 +23,13 @@ pytest.importorskip("transformers")
 FLOAT32 = 1e-5  # for any draw; typical is 1e-7
 
 
-FAMILIES = ["lfm2", "lfm2_moe"]
-
-
-def config(family: str, **options: Any) -> Any:
-    small = {
-        "vocab_size": 19,
-        "hidden_size": 12,
-        "intermediate_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "layer_types": ["conv", "full_attention", "conv"],
-    }
-    if family == "lfm2":
-        return named("Lfm2Config")(**small | options)
-    experts = {
-        "num_dense_layers": 1,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 7,
-        "experts_implementation": "eager",  # the others know no float64
-    }
-    return named("Lfm2MoeConfig")(**small | experts | options)
-
-
-def make_model(family: str = "lfm2", **options: Any) -> Any:
-    models = {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"}
-    return randomise(named(models[family])(config(family, **options)))
-
-
 def mixer_class(family: str = "lfm2") -> Any:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     return getattr(modeling, {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}[family])
 
 
 def make_mixer(family: str = "lfm2", width: int = 5, **options: Any) -> Any:
-    own = config(family, hidden_size=width, num_attention_heads=1, **options)
+    own = make_config(family, hidden_size=width, num_attention_heads=1, **options)
     return randomise(mixer_class(family)(own, 0))
 
 
@@ -148,7 +119,9 @@ def test_methods(family: str) -> None:
 
 
 def test_methods_where_padding_leaks() -> None:
-    hybrid.check_methods(make_model(conv_bias=True), *padded_batch([12, 7]), invariant=False)
+    hybrid.check_methods(
+        make_model("lfm2", conv_bias=True), *padded_batch([12, 7]), invariant=False
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

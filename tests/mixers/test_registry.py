@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,22 @@ from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
 
-from captum_ssm import register_mixer, supported_architectures, trace
-from captum_ssm.errors import NoMixerError, OptionError, UnsupportedMixerError
+from captum_ssm import (
+    EdgeEffects,
+    Edges,
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LatimLogit,
+    MambaAttribution,
+    MambaLRP,
+    StateMemory,
+    TransformerAttribution,
+    knock_out,
+    register_mixer,
+    supported_architectures,
+    trace,
+)
+from captum_ssm.errors import InputError, NoMixerError, OptionError, UnsupportedMixerError
 from captum_ssm.mixers import Architecture, Call, LinearMixer, registry
 from captum_ssm.mixers.table import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
@@ -209,8 +224,10 @@ def test_asking_imports_no_architecture() -> None:
 
 
 def assert_refused(model: nn.Module, name: str, class_path: str) -> None:
+    """Of its mixers none is known, so that it is refused before it runs."""
     with pytest.raises(UnsupportedMixerError) as caught, trace(model):
         pass
+    assert "layers=" not in str(caught.value)
     first, how, served = re.split(r"\.(?: |$)", str(caught.value))[:3]
     assert repr(name) in first and class_path in first and "no adapter" in first
     assert "docs/howto/adding_an_architecture.md" in how and "register_mixer()" in how
@@ -244,10 +261,85 @@ def test_an_unknown_mixer_is_refused() -> None:
     assert_refused(Net(OtherMixer()), "mixers.0", f"{__name__}.OtherMixer")
 
 
-def test_a_hybrid_with_one_unknown_mixer_is_refused() -> None:
+def test_a_run_of_an_unknown_mixer_is_refused() -> None:
     model = transformers_model("mamba", num_hidden_layers=3)
     model.backbone.layers[1].mixer = OtherMixer(5)
-    assert_refused(model, "backbone.layers.1.mixer", f"{__name__}.OtherMixer")
+    ids = torch.randint(19, (1, 4))
+    runs: list[Callable[[], Any]] = [
+        lambda: LatimFlow(model).attribute(ids, (-1, 3)),
+        lambda: MambaLRP(model).attribute(ids, (-1, 3)),
+        lambda: ImplicitAttentionRollout(model).attribute(ids),
+        lambda: TransformerAttribution(model).attribute(ids, target=(-1, 3)),
+        lambda: LatimLogit(model).attribute(ids, (-1, 3)),
+        lambda: list(StateMemory(model).of(ids)),
+        lambda: EdgeEffects(model).attribute(ids, (-1, 3)),
+    ]
+    for run in (*runs, lambda: _traced(model, ids), lambda: _without_edges(model, ids)):
+        with pytest.raises(UnsupportedMixerError) as caught:
+            run()
+        message = str(caught.value)
+        assert message.startswith(f"The module 'backbone.layers.1.mixer' of class {__name__}.Other")
+        assert "has no adapter, and it ran. docs/howto/adding_an_architecture.md shows" in message
+        assert message.endswith("name the mixers to use with layers=[...].")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def _traced(model: Any, ids: Tensor) -> None:
+    with trace(model):
+        model(ids)
+
+
+def _without_edges(model: Any, ids: Tensor) -> None:
+    with knock_out(model, Edges(layers=0, sources=1)):
+        model(ids)
+
+
+def test_what_did_not_run_is_no_reason_to_refuse() -> None:
+    """Such as the vision tower of a model that is given a text alone.
+
+    Nor is a mixer that is known and comes last.
+    """
+    register_mixer(Shift, linearize_shift)
+    model = transformers_model("mamba")
+    ids = torch.randint(19, (1, 4))
+    methods: list[Any] = [LatimFlow, ImplicitAttentionRollout, MambaAttribution, LatimLogit]
+    wanted = [method(model).attribute(ids, target=(-1, 3)) for method in methods]
+    with knock_out(model, Edges(layers=0, sources=1)), torch.no_grad():
+        without = model(ids).logits
+    model.tower = nn.ModuleList([OtherMixer(5), nn.LSTM(4, 2), Shift()])
+    for method, relevance in zip(methods, wanted, strict=True):
+        assert torch.equal(method(model).attribute(ids, target=(-1, 3)), relevance)
+    with knock_out(model, Edges(layers=0, sources=1)), torch.no_grad():
+        assert torch.equal(model(ids).logits, without)
+
+
+class Sideways(nn.Module):
+    """Calls an unknown mixer past its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.last = Shift(), MeanMixer(), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mean.forward(self.first(x)))
+
+
+class MeanMixer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) + 0.5 * x
+
+
+def test_no_unknown_mixer_is_overlooked_that_is_called_past_its_hooks() -> None:
+    register_mixer(Shift, linearize_shift)
+    model, x = Sideways().double(), torch.randn(2, 5, 4).double()
+    with pytest.raises(InputError, match=r"tokens that torch's mean has mixed"):
+        ImplicitAttentionRollout(model).attribute(x, query="last")
+    with torch.no_grad():
+        for shift in (model.first, model.last):
+            shift.gate.weight.zero_()  # so that the model is linear
+    start = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(start)[:, -1, 2].sum(), start)
+    assert torch.allclose(LatimFlow(model).attribute(x, (-1, 2)), gradient * x)
 
 
 def test_naming_the_layers_vouches_for_the_rest() -> None:

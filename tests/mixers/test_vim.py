@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.attr.call.components import parse_components
-from captum_ssm.errors import CachedStateError, NonFiniteError, OptionError, UnsupportedMixerError
+from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixerError
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
 
@@ -361,16 +361,13 @@ class Reference:
         blocks = list(model.layers)
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        streams: list[Tensor] = []
         for block in blocks:
-            block.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
             block.mixer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
             block.mixer.register_forward_hook(lambda _, args, out: outputs.append(out))
         logits = model(pictures.double())
         if target is not None:
             wanted = logits[:, target].sum()
-            self.gradients = torch.autograd.grad(wanted, outputs, retain_graph=True)
-            self.stream_gradients = torch.autograd.grad(wanted, streams)
+            self.gradients = torch.autograd.grad(wanted, outputs)
         self.pairs = [
             oracle.matrices(block.mixer, hidden, *kind, components)
             for block, hidden in zip(blocks, inputs, strict=True)
@@ -378,16 +375,6 @@ class Reference:
 
     def means(self) -> list[Tensor]:
         return [(ahead + back).mean(1) for ahead, back in self.pairs]
-
-    def rows(self, query: int) -> list[Tensor]:
-        """Of each layer the query's row of each channel, (B, D, L): each side its direction."""
-        found = []
-        for ahead, back in self.pairs:
-            row = ahead[:, :, query].clone()
-            row[:, :, query + 1 :] = back[:, :, query, query + 1 :]
-            row[:, :, query] += back[:, :, query, query]
-            found.append(row)
-        return found
 
 
 def product(matrices: list[Tensor]) -> Tensor:
@@ -511,66 +498,3 @@ def test_half_precision_models(method: Any, dtype: torch.dtype) -> None:
     model, pictures = classifier().to(dtype), images()
     found = method(model).attribute(pictures.to(dtype), 1, per_token=True)
     assert bool(found.isfinite().all())
-
-
-# --- the published recipe -------------------------------------------------------------------
-
-
-def min_max(x: Tensor) -> Tensor:
-    width = x.max() - x.min()
-    return (x - x.min()) / width if width else torch.zeros_like(x)
-
-
-def finish(row: Tensor, query: int) -> Tensor:
-    row = row.clone()
-    row[query] = 0
-    return row.clamp_min(0)
-
-
-def broadcast_rollout(rows: list[Tensor], query: int) -> Tensor:
-    tokens = len(rows[0])
-    total = torch.eye(tokens).double()
-    for row in rows:
-        matrix = torch.eye(tokens).double() + row.expand(tokens, tokens)
-        total = matrix / matrix.sum(1, keepdim=True) @ total
-    return finish(total[query], query)
-
-
-def attribution_row(row: Tensor, gradient: Tensor, components: str) -> Tensor:
-    strength = min_max(gradient.clamp_min(0).amax(-1))
-    positive = row.clamp_min(0)
-    if components == "s6":
-        return min_max(positive).mean(0) * strength
-    return min_max(positive.mean(0) * strength)
-
-
-@pytest.mark.parametrize("grid", [(3, 4), (3, 3)])
-@pytest.mark.parametrize("components", ["s6", "unified"])
-def test_published_code(components: str, grid: tuple[int, int]) -> None:
-    """Entries up to the query from the forward direction, beyond it from the backward one."""
-    model, pictures = classifier("middle", grid, depth=3).double(), images(2, grid).double()
-    run = Reference(model, pictures, 1, components=components)
-    query = grid[0] * grid[1] // 2
-    rows = run.rows(query)[1:]
-    gradients = run.stream_gradients[1:]
-    raw, rolled, weighted = [], [], []
-    for example in range(2):
-        each = [row[example] for row in rows]
-        raw.append(finish(sum(min_max(row.mean(0)) for row in each) / 2, query))
-        rolled.append(broadcast_rollout([row.mean(0) for row in each], query))
-        scaled = [
-            attribution_row(row, gradient[example], components)
-            for row, gradient in zip(each, gradients, strict=True)
-        ]
-        weighted.append(broadcast_rollout(scaled, query))
-    options = {"recipe": "published_code", "components": components, "start_layer": 1}
-    for method, wanted in zip(METHODS, (raw, rolled, weighted), strict=True):
-        found = method(model).attribute(pictures, 1, per_token=True, **options)
-        expected = on_grid(torch.stack(wanted), "middle", grid)
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_published_code_needs_one_query(method: Any) -> None:
-    with pytest.raises(OptionError, match="one query token"):
-        method(classifier("double")).attribute(images(), 1, recipe="published_code")

@@ -168,17 +168,30 @@ def vector_decay(has_bonus: bool) -> Callable[[int], Case]:
     return build
 
 
-def delta_rule(*decay: int) -> Callable[[int], Case]:
+def delta_rule(*decay: int, erase: bool = False, steps: bool = False) -> Callable[[int], Case]:
     def build(tokens: int) -> Case:
+        own = {
+            **({"erase": normalize(randn(tokens, HEADS, STATES), dim=-1)} if erase else {}),
+            **({"erase_step": randn(tokens, HEADS, STATES).sigmoid()} if steps else {}),
+        }
         given = {
             "query": randn(tokens, HEADS, STATES),
             "key": normalize(randn(tokens, HEADS, STATES), dim=-1),
             "beta": randn(tokens, HEADS).sigmoid(),
             **({"log_decay": log_decays(tokens, *decay)} if decay else {}),
+            **own,
         }
         return Case(
             given,
-            lambda z: DeltaRule(z["query"], z["key"], z["beta"], z.get("log_decay"), VALUES),
+            lambda z: DeltaRule(
+                z["query"],
+                z["key"],
+                z["beta"],
+                z.get("log_decay"),
+                VALUES,
+                erase=z.get("erase"),
+                erase_step=z.get("erase_step"),
+            ),
             by_loop(token_loops.delta_rule, log_decay=None),
         )
 
@@ -234,6 +247,10 @@ CASES = {
     "DeltaRule": delta_rule(),
     "DeltaRule with a decay": delta_rule(HEADS),
     "DeltaRule with a decay of channels": delta_rule(HEADS, STATES),
+    "DeltaRule of two keys": delta_rule(HEADS, STATES, erase=True, steps=True),
+    "DeltaRule of two keys, a decay": delta_rule(HEADS, erase=True, steps=True),
+    "DeltaRule of two keys, no decay": delta_rule(erase=True, steps=True),
+    "DeltaRule asked by another key": delta_rule(HEADS, erase=True),
 }
 
 

@@ -87,6 +87,20 @@ def delta(decays: str) -> tuple[Operator, Step, int]:
     return DeltaRule(query, key, beta, log, P), step, P
 
 
+def two_keys() -> tuple[Operator, Step, int]:
+    query, key, erase, log = vectors(), vectors(), vectors(), logs(B, L, H, N)
+    erase = erase / erase.norm(dim=-1, keepdim=True)
+    rate, beta = torch.rand(B, L, H, N).double(), torch.rand(B, L, H).double()
+
+    def step(state: Tensor, v: Tensor, t: int) -> Tensor:
+        found = torch.einsum("bhn,bhnp->bhp", erase[:, t], state)
+        state = state * log[:, t].exp()[..., None]
+        state = state - (rate * erase)[:, t, :, :, None] * found[:, :, None]
+        return state + (beta[:, t, :, None] * key[:, t])[..., None] * v[:, :, None]
+
+    return DeltaRule(query, key, beta, log, P, erase=erase, erase_step=rate), step, P
+
+
 def elementwise() -> tuple[Operator, Step, int]:
     decay = torch.rand(B, L, H).double()
     decay[0, 4, 1] = 0  # a reset
@@ -104,6 +118,7 @@ KINDS = {
     "delta rule": lambda: delta("none"),
     "delta rule, decay of heads": lambda: delta("heads"),
     "delta rule, decay of channels": lambda: delta("channels"),
+    "delta rule of two keys": two_keys,
     "elementwise": elementwise,
 }
 

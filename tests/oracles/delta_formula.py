@@ -117,13 +117,22 @@ def _kimi_parts(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
             apply_linear(module.q_proj, hidden),
             apply_linear(module.k_proj, hidden),
             apply_linear(module.v_proj, hidden),
-            apply_linear(forget.f_b_proj, apply_linear(forget.f_a_proj, hidden))
-            + forget.dt_bias.detach().double(),
-            apply_linear(module.g_b_proj, apply_linear(module.g_a_proj, hidden)),
+            _low_rank(forget, "f", hidden) + forget.dt_bias.detach().double(),
+            _low_rank(module, "g", hidden),
         )
     )
-    log_decay = -forget.A_log.detach().double().exp() * F.softplus(a)
+    rate = forget.A_log.detach().double().exp().view(heads, 1)
+    bound = _BOUNDS[type(module).__name__](forget)
+    log_decay = -rate * F.softplus(a) if bound is None else bound / (1 + torch.exp(-rate * a))
     return q, k, v, z, torch.sigmoid(apply_linear(module.b_proj, hidden)), log_decay
+
+
+def _low_rank(module: Any, name: str, hidden: Tensor) -> Tensor:
+    """One projection, or two in a row."""
+    parts = [p for end in ("", "_a", "_b") if (p := getattr(module, f"{name}{end}_proj", None))]
+    for part in parts:
+        hidden = apply_linear(part, hidden)
+    return hidden
 
 
 def _log_decay(module: Any, a: Tensor) -> Tensor:
@@ -137,4 +146,13 @@ _PARTS = {
     "Qwen3_5MoeGatedDeltaNet": _qwen3_5_parts,
     "OlmoHybridGatedDeltaNet": _olmo_parts,
     "KimiLinearDeltaAttention": _kimi_parts,
+    "BailingHybridDeltaAttention": _kimi_parts,
+    "Glm5NextTextLinearAttention": _kimi_parts,
+}
+
+#: The least that a logarithm of a decay can be, of a forget gate.
+_BOUNDS = {
+    "KimiLinearDeltaAttention": lambda _: None,
+    "BailingHybridDeltaAttention": lambda gate: gate.lower_bound if gate.safe_gate else None,
+    "Glm5NextTextLinearAttention": lambda gate: gate.safe_gate_lower_bound,
 }

@@ -45,18 +45,28 @@ def vector_decay(operator: Any, v: Tensor) -> Tensor:
 
 
 def delta_rule(operator: Any, v: Tensor) -> Tensor:
-    """S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   y[t] = q[t] . S[t]"""
+    """S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   y[t] = q[t] . S[t]
+
+    With a key e to erase by, which asks before the decay, and f = a e for steps a of channels, else
+    f = beta k, S[t] = decay[t] S[t-1] + beta[t] k[t] v[t] - f[t] (e[t] . S[t-1]).
+    """
     q, k, beta = operator.query.double(), operator.key.double(), operator.beta.double()
     v = v.double()
     out = torch.empty_like(v)
     state = v.new_zeros(*v.shape[:-3], v.shape[-2], k.shape[-1], v.shape[-1])
+    erase, step = (getattr(operator, name, None) for name in ("erase", "erase_step"))
     for t in range(v.shape[-3]):
+        before = state
         if operator.log_decay is not None:
             decay = operator.log_decay[:, t].double().exp()
             state = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
-        key = k[:, t, :, :, None]
-        error = v[..., t, :, None, :] - (key * state).sum(-2, keepdim=True)
-        state = state + beta[:, t, :, None, None] * key * error
+        key, size = k[:, t, :, :, None], beta[:, t, :, None, None]
+        found, taken = (key * state).sum(-2, keepdim=True), size * key
+        if erase is not None:
+            own = erase[:, t, :, :, None].double()
+            found = (own * before).sum(-2, keepdim=True)
+            taken = taken if step is None else step[:, t, :, :, None].double() * own
+        state = state + size * key * v[..., t, :, None, :] - taken * found
         out[..., t, :, :] = (q[:, t, :, :, None] * state).sum(-2)
     return out
 

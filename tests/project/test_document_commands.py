@@ -10,7 +10,7 @@ from helpers.documents import PAGES, Command, commands
 
 from captum_ssm.bench import EXPERIMENTS
 from captum_ssm.cli import main
-from captum_ssm.cli.evaluate import _experiments
+from captum_ssm.cli.evaluate import _experiments, _of_paper
 from captum_ssm.explain.methods import method_classes
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
@@ -69,7 +69,7 @@ def test_pages_show_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_are_accepted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     options = parsed(command, monkeypatch)
-    if options.command == "evaluate" and not options.list:
+    if options.command == "evaluate" and not options.list and _of_paper(options) is None:
         _experiments(options, EXPERIMENTS)  # names of experiments, methods, formulations, models
     if options.command == "explain":
         method_classes(options.method)

@@ -6,12 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import papers_data
 from helpers.documents import NOTEBOOKS, PAGES, ROOT, blocks, links, run
 from oracles import relative_error
 
@@ -19,13 +18,10 @@ from captum_ssm import trace
 
 ARCHITECTURE = "docs/howto/adding_an_architecture.md"
 METHOD = "docs/howto/adding_a_method.md"
-#: Pages that read data, and what makes a stand-in of it in a folder.
-PREPARED: dict[str, Callable[[Path], None]] = {"docs/howto/papers.md": papers_data.make}
 #: Pages that other sessions run.
 SESSIONS = {
     "docs/howto/evaluation_at_scale.md": pytest.mark.bench,
     "docs/howto/long_contexts.md": pytest.mark.full,
-    "docs/howto/papers.md": pytest.mark.processes,
 }
 
 
@@ -44,24 +40,10 @@ def pictures_closed() -> Iterator[None]:
     [pytest.param(page, marks=SESSIONS.get(page, ())) for page in PAGES if blocks(page)],
 )
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page in PREPARED:
-        PREPARED[page](tmp_path)
-        run_alone(page, tmp_path)
-        return
     monkeypatch.chdir(tmp_path)
     names = run(page)
     if "relevance" in names:
         assert names["relevance"].isfinite().all()
-
-
-def run_alone(page: str, folder: Path) -> None:
-    """Run a page in a process of its own: other tests exchange what transformers loads."""
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    command = [sys.executable, "-c", f"from helpers.documents import run; run({page!r})"]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])

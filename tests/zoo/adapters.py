@@ -10,9 +10,17 @@ import torch
 from oracles import vim as vim_oracle
 
 from captum_ssm.models import Caduceus, HyenaDNA, StripedHyena
-from zoo import architectures, delta, fla_cpu, mamba2_simple_cpu, mamba3_cpu, mamba_ssm_cpu
+from zoo import (
+    architectures,
+    delta,
+    fla_cpu,
+    mamba2_simple_cpu,
+    mamba3_cpu,
+    mamba_ssm_cpu,
+    networks,
+    short_conv,
+)
 from zoo.mamba import randomise
-from zoo.networks import NETWORKS
 
 
 def mamba3(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -51,12 +59,22 @@ def striped_hyena(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.language(randomise(model))
 
 
+def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
+    """A layer of flash-linear-attention of which it has no model."""
+    layer = fla_cpu.install(patch).layer(name, hidden_size=16, num_heads=2, **options)
+    return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
 def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(delta.Family(family, patch).model())
 
 
+def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    return architectures.language(short_conv.make_model(family))
+
+
 ADAPTERS: dict[str, architectures.Make] = {
-    **NETWORKS,
+    **networks.NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
     "gated delta net with a sigmoid": of_sigmoids,
@@ -64,5 +82,13 @@ ADAPTERS: dict[str, architectures.Make] = {
     "caduceus of one strand": partial(caduceus, rcps=False),
     "hyenadna": hyenadna,
     "striped hyena": striped_hyena,
+    "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
+    "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
+    **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
     **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{
+        f"{name} of short convolutions": partial(of_short_convolutions, family=name)
+        for name in short_conv.FAMILIES
+        if name != "lfm2"  # which is there already
+    },
 }

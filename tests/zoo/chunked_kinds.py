@@ -78,6 +78,21 @@ def delta(kind: int | None) -> Callable[..., DeltaRule]:
     return make
 
 
+def erasing(kind: int | None, own_steps: bool = True) -> Callable[..., DeltaRule]:
+    """A delta rule that erases by a key of its own, and as much as each channel says."""
+
+    def make(tokens: int, logs: Logs = mild, batch: int = 2) -> DeltaRule:
+        given = delta(kind)(tokens, logs, batch)
+        erase = normalize(randn(*given.key.shape), dim=-1)
+        step = torch.rand(*given.key.shape, dtype=torch.float64) if own_steps else None
+        return DeltaRule(
+            given.query, given.key, given.beta, given.log_decay, VALUES,
+            erase=erase, erase_step=step,
+        )  # fmt: skip
+
+    return make
+
+
 Make = Callable[..., HeadOperator]
 KINDS: dict[str, tuple[Make, token_loops.Loop]] = {
     "scalar decay": (scalar, token_loops.scalar_decay),
@@ -87,6 +102,10 @@ KINDS: dict[str, tuple[Make, token_loops.Loop]] = {
     "delta rule": (delta(None), token_loops.delta_rule),
     "gated delta rule": (delta(3), token_loops.delta_rule),
     "vector-gated delta rule": (delta(4), token_loops.delta_rule),
+    "delta rule, two keys": (erasing(None), token_loops.delta_rule),
+    "gated delta rule, two keys": (erasing(3), token_loops.delta_rule),
+    "vector-gated delta rule, two keys": (erasing(4), token_loops.delta_rule),
+    "gated delta rule, asked by another key": (erasing(3, False), token_loops.delta_rule),
 }
 
 kinds = pytest.mark.parametrize(("make", "loop"), KINDS.values(), ids=KINDS)

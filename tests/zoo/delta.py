@@ -54,6 +54,17 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 3,
     "kv_lora_rank": 6,
 }
+_LATENT_EXPERTS: dict[str, Any] = {
+    **_LATENT,
+    **_WIDE,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7,
+    "n_group": 2,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "experts_implementation": "eager",
+}
 
 #: By model: common name, mixer class, model class, config class and options.
 _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
@@ -92,6 +103,37 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "KimiLinearConfig",
         {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
     ),
+    "bailing_hybrid": (
+        "Ling 3",
+        "BailingHybridDeltaAttention",
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {**_LATENT_EXPERTS, "num_key_value_heads": None},
+    ),
+    "glm5_next": (
+        "GLM-5.3-Flash",
+        "Glm5NextTextLinearAttention",
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextTextConfig",
+        {
+            **_LATENT_EXPERTS,
+            "qk_rope_head_dim": 0,
+            "q_lora_rank": 5,
+            "index_topk": 4,
+            "index_kpool": 2,
+            "index_head_dim": 3,
+            "index_n_heads": 2,
+            "hc_mult": 2,
+        },
+    ),
+}
+#: What a model's configuration calls options of its delta rule otherwise.
+_OWN_NAMES = {
+    "bailing_hybrid": {
+        "linear_num_heads": "num_attention_heads",
+        "linear_head_dim": "head_dim",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    },
 }
 FAMILIES = tuple(_CLASSES)
 
@@ -100,6 +142,7 @@ class Family:
     """The classes of one model, with the functions that fla's kernels replace in their place."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._name = name
         self.name, mixer, model, config, self._options = _CLASSES[name]
         self._model, self._config = named(model), named(config)
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -107,13 +150,28 @@ class Family:
         self.mixer_class = getattr(modeling, mixer)
 
     def config(self, **options: Any) -> Any:
-        return self._config(**_COMMON | self._options | options)
+        own = _OWN_NAMES.get(self._name, {})
+        options = self._options | options
+        return self._config(**_COMMON | {own.get(k, k): v for k, v in options.items()})
 
     def mixer(self, **options: Any) -> Any:
         return randomise(self.mixer_class(self.config(**options), 0))
 
     def model(self, **options: Any) -> Any:
-        return randomise(self._model(self.config(**options)))
+        config = self.config(**options)
+        if self._name != "glm5_next":
+            return randomise(self._model(config))
+        model = self._model(_with_vision(config))
+        del model.model.visual  # its attention has no adapter
+        return randomise(model)
+
+
+def _with_vision(config: Any) -> Any:
+    """The configuration of GLM-5.3-Flash as a whole, of which the text's is a part."""
+    small = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+    vision = small | {"out_hidden_size": config.hidden_size}
+    experts = {"experts_implementation": "eager"}
+    return named("Glm5NextConfig")(text_config=config.to_dict(), vision_config=vision, **experts)
 
 
 def without_kernels(modeling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

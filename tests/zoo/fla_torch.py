@@ -126,6 +126,64 @@ def rms_norm_linear(
     return F.linear(rms_norm(x, norm_weight, norm_bias, eps=eps), linear_weight, linear_bias)
 
 
+def rms_norm_swish_gate_linear(
+    x: Tensor,
+    g: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float = 1e-6,
+) -> Tensor:
+    gated = rms_norm_gated(x, g, norm_weight, norm_bias, "silu", None, False, False, eps)
+    return F.linear(gated, linear_weight, linear_bias)
+
+
+def mamba_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: None,
+    z: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+) -> Tensor:
+    """fla's rmsnorm_fn of Mamba-2 and Mamba-3: in groups of so many channels, with a gate."""
+    gate = 1 if z is None else F.silu(z.float())
+    out = x.float() if norm_before_gate else x.float() * gate
+    out = out.unflatten(-1, (-1, x.shape[-1] if group_size is None else group_size))
+    out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + eps)
+    out = out.flatten(-2) * weight.float()
+    return (out * gate if norm_before_gate else out).to(x.dtype)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]
+) -> Tensor:
+    """FlashAttention of (B, L, H, N), with keys and values that groups of heads share."""
+    assert causal
+    groups, tokens, dtype = q.shape[2] // k.shape[2], q.shape[1], v.dtype
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if window_size != (-1, -1):
+        seen = seen.triu(-window_size[0])
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).to(dtype)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, causal: bool, window_size: Any, **_: Any
+) -> Tensor:
+    """The same for packed sequences (T, H, N), each of which attends to itself."""
+    bounds = zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
+    outputs = [
+        attention(*(x[None, start:end] for x in (q, k, v)), causal, window_size)
+        for start, end in bounds
+    ]
+    return torch.cat(outputs, 1)[0]
+
+
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     return F.silu(x) * y
 

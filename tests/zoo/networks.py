@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.versions import named
+from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
 from torch import Tensor
 
-from captum_ssm.models import VisionMamba
+from captum_ssm.models import RWKV7, VisionMamba
 from zoo import architectures, attention, fla_cpu, mamba2
 from zoo.mamba import randomise
 
@@ -30,15 +31,7 @@ _DELTA = {
     "pad_token_id": 0,
 }
 #: Families of flash-linear-attention.
-_FLA: dict[str, dict[str, Any]] = {
-    "GLA": {"num_heads": 2},
-    "RetNet": {"num_heads": 4},
-    "HGRN": {},
-    "HGRN2": {"expand_ratio": 4},
-    "RWKV6": {"num_heads": 2, "proj_low_rank_dim": 4},
-    "DeltaNet": {"num_heads": 2},
-    "GatedDeltaNet": {"num_heads": 2, "head_dim": 6},
-}
+_FLA = ("GLA", "RetNet", "HGRN", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet")
 _VIM: dict[str, dict[str, Any]] = {
     "two cls": {"cls_token": "double"},
     "no cls": {"cls_token": "none", "final_pool_type": "mean"},
@@ -61,7 +54,7 @@ def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
 
 def fla(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     package = fla_cpu.install(patch)
-    return architectures.language(package.model(family, norm_eps=0.05, **_FLA[family]))
+    return architectures.language(package.model(family, norm_eps=0.05))
 
 
 def mamba2_family(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
@@ -73,6 +66,11 @@ def transformer(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     if family in attention.IMAGES:
         return architectures.pictures(model, (12, 12))
     return architectures.language(model)
+
+
+def rwkv7(patch: pytest.MonkeyPatch) -> architectures.Case:
+    ranks = {"decay_rank": 4, "step_rank": 4, "value_rank": 3, "gate_rank": 5}
+    return architectures.language(rwkv7_oracle.randomise(RWKV7(19, 16, 2, 8, 24, **ranks)))
 
 
 def xlstm(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -140,7 +138,7 @@ NETWORKS: dict[str, Make] = (
     | {f"{f} with attention": partial(transformer, family=f) for f in attention.FAMILIES}
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
     | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
-    | {"xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
+    | {"rwkv7": rwkv7, "xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
 )
 del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
 
@@ -149,6 +147,7 @@ DOUBLE = (
     *(name for name in NETWORKS if name.startswith("vim")),
     *(
         "rwkv",
+        "rwkv7",
         "gpt_neox",
         "gpt2 with attention",
         "bert with attention",

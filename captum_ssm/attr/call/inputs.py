@@ -48,7 +48,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     if in_tuple and len(inputs) != 1:
         raise InputError(
             f"{name} holds {len(inputs)} tensors; one sequence or image tensor is expected. Pass "
-            "the others as additional_forward_args."
+            "the others as additional_forward_args; LatimFlow and MambaLRP explain several at once."
         )
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
@@ -64,6 +64,29 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     if not tensor.is_floating_point():
         _check_ids(tensor, name)
     return tensor, in_tuple
+
+
+def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The one input that has its examples in front, and further ones, such as the images of a text.
+
+    Args:
+        inputs: what the user passed.
+        name: what the argument is called. Default: ``"inputs"``.
+    """
+    if not isinstance(inputs, tuple) or len(inputs) < 2:
+        return single_input(inputs, name)[0], ()
+    for number, other in enumerate(inputs[1:], 1):
+        if not isinstance(other, Tensor) or not other.is_floating_point() or other.dim() < 2:
+            got = type(other).__name__
+            if isinstance(other, Tensor):
+                got = f"a tensor of dtype {other.dtype} and shape {tuple(other.shape)}"
+            raise InputError(
+                f"{name}[{number}] is {got}. The first of several inputs is the sequence, as token "
+                "ids or embeddings, and those behind it are floating, as images or their patches "
+                "are: pass a forward_func that takes them in this order, and what is not explained "
+                "as additional_forward_args."
+            )
+    return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
 
 
 def _in_place_of(value: Any) -> str:
@@ -117,10 +140,13 @@ def _check_ids(ids: Tensor, name: str) -> None:
 
 
 def check_batch(inputs: Tensor, additional: tuple[Any, ...]) -> None:
-    """Raise if an additional tensor cannot belong to this batch."""
+    """Raise if an additional tensor with a dimension for tokens cannot belong to this batch.
+
+    Others may be anything, such as the target tokens that Captum's wrappers pass along, or images.
+    """
     for i, value in enumerate(additional):
-        # a vector may be anything, such as the target tokens Captum's wrappers pass along
-        if isinstance(value, Tensor) and value.dim() > 1 and len(value) not in (1, len(inputs)):
+        of_tokens = isinstance(value, Tensor) and inputs.shape[1] in value.shape[1:]
+        if of_tokens and len(value) not in (1, len(inputs)):
             raise InputError(
                 f"inputs has a batch of {len(inputs)}, but additional_forward_args[{i}] has "
                 f"{len(value)} (shape {tuple(value.shape)})."

@@ -25,7 +25,8 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, tor
 class Decomposition:
     """What every part of a network's input adds to one number of its output.
 
-    ``inputs``, ``virtual`` and ``biases`` sum to ``output``; :attr:`delta` is what rounding leaves.
+    ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is what
+    rounding leaves.
 
     Attributes:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
@@ -51,6 +52,10 @@ class Decomposition:
             a layer that is explained in place of the input; else empty.
         past: relevance of every feature of the embeddings (B, L, E) by what passes such a layer by,
             which ``virtual`` sums up; else None.
+        others: relevance of every element of each further input, such as the images of a text, in
+            its shape. Default: empty.
+        by_others: what they add to the output of each example (B,), whichever of their elements
+            belong to it; None if there are none.
     """
 
     inputs: Tensor
@@ -63,6 +68,8 @@ class Decomposition:
     content_only: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     past: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
+    by_others: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -76,8 +83,9 @@ class Decomposition:
 
     @property
     def delta(self) -> Tensor:
-        """output - inputs - virtual - biases (B,): 0, but for rounding."""
-        return self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
+        """output - inputs - virtual - others - biases (B,): 0, but for rounding."""
+        delta = self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
+        return delta if self.by_others is None else delta - self.by_others
 
 
 class Parts(Protocol):
@@ -97,7 +105,9 @@ class Parts(Protocol):
 
 
 #: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
-Baselines = None | float | Literal["mean"] | Tensor | tuple[Tensor]
+Baseline = None | float | Literal["mean"] | Tensor
+#: The same, one for each of several inputs, or as the one in a tuple.
+Baselines = Baseline | tuple[Baseline, ...]
 
 
 def out_of_tuple(baselines: Baselines) -> Baselines:
@@ -105,6 +115,22 @@ def out_of_tuple(baselines: Baselines) -> Baselines:
     if isinstance(baselines, tuple) and len(baselines) == 1:
         return baselines[0]
     return baselines
+
+
+def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
+    """What relevance of each further input is in comparison with; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: what the user asked for, one for each.
+
+    Raises:
+        OptionError: for what cannot be a baseline of that input.
+    """
+    return [
+        None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
+        for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
+    ]
 
 
 def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
@@ -127,16 +153,31 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
     looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
     if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
         return network.mode.looked_up(baselines)
-    found: Any = baselines
+    if inner:
+        return _standing_in(baselines, root, "a layer", "None, 'mean'")
+    return _standing_in(
+        baselines, root, "embeddings", "None, 'mean'", ", or token ids where inputs are ids"
+    )
+
+
+def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
+    """A number or a tensor as a baseline of the shape of what it stands in for.
+
+    Args:
+        found: the number or tensor.
+        start: what it stands in for.
+        what: what that is called.
+        words: what is accepted besides.
+        ids: what else is, at the end of a sentence. Default: ``""``, nothing.
+    """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        start = torch.as_tensor(found).to(root).expand_as(root)
-        if not isinstance(found, bool) and bool(start.isfinite().all()):
-            return start
+        baseline = torch.as_tensor(found).to(start).expand_as(start)
+        if not isinstance(found, bool) and bool(baseline.isfinite().all()):
+            return baseline
     got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise OptionError(
-        f"baselines={got} cannot stand in for {'a layer' if inner else 'embeddings'} of shape "
-        f"{tuple(root.shape)}. Pass None, 'mean', a finite number, "
-        f"a tensor of that shape{'' if inner else ', or token ids where inputs are ids'}."
+        f"baselines={got} cannot stand in for {what} of shape {tuple(start.shape)}. Pass {words}, "
+        f"a finite number, a tensor of that shape{ids}."
     )
 
 
@@ -167,30 +208,36 @@ def decompose(
     output: Tensor,
     constant: Tensor | None = None,
     baseline: Tensor | None = None,
+    of_others: Sequence[Tensor | None] = (),
     by_role: bool = False,
     features: bool = False,
+    apart: bool = False,
 ) -> Decomposition:
     """One backward pass through a linear network; one more for each role where they are asked for.
+
+    Further inputs do not say which of their elements belong to which example: of a batch that has
+    some each example takes a pass of its own, in which all that is found is its.
 
     Args:
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
         baseline: what relevance is in comparison with, like the root. Default: None, 0.
+        of_others: the same for each further input. Default: empty, as for none.
         by_role: whether relevance is found by role. Default: False.
         features: whether that of what enters and leaves the mixers is kept by feature. Default:
             False.
+        apart: whether what constants add is told apart by example, by passes of its own. Default:
+            False, by where they stand.
     """
+    ledger, others = network.mode.ledger, network.mode.others
     root, steps = network.root, network.steps
     passing = () if network.passing is None else (network.passing,)
-    wanted = [root, *passing, *(x for s in steps for x in (*s.entering, s.output))]
-    gradients, biases = account(network.mode.ledger, output, constant, wanted)
+    wanted = [root, *passing, *others, *(x for s in steps for x in (*s.entering, s.output))]
+    gradients, biases = account(ledger, output, constant, wanted)
     parts = zip(gradients, wanted, strict=True)
     gradient, value = next(parts)
     inputs = gradient * value.detach()
-    if baseline is not None:
-        biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
-        inputs = gradient * (value.detach() - baseline)
 
     def parted() -> Tensor:
         gradient, value = next(parts)
@@ -198,15 +245,22 @@ def decompose(
         return found
 
     def tokens() -> Tensor:
-        return parted() if features else parted().flatten(2).sum(-1)
+        found = parted()
+        return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
     past = parted() if passing else None
+    each = [[next(parts)[0] for _ in others]]
     streams, mixers = [], []
     for step in steps:
         entering = [tokens() for _ in step.entering]
         if entering:
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens())
+    if len(output) > 1 and (others or apart):
+        each, biases = _apart(ledger, output, constant, others)
+    if baseline is not None:
+        biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
+        inputs = gradient * (value.detach() - baseline)
     whole = inputs.flatten(1).sum(1)
     inputs = _on_given(inputs, network)
     virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
@@ -223,9 +277,60 @@ def decompose(
         sizes=() if network.begins is None else network.met(network.begins).sizes,
         past=past,
     )
+    if others:
+        found = _with_others(found, others, of_others, each)
     if not by_role:
         return found
     return replace(found, roles=_by_role(network, output, baseline, found.tokens))
+
+
+def _apart(
+    ledger: Ledger, output: Tensor, constant: Tensor | None, others: Sequence[Tensor]
+) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """By example the gradients of further inputs, and what each constant adds (B,)."""
+    passes = []
+    for i in range(len(output)):
+        own = None if constant is None else constant[i : i + 1]
+        passes.append(account(ledger, output[i : i + 1], own, others))
+    names = dict.fromkeys(name for _, biases in passes for name in biases)
+    zero = output.new_zeros(1)
+    biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
+    return [gradients for gradients, _ in passes], biases
+
+
+def _with_others(
+    found: Decomposition,
+    others: Sequence[Tensor],
+    baselines: Sequence[Tensor | None],
+    each: Sequence[Sequence[Tensor]],
+) -> Decomposition:
+    """The decomposition, with the relevance of further inputs.
+
+    Args:
+        found: the decomposition.
+        others: the further inputs.
+        baselines: what that is in comparison with, one for each; None for 0.
+        each: for each example the gradients of the others.
+    """
+    values = [x.detach() for x in others]
+    starts = [
+        torch.zeros_like(x) if start is None else start
+        for x, start in zip(values, baselines, strict=True)
+    ]
+
+    def added(factors: Sequence[Tensor]) -> Tensor:
+        sums = [sum((g * x).sum() for g, x in zip(own, factors, strict=True)) for own in each]
+        return torch.stack([torch.as_tensor(x) for x in sums]).to(found.output)
+
+    changes = [x - start for x, start in zip(values, starts, strict=True)]
+    relevance = tuple(
+        torch.stack([own[i] for own in each]).sum(0) * change for i, change in enumerate(changes)
+    )
+    biases = found.biases
+    if any(start is not None for start in baselines):
+        before = biases.get("baselines", torch.zeros_like(found.output))
+        biases = {**biases, "baselines": before + added(starts)}
+    return replace(found, biases=biases, others=relevance, by_others=added(changes))
 
 
 def _on_given(relevance: Tensor, network: Network) -> Tensor:
@@ -338,6 +443,10 @@ def sums_up(
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
     dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
+    if isinstance(found, Decomposition):
+        for other in found.others:
+            size = size + other.abs().sum().to(size)
+            dtypes.add(other.dtype)
     if past is not None:  # of inputs that may be less precise than a layer behind them
         size = size + past.flatten(1).abs().sum(1).to(size)
         dtypes.add(past.dtype)
@@ -369,7 +478,7 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
         parts[0].sizes,
         torch.cat(pasts) if pasts else None,
-    )
+    )  # of a batch with further inputs there are no parts
 
 
 def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:

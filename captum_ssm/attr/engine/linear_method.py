@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import InputError, OptionError
 from ...linear import Network, Rule, linearised
 from ...operators.kernels.arithmetic import unseen
 from ..call import checks
 from ..call.head import Kept, kept_positions
-from ..call.inputs import BatchPart, batch_parts, single_input
+from ..call.inputs import BatchPart, several_inputs, single_input
 from ..call.targets import (
     Against,
     Total,
@@ -29,11 +30,11 @@ from .decompose import (
     Decomposition,
     Parts,
     baseline_of,
+    baselines_of_others,
     decompose,
     exact,
     not_linear,
     not_reached,
-    stacked,
 )
 from .method import SSMAttribution
 from .run import Request
@@ -45,6 +46,9 @@ T = TypeVar("T")
 class LinearMethod(SSMAttribution):
     """Base of the methods that take an output apart into a sum."""
 
+    #: whether images beside a text, or other further inputs, are explained with it
+    takes_others = False
+
     @property
     def multiplies_by_inputs(self) -> bool:
         """Relevance is a coefficient times the input."""
@@ -53,6 +57,10 @@ class LinearMethod(SSMAttribution):
     def has_convergence_delta(self) -> bool:
         """True: ``attribute`` returns one if asked."""
         return True
+
+    def _inputs(self, inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The one input, and further ones where the method explains several."""
+        return several_inputs(inputs) if self.takes_others else (single_input(inputs)[0], ())
 
     def _attribute(
         self,
@@ -71,34 +79,47 @@ class LinearMethod(SSMAttribution):
         stacked in front.
         """
         checks.flags(return_convergence_delta=return_convergence_delta)
-        tensor, in_tuple = single_input(inputs)
+        tensor, others = self._inputs(inputs)
         questions = [Against(each, contrast) for each in several(target)]
         found = self._by_parts(
-            tensor, questions, additional_forward_args, internal_batch_size, explain
+            tensor, questions, additional_forward_args, internal_batch_size, explain, others
         )
 
-        def joined(which: int) -> Tensor:
+        def joined(which: int, like: Tensor) -> Tensor:
             wholes = [torch.cat([part[which] for part in parts]) for parts in found]
-            return as_asked(wholes, target).detach().to(tensor.device).contiguous()
+            return as_asked(wholes, target).detach().to(like.device).contiguous()
 
-        relevance = (joined(0),) if in_tuple else joined(0)
-        return (relevance, joined(1)) if return_convergence_delta else relevance
+        relevance: Any = joined(0, tensor)
+        if isinstance(inputs, tuple):
+            relevance = (relevance, *(joined(2 + i, x) for i, x in enumerate(others)))
+        return (relevance, joined(1, tensor)) if return_convergence_delta else relevance
 
-    def _delta(self, found: Parts, explained: Tensor, attributions: Any) -> Tensor:
+    def _delta(self, found: Parts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
         """output - attributions - biases (B,), for relevance that ``attribute`` has returned.
 
         Args:
             found: the parts of the output.
-            explained: those of the input, (B, ...).
+            explained: those of the input, (B, ...), and of further inputs, of which what differs
+                is spread evenly over the examples.
             attributions: what the user gives back.
         """
-        given, _ = single_input(attributions, "attributions")
-        sums = explained.flatten(1).sum(1) - given.flatten(1).sum(1).to(explained)
-        return found.delta + sums.to(found.output)
+        first, others = several_inputs(attributions, "attributions")
+        given = (first, *others)
+        if len(given) != len(explained):
+            raise InputError(
+                f"attributions holds {len(given)} tensors, but inputs {len(explained)}. Pass what "
+                "attribute() returned."
+            )
+        one, *rest = explained
+        sums = one.flatten(1).sum(1) - first.flatten(1).sum(1).to(one)
+        delta = found.delta + sums.to(found.output)
+        for x, other in zip(rest, others, strict=True):
+            delta = delta + (x.sum() - other.sum().to(x)).to(delta) / len(delta)
+        return delta
 
 
-#: Relevance in the input's shape, and what is left of the output, (B,).
-Explained = tuple[Tensor, Tensor]
+#: Relevance in the input's shape, what is left of the output, (B,), and relevance of others.
+Explained = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -137,20 +158,13 @@ def decompositions(
     """
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
-    if all(map(exact, found)):
-        return found
-    if len(output) == 1:
+        if not all(map(exact, found)) and len(output) > 1:
+            # constants that cannot be told apart by example, such as the biases of experts
+            arguments = (network, output, kept, questions, rules, baselines)
+            found = _each_decomposed(*arguments, apart=True)
+    if not all(map(exact, found)):
         raise not_linear(output)
-    # constants that cannot be told apart by example, such as the biases of experts
-    parts = []
-    for cut in batch_parts(len(output), 1):
-        one = replace(
-            request, inputs=cut(request.inputs), additional=tuple(map(cut, request.additional))
-        )
-        with cut.counting():
-            asked = list(map(cut.target, questions))
-            parts.append(decompositions(one, asked, rules, cut(baselines)))
-    return [stacked(each) for each in zip(*parts, strict=True)]
+    return found
 
 
 def in_turn(
@@ -214,11 +228,33 @@ def _each_decomposed(
     questions: Sequence[Against],
     rules: Rules,
     baselines: Baselines,
+    *,
+    apart: bool = False,
 ) -> list[Decomposition]:
-    """The decomposition of each question to a network's output, at the positions kept."""
+    """The decomposition of each question to a network's output, at the positions kept.
+
+    Args:
+        network, output, kept, questions, rules, baselines: the network, and what is asked of it.
+        apart: whether examples are told apart by passes of their own. Default: False.
+    """
     numbers = numbers_of(network, output, kept, questions)
-    start = start_of(network, rules, baselines)
-    return [decompose(network, *number, start, rules.by_role, rules.features) for number in numbers]
+    one, *rest = _one_each(baselines, 1 + len(network.mode.others))
+    start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
+    more = (start, of_others, rules.by_role, rules.features, apart)
+    return [decompose(network, number, constant, *more) for number, constant in numbers]
+
+
+def _one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
+    """Baselines for each of several inputs."""
+    if inputs == 1 or baselines is None:
+        return [baselines, *[None] * (inputs - 1)]
+    if not isinstance(baselines, tuple) or len(baselines) != inputs:
+        got = f"holds {len(baselines)}" if isinstance(baselines, tuple) else f"is {baselines!r}"
+        raise OptionError(
+            f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of one for each, "
+            "with None where it is the default."
+        )
+    return baselines
 
 
 def numbers_of(
@@ -298,7 +334,8 @@ def linear_run(
     """
     begins = () if request.begins is None else (request.begins,)
     read = [site.module for site in (*begins, *request.cuts)]
-    kept = kept_positions(request.forward_func, request.inputs, request.additional, questions, read)
+    more = (*request.others, *request.additional)
+    kept = kept_positions(request.forward_func, request.inputs, more, questions, read)
     if kept is not None:
         with _linear_run(replace(request, kept=kept), rules) as (network, output):
             if kept.fit(output):
@@ -317,6 +354,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         rule=rules.rule,
         by_role=rules.by_role,
         constants=rules.constants,
+        others=request.others,
         layers=request.layers,
         steps=rules.by_layer,
         verify=rules.verify,
@@ -324,7 +362,8 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         cuts=request.cuts,
         reads=() if request.ends is None else (request.ends.site,),
     ) as network:
-        output = request.output(network.mode.begun(request.inputs))
+        mode = network.mode
+        output = request.output(mode.begun(request.inputs), [x.clone() for x in mode.others])
         network.check_ran()
         if request.ends is not None:
             met = network.met(request.ends.site)

@@ -80,6 +80,7 @@ class Explainer:
         additional_forward_args: Any,
         internal_batch_size: int | None,
         explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
+        others: tuple[Tensor, ...] = (),
     ) -> list[tuple[T, ...]]:
         """What is found of each target in the parts of a batch.
 
@@ -89,9 +90,18 @@ class Explainer:
             additional_forward_args: as the user gave them.
             internal_batch_size: the most examples of a part; None for all.
             explain: what finds it, of the run that is requested for a part and its targets.
+            others: further inputs, which cannot be cut: they do not say which of their elements
+                belong to which example. Default: none.
         """
         additional = as_tuple(additional_forward_args)
-        check_batch(inputs, additional)
+        if not others:
+            check_batch(inputs, additional)
+        elif internal_batch_size is not None and internal_batch_size < len(inputs):
+            raise OptionError(
+                f"internal_batch_size={internal_batch_size} cannot cut a batch of {len(inputs)} "
+                "with several inputs, of which the further ones do not say which of their elements "
+                "belong to which example. Leave it out, or explain the examples one by one."
+            )
         if self.needs_gradient and torch.is_inference_mode_enabled():
             raise GradientModeError(
                 f"{self.name} takes gradients, which torch.inference_mode() forbids. Call it "
@@ -103,7 +113,7 @@ class Explainer:
             with torch.inference_mode(False), cut.counting(), weights_blamed(model):
                 own = tuple(map(cut, additional))
                 request = Request(self.forward_func, model, self.layers, cut(inputs), own)
-                request = replace(request, streams=self.needs_streams)
+                request = replace(request, others=others, streams=self.needs_streams)
                 parts.append(explain(request, list(map(cut.target, targets)), cut))
         return list(zip(*parts, strict=True))
 

@@ -2,6 +2,11 @@
 
 Of each layer only the query's row of every channel is used; it is added to every row of the
 identity, so that a layer's matrix is I + 1 r^T with all rows divided by their common sum.
+
+The row's entries up to the query are those of the forward direction alone, the entries beyond it
+those of the backward one, and neither is halved.  The script of the hidden-attention paper
+(components = s6) has a slip: the query reads the state before its own step, so that its own entry
+is missing and every other one has decayed a step too few; and it keeps rows in single precision.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError
-from ...operators import Operator
+from ...operators import Chain, Operator, Permute, SelectiveScan, Sum
 from ...tracing import Layer
 from ..call.components import PRESETS
 from .fold import Options, check_row, shown
@@ -69,33 +74,111 @@ def check_tokens(layer: Layer, last: Layer) -> None:
         )
 
 
-def mean_row(operator: Operator, query: Tensor) -> Tensor:
-    """The channel mean of the query's row, (B, L)."""
-    return operator.rows(query.to(operator.device), "mean").squeeze(1)
+def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
+    """The query's row of every channel as the scripts take it, (B, C, L).
+
+    Args:
+        layer: the layer, for errors.
+        operator: its operator, restricted to the chosen components.
+        query: query positions (B, 1).
+        options: the user's choices.
+    """
+    query = query.to(operator.device)
+    ahead, back = _directions(layer, operator)
+    terms = [ahead] if back is None else [ahead, back]
+    if options.components == PRESETS["s6"]:
+        terms = [_before_the_step(layer, term, query) for term in terms]
+    row, *beyond = (term.rows(query, None).squeeze(2) for term in terms)
+    if beyond:
+        later = torch.arange(row.shape[-1], device=row.device) > query
+        row = torch.where(later.unsqueeze(1), beyond[0], row)
+    return row.float().to(row) if options.components == PRESETS["s6"] else row
 
 
-def class_row(
-    operator: Operator, query: Tensor, gradient: Tensor, keep: Tensor | None, options: Options
-) -> Tensor:
-    """The row weighted by the largest positive gradient over the stream's channels, (B, L).
+def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | None]:
+    """What reads the tokens in their order, and what reads them in another; neither is halved."""
+    parts = operator.parts if isinstance(operator, Chain) else (operator,)
+    sums = [(i, part.parts) for i, part in enumerate(parts) if isinstance(part, Sum)]
+    if not sums:
+        return operator, None
+    place, terms = sums[0]
+    chains = [Chain(*parts[:place], term, *parts[place + 1 :]) for term in terms]
+    turned = [chain for chain in chains if _is_turned(chain)]
+    ahead = [chain for chain in chains if not _is_turned(chain)]
+    if not turned:
+        return operator, None
+    if len(turned) > 1 or not ahead:
+        raise OptionError(
+            f"recipe='published_code' is defined for mixers of one or two directions, but layer "
+            f"{layer.name!r} reads its tokens in {len(chains)} orders. Use recipe='paper'."
+        )
+    return Sum(*map(_whole, ahead)), _whole(turned[0])
 
-    The script of the hidden-attention paper (components = s6) normalises each channel's row
+
+def _is_turned(chain: Chain) -> bool:
+    return any(isinstance(part, Permute) for part in chain.parts)
+
+
+def _whole(chain: Chain) -> Chain:
+    """Without the constant with which a sum of directions is halved."""
+    return Chain(
+        *(
+            part
+            for part in chain.parts
+            if part.mixes_tokens or part.component is not None or part.data_dependent
+        )
+    )
+
+
+def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
+    """The scan with a step of length 0 at the query, which neither decays nor writes."""
+    if isinstance(operator, Sum):
+        return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
+    parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
+    for i, part in enumerate(parts):
+        if isinstance(part, Permute):
+            query = part.order[query]
+        elif isinstance(part, SelectiveScan):
+            at = query.unsqueeze(-1).expand(*query.shape, part.dt.shape[-1])
+            parts[i] = part.at({"dt": part.dt.expand(len(query), -1, -1).scatter(1, at, 0)})
+            return Chain(*parts)
+        elif part.mixes_tokens:
+            break
+    raise OptionError(
+        "recipe='published_code' with components='s6' is the script of the hidden-attention paper, "
+        f"which knows selective scans alone; layer {layer.name!r} has none. Use components="
+        "'unified', or recipe='paper'."
+    )
+
+
+def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
+    """The channel mean of rows (B, C, L), all channels of a layer normalised together."""
+    return min_max(rows, _everywhere(keep, rows)).mean(1)
+
+
+def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
+    """Rows (B, C, L) weighted by the largest positive gradient over channels, (B, L).
+
+    The script of the hidden-attention paper (components = s6) normalises all channels together
     before the mean; that of the unified paper normalises the result.
 
     Args:
-        operator: the layer's operator.
-        query: query positions (B, 1).
-        gradient: gradient of the target with respect to the stream entering the block (B, L, E).
+        rows: the query's row of every channel.
+        gradient: gradient of the target with respect to the stream after the mixer's output was
+            added (B, L, E): that of the output itself.
         keep: True for real tokens (B, L), or None.
         options: the user's choices.
     """
-    rows = operator.rows(query.to(operator.device), None).squeeze(2).clamp_min(0)  # (B, C, L)
+    rows = rows.clamp_min(0)
     keep = None if keep is None else keep.to(rows.device)
     strength = min_max(gradient.to(rows).clamp_min(0).amax(-1), keep)
     if options.components == PRESETS["s6"]:
-        everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
-        return min_max(rows, everywhere).mean(1) * strength
+        return raw_row(rows, keep) * strength
     return min_max(rows.mean(1) * strength, keep)
+
+
+def _everywhere(keep: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if keep is None else keep.unsqueeze(1).expand_as(rows)
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class Request:
         layers: names or modules of the mixers to record, or None for all.
         inputs: the one input.
         additional: further arguments of forward_func.
+        others: further inputs, which stand between the one input and those arguments. Default:
+            none.
         graph: which autograd graph is kept. Default: ``"none"``.
         streams: whether the residual stream entering each mixer's block is. Default: False.
         verify: whether operators are held to what their modules returned. Default: True.
@@ -79,6 +81,7 @@ class Request:
     layers: Sequence[str | nn.Module] | None
     inputs: Tensor
     additional: tuple[Any, ...]
+    others: tuple[Tensor, ...] = ()
     graph: Graph = "none"
     streams: bool = False
     verify: bool = True
@@ -94,18 +97,20 @@ class Request:
         """The explained ids, or the floating input."""
         return explained_ids(self.inputs, self.additional)
 
-    def output(self, start: Tensor) -> Tensor:
+    def output(self, start: Tensor, others: Sequence[Tensor] | None = None) -> Tensor:
         """What the model returns, as a tensor.
 
         Args:
             start: in place of the inputs.
+            others: in place of the further ones. Default: None, these.
 
         Raises:
             TrainingModeError: when that would be chance.
         """
         require_deterministic(self.model)
         named = {} if self.kept is None else self.kept.arguments
-        return logits_of(call_model(self.forward_func, start, self.additional, named))
+        more = (*(self.others if others is None else others), *self.additional)
+        return logits_of(call_model(self.forward_func, start, more, named))
 
     def one_output(self, start: Tensor) -> Tensor:
         """The same of one example.
@@ -310,6 +315,9 @@ def traced(request: Request, *, shared: bool = False) -> Run:
         output = request.output(start)
         origin = None if follow is None else follow.origin(output)
     require_layers(record, model)
+    if request.graph == "tail" and not record.layers[-1].output.requires_grad:
+        # the model's last mixer, where the tail begins, did not run, or not as the last one
+        return traced(replace(request, graph="outputs"), shared=shared)
     chain = _chained(record, origin, request.folds)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..._files import Where, broken_line, existing_file, read_lines
 from ...errors import DataError, OptionError
+from .iwslt17 import sentences_of
 
 FORMATS = ("talp", "naacl")
 KINDS = ("S", "P")
@@ -77,7 +78,7 @@ def load_gold_alignment(
 
     Args:
         source: sentences, one a line, words apart by spaces; NAACL's tags ``<s snum=1>`` are left
-            out.
+            out. Files ``.xml`` are read as IWSLT17's; see :func:`load_iwslt17`.
         target: their translations, line by line.
         links: the links.
         format: of the links, ``"talp"`` or ``"naacl"``. Default: ``"talp"``.
@@ -119,7 +120,7 @@ def load_gold_alignment(
             (links, "links"),
         )
     ]
-    texts = [[_words(line) for line in read_lines(path, encoding)] for path in paths[:2]]
+    texts = [[_words(line) for line in _sentences(path, encoding)] for path in paths[:2]]
     if len(texts[0]) != len(texts[1]) or not texts[0]:
         raise DataError(
             f"{paths[0]} has {len(texts[0])} sentences, {paths[1]} {len(texts[1])}: each line "
@@ -197,6 +198,10 @@ def _check_inside(where: Where, link: Link, sizes: tuple[int, int], first: int) 
                 f"links {side} word {word + first}, but the {side} sentence has {size} words, "
                 f"counted from {first}",
             )
+
+
+def _sentences(path: Path, encoding: str) -> list[str]:
+    return sentences_of(path) if path.suffix == ".xml" else read_lines(path, encoding)
 
 
 def _words(line: str) -> tuple[str, ...]:

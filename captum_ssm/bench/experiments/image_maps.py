@@ -132,7 +132,7 @@ def _by_components(of: Explain) -> dict[str, Explain]:
         each: partial(of, components=each) for each in (*COMPONENTS, *ABLATIONS)
     }
     for each in FORMULATIONS:
-        found[f"{each}, {CODE}"] = partial(_published, of=found[each])
+        found[f"{each}, {CODE}"] = partial(published_code, of=found[each])
     return found
 
 
@@ -218,11 +218,18 @@ def _pixels(
     return torch.cat([each.inputs.sum(1) for each in found]).detach()
 
 
-def _in_double(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
-    return of(copy.deepcopy(model).double(), image.double(), classes)
+def _in_double(
+    model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain, **options: Any
+) -> Tensor:
+    return of(copy.deepcopy(model).double(), image.double(), classes, **options)
 
 
-def _published(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
+def published_code(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
     """What the authors' scripts compute, with as large a part of the layers left out."""
+    return later_layers(model, image, classes, partial(of, recipe="published_code"))
+
+
+def later_layers(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
+    """Without as large a part of the layers as the authors' scripts leave out."""
     start = int(LEFT_OUT * len(find_mixers(model)))
-    return of(model, image, classes, recipe="published_code", start_layer=start)
+    return of(model, image, classes, start_layer=start)

@@ -88,12 +88,18 @@ class Segmenting(ByMaps):
         return image_maps()
 
 
-def mask_scores(found: Tensor, gold: Tensor) -> Numbers:
-    """The numbers of one map (1, H, W), where gold (1, H, W) is 1 for the object and else 0."""
+def mask_scores(found: Tensor, gold: Tensor, ranking: str = "classes") -> Numbers:
+    """The numbers of one map (1, H, W), where gold (1, H, W) is 1 for the object and else 0.
+
+    Args:
+        found: the map.
+        gold: the object's pixels.
+        ranking: of the average precision. Default: ``"classes"``.
+    """
     given = foreground(found).long()
     return {
         **pixel_counts(given, gold, (BACKGROUND, OBJECT)),
-        "ap": float(segmentation_average_precision(found, gold)),
+        "ap": float(segmentation_average_precision(found, gold, ranking=ranking)),
         "f1": float(f1(confusion(given, gold, 2))[0, 1]),
     }
 

@@ -55,18 +55,25 @@ class ImagePerturbation(ByMaps):
         return {cell: each for cell, each in image_maps().items() if not each.variant}
 
 
-def areas(model: nn.Module, image: Tensor, maps: Tensor, classes: Sequence[int]) -> list[Numbers]:
+def areas(
+    model: nn.Module,
+    image: Tensor,
+    maps: Tensor,
+    classes: Sequence[int],
+    black: Tensor | None = None,
+) -> list[Numbers]:
     """The areas under the accuracy of each class, by direction and fill.
 
     Args:
         model: a classifier.
-        image: (1, C, H, W), from -1 for black to 1.
+        image: (1, C, H, W).
         maps: relevance to each class, (T, h, w).
         classes: T of them.
+        black: what a black pixel is to the model, (C, 1, 1). Default: None, -1.
     """
     relevance = pixel_relevance(maps, (image.shape[2], image.shape[3]))
     fills = {
-        "black": torch.full_like(image, -1),
+        "black": torch.full_like(image, -1) if black is None else black.expand_as(image),
         "mean": filled(image, "mean").expand_as(image),
         "blur": blurred(image, SIGMA * image.shape[3]),
     }

@@ -30,27 +30,27 @@ _AREAS = (_POSITIVE, "negative, black")
 
 _FORMULATIONS = ("unified", "s6")
 #: By method, of these formulations: UN table 3.
-_SEGMENTED = {
+SEGMENTED = {
     "ImplicitAttention": ((67.66, 80.00, 47.28), (67.64, 74.88, 45.09)),
     "ImplicitAttentionRollout": ((76.40, 83.90, 58.48), (71.01, 80.78, 51.51)),
     "MambaAttribution": ((79.60, 86.40, 62.51), (74.72, 81.70, 54.24)),
 }
 #: The same: UN table 1.
-_PERTURBED = {
+PERTURBED = {
     "ImplicitAttention": ((13.264, 47.705), (17.268, 34.025)),
     "ImplicitAttentionRollout": ((12.830, 50.035), (18.806, 41.864)),
     "MambaAttribution": ((11.350, 51.310), (16.619, 39.632)),
 }
 #: Of the transformer, whose attention has one formulation: HA tables 2 and 1.
-_OF_ATTENTION = (
+OF_ATTENTION = (
     ("ImplicitAttention", "unified"),
     ("ImplicitAttentionRollout", "unified"),
     ("TransformerAttribution", "lrp"),
 )
-_SEGMENTED_BY_ATTENTION = ((59.69, 77.25, 36.94), (66.84, 80.34, 47.85), (79.26, 84.85, 60.63))
-_PERTURBED_BY_ATTENTION = ((20.687, 40.766), (20.594, 43.525), (15.351, 48.089))
+SEGMENTED_BY_ATTENTION = ((59.69, 77.25, 36.94), (66.84, 80.34, 47.85), (79.26, 84.85, 60.63))
+PERTURBED_BY_ATTENTION = ((20.687, 40.766), (20.594, 43.525), (15.351, 48.089))
 #: Each after the formulation that it is held against: UN table 4, HA tables 5 and 6.
-_VARIANTS = {
+VARIANTS = {
     "UN, table 4": (
         "MambaAttribution",
         {
@@ -106,16 +106,16 @@ _TABLES = (
         ("UN, table 3", "HA, table 2"),
         _MASKS,
         "",
-        _SEGMENTED,
-        _SEGMENTED_BY_ATTENTION,
+        SEGMENTED,
+        SEGMENTED_BY_ATTENTION,
     ),
     _Table(
         "image-perturbation",
         ("UN, table 1", "HA, table 1"),
         _AREAS,
         "predicted",
-        _PERTURBED,
-        _PERTURBED_BY_ATTENTION,
+        PERTURBED,
+        PERTURBED_BY_ATTENTION,
     ),
 )
 #: By the equations, and by the authors' scripts.
@@ -142,13 +142,13 @@ def _methods() -> Iterator[Comparison]:
                     for method, numbers in table.of_mamba.items()
                 }
                 yield from _by_number(table.experiment, source, table.columns, known, VIM)
-        sides = (Side(*each, table.row) for each in _OF_ATTENTION)
+        sides = (Side(*each, table.row) for each in OF_ATTENTION)
         known = dict(zip(sides, table.of_attention, strict=True))
         yield from _by_number(table.experiment, table.sources[1], table.columns, known, VIT)
 
 
 def _variants() -> Iterator[Comparison]:
-    for source, (method, numbers) in _VARIANTS.items():
+    for source, (method, numbers) in VARIANTS.items():
         known = {Side(method, name): row for name, row in numbers.items()}
         whole, *others = known
         pairs = [(whole, other) for other in others]

@@ -36,16 +36,27 @@ def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
     return hidden, padding_mask(call.argument("attention_mask", 1), hidden)
 
 
-def entering_unpadded(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The same for a layer that drops padded tokens, with zeros in their place."""
+def entering_unpadded(
+    module: Any, call: Call, skips: str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same for a layer that drops padded tokens, with zeros in their place.
+
+    Args:
+        module: the layer.
+        call: its recorded call.
+        skips: what of the layer would skip padding between tokens. Default: None, its short
+            convolution if it has one.
+    """
     hidden, mask = entering(module, call)
     if mask is None:
         return hidden, None
+    if skips is None and getattr(module, "use_short_conv", False):
+        skips = "short convolution"
     pieces = (mask[:, 1:] != mask[:, :-1]).sum(1)
-    if getattr(module, "use_short_conv", False) and bool((pieces > 1).any()):
+    if skips is not None and bool((pieces > 1).any()):
         raise InputError(
             f"The attention_mask given to {type(module).__name__} has padding between tokens of "
-            "one sequence, over which its short convolution would skip. Pad at one side."
+            f"one sequence, over which its {skips} would skip. Pad at one side."
         )
     return hidden * mask[:, :, None], mask
 
@@ -127,7 +138,7 @@ def norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
     """The per-head RMSNorm and the output gate, if there is one, of RetNet and of GLA."""
     norm = module.g_norm_swish_gate if module.fuse_norm_and_gate else module.g_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
-    if module.use_output_gate:
+    if getattr(module, "use_output_gate", True):
         g = as_heads(run(module.g_proj, hidden), o.shape[2])
         parts.insert(0, output_gate(F.silu if module.fuse_norm_and_gate else module.gate_fn, g))
     return parts
@@ -137,7 +148,7 @@ def o_norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
     """The per-head RMSNorm and the output gate, if there is one, of the delta rule layers."""
     norm = module.o_norm
     parts: list[Operator] = [frozen_rms_norm(o, norm.weight, norm.eps, whole=False)]
-    if module.use_gate:
+    if getattr(module, "use_gate", True):
         g = as_heads(run(module.g_proj, hidden), o.shape[2])
         parts.insert(0, output_gate(torch.sigmoid if norm.activation == "sigmoid" else F.silu, g))
     return parts
@@ -168,7 +179,7 @@ def closing(
         run(module.v_proj, hidden),
         getattr(module, "v_conv1d", None),
         mask,
-        module.head_v_dim,
+        scan.shape.per_head,
         repeat=repeat,
         silu=silu,
     )
@@ -177,6 +188,25 @@ def closing(
         *masked(mask, scan.shape, values), *after(module, hidden, core.affine(values)), core
     )
     return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
+
+
+def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
+    """Rotary embedding of (B, L, H, N), whose first half pairs with its second half.
+
+    Positions count real tokens. As in the model, angles are float32 whatever x is.
+    """
+    if mask is None:
+        position = torch.arange(x.shape[1], device=x.device)[None]
+    else:
+        position = (mask.cumsum(1) - 1).clamp_min(0)
+    frequency = rotary.inv_freq
+    if frequency.dtype != torch.float32:
+        exponent = torch.arange(0, rotary.dim, 2, device=x.device, dtype=torch.float32) / rotary.dim
+        frequency = 1.0 / rotary.base**exponent
+    angle = position.float()[:, :, None, None] * frequency.to(x.device)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def steps(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The delta rule: fla's DeltaNet and GatedDeltaNet.
+"""The delta rule: fla's DeltaNet, GatedDeltaNet and KimiDeltaAttention.
 
     q, k, v = SiLU(conv(.))           q, k on the unit sphere       beta = sigmoid(b_proj h)
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]
@@ -6,8 +6,10 @@
 
 Beta doubles where negative eigenvalues are allowed.  DeltaNet has no decay, other activations and
 norms of q and k as options, and the gate as one; GatedDeltaNet has one decay per head,
-exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as an option.  Frozen:
-q, k, beta, the decays, SiLU(u) / u of the values, the norm's statistics and the gate.
+exp(-exp(A_log) softplus(a_proj h + dt_bias)), and heads that share q and k as an option.
+KimiDeltaAttention has the same decay per key channel, or, with a lower bound b for its logarithm,
+exp(b sigmoid(exp(A_log) (f_proj h + dt_bias))).  Frozen: q, k, beta, the decays, SiLU(u) / u of the
+values, the norm's statistics and the gate.
 """
 
 from __future__ import annotations
@@ -39,15 +41,35 @@ def fla_delta_net(module: Any, call: Call) -> LinearMixer:
 def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
     """fla's GatedDeltaNet."""
     hidden, mask = entering_unpadded(module, call)
-    q, k = (_activated(module, name, hidden) for name in ("q", "k"))
-    shared = module.num_v_heads // module.num_heads
-    q, k = (_unit(as_heads(x, module.num_heads)).repeat_interleave(shared, 2) for x in (q, k))
-    beta = torch.sigmoid(run(module.b_proj, hidden))
-    if module.allow_neg_eigval:
-        beta = 2 * beta
+    q, k, beta = _shared_operands(module, hidden)
     rate = F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
     log_decay = -module.A_log.to(hidden).exp() * rate
     return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
+
+
+def fla_kda(module: Any, call: Call) -> LinearMixer:
+    """fla's KimiDeltaAttention."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k, beta = _shared_operands(module, hidden)
+    a = as_heads(run(module.f_proj, hidden) + module.dt_bias.to(hidden), module.num_v_heads)
+    rate = module.A_log.to(hidden).exp()[:, None]
+    if module.lower_bound is None:
+        log_decay = -rate * F.softplus(a)
+    else:
+        log_decay = module.lower_bound * torch.sigmoid(rate * a)
+    return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
+
+
+def _shared_operands(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k (B, L, H, N), which groups of heads share, and beta (B, L, H)."""
+    shared = module.num_v_heads // module.num_heads
+    q, k = (
+        _unit(as_heads(_activated(module, name, hidden), module.num_heads)) for name in ("q", "k")
+    )
+    beta = torch.sigmoid(run(module.b_proj, hidden))
+    if module.allow_neg_eigval:
+        beta = 2 * beta
+    return q.repeat_interleave(shared, 2), k.repeat_interleave(shared, 2), beta
 
 
 def _delta_rule(

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...operators import ScalarDecayHeads
 from ..base import Call, LinearMixer
-from .common import closing, entering_unpadded, norm_and_gate, queries_and_keys, steps
+from .common import closing, entering_unpadded, norm_and_gate, queries_and_keys, rotated, steps
 
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
@@ -26,7 +25,7 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
     hidden, mask = entering_unpadded(module, call)
     groups = module.num_kv_groups
     q, k = queries_and_keys(module, hidden)
-    q, k = _rotate(module.rotary, mask, q), _rotate(module.rotary, mask, k)
+    q, k = rotated(module.rotary, mask, q), rotated(module.rotary, mask, k)
 
     head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
     log_decay = torch.log1p(-(2.0 ** (-5 - head))).expand(*q.shape[:3])
@@ -38,22 +37,3 @@ def fla_retention(module: Any, call: Call) -> LinearMixer:
         module.head_v_dim,
     )
     return closing(module, hidden, mask, scan, norm_and_gate, repeat=groups)
-
-
-def _rotate(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
-    """Rotary embedding of (B, L, H, N), whose first half pairs with its second half.
-
-    Positions count real tokens. As in the model, angles are float32 whatever x is.
-    """
-    if mask is None:
-        position = torch.arange(x.shape[1], device=x.device)[None]
-    else:
-        position = (mask.cumsum(1) - 1).clamp_min(0)
-    frequency = rotary.inv_freq
-    if frequency.dtype != torch.float32:
-        exponent = torch.arange(0, rotary.dim, 2, device=x.device, dtype=torch.float32) / rotary.dim
-        frequency = 1.0 / rotary.base**exponent
-    angle = position.float()[:, :, None, None] * frequency.to(x.device)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

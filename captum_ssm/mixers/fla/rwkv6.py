@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operators import (
-    Chain,
-    Diagonal,
-    HeadCentering,
-    Operator,
-    Shape,
-    ShortConv,
-    VectorDecayHeads,
-)
+from ...operators import Chain, Shape, VectorDecayHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, frozen, linear, masked, output_gate, run
+from ..parts.common import (
+    as_heads,
+    frozen,
+    frozen_group_norm,
+    linear,
+    masked,
+    output_gate,
+    run,
+)
 from .common import entering, steps
 
 
@@ -55,7 +55,7 @@ def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
     core = Chain(scan, *masked(mask, shape, values))
     operator = Chain(
         output_gate(module.gate_fn, as_heads(g, heads)),
-        *_group_norm(module.g_norm, core.affine(values), shape),
+        *frozen_group_norm(module.g_norm, core.affine(values), shape),
         core,
     )
     return LinearMixer(values, operator, lambda y: run(module.o_proj, y.flatten(2)), mask)
@@ -70,17 +70,3 @@ def _mixing(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor]:
     weights = up.weight.view(module.hidden_size, 5, rank).unbind(1)
     parts = zip(x.split(rank, -1), weights, module.x_bias.to(hidden), strict=True)
     return [linear(part, weight, bias) for part, weight, bias in parts]
-
-
-def _group_norm(norm: Any, o: Tensor, shape: Shape) -> list[Operator]:
-    """A LayerNorm of each head of o (B, L, H, P), its statistics frozen."""
-    variance = o.var(-1, correction=0, keepdim=True)
-    parts: list[Operator] = [
-        Diagonal(torch.rsqrt(variance + norm.eps), shape, "norm"),
-        HeadCentering(shape, o),
-    ]
-    if norm.weight is None:
-        return parts
-    weight = frozen(norm.weight, o).view(*o.shape[2:], 1)
-    bias = None if norm.bias is None else frozen(norm.bias, o).view(1, 1, *o.shape[2:])
-    return [ShortConv(weight, shape, bias, component="norm"), *parts]

@@ -6,13 +6,14 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedMixerError
-from ...operators import Diagonal, Operator, Shape, ShortConv
+from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
 from ...operators.kernels.arithmetic import unseen
 from ..base import Call
 from .heard import told
@@ -81,6 +82,26 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
 def frozen(parameter: Tensor, like: Tensor) -> Tensor:
     """A copy of a parameter in the dtype and on the device of ``like``, outside any graph."""
     return parameter.detach().to(like, copy=True)
+
+
+def frozen_group_norm(norm: Any, o: Tensor, shape: Shape) -> list[Operator]:
+    """A LayerNorm of each head of o (B, L, H, P), its statistics frozen.
+
+    Args:
+        norm: a GroupNorm with as many groups as heads.
+        o: its input, each head's channels beside each other.
+        shape: the sizes acted on.
+    """
+    variance = o.var(-1, correction=0, keepdim=True)
+    parts: list[Operator] = [
+        Diagonal(torch.rsqrt(variance + norm.eps), shape, "norm"),
+        HeadCentering(shape, o),
+    ]
+    if norm.weight is None:
+        return parts
+    weight = frozen(norm.weight, o).view(*o.shape[2:], 1)
+    bias = None if norm.bias is None else frozen(norm.bias, o).view(1, 1, *o.shape[2:])
+    return [ShortConv(weight, shape, bias, component="norm"), *parts]
 
 
 def refuse_packed(call: Call, **positions: int) -> None:

@@ -44,8 +44,8 @@ class Memory(NamedTuple):
         key: what a token's value is written along (B, L, H, N).
         value: what is written (B, L, H, P).
         log_decay: of each step (B, L, H, 1 or N), at most 0.
-        erases: for a delta rule the key and the step of its corrections (B, L, H, N) and
-            (B, L, H, 1); else None.
+        erases: for a delta rule what the state before each step is asked by, and along what is
+            taken away that it finds, (B, L, H, N) each; else None.
         order: the token that each step reads (L,).
     """
 
@@ -184,23 +184,23 @@ class Memory(NamedTuple):
     def _backwards(self, step: int) -> Iterator[tuple[int, Tensor]]:
         """What passes from each step up to one, the last first: T[step] ... T[j + 1]."""
         assert self.erases is not None
-        along, size = self.erases
+        asked, taken = self.erases
         width = self.key.shape[-1]
         through = torch.eye(width, dtype=self.key.dtype, device=self.key.device)
         through = through.expand(*self.key.shape[:1], self.key.shape[2], width, width)
         for j in range(step, -1, -1):
             yield j, through
-            erased = torch.einsum("bhmn,bhn->bhm", through, along[:, j]) * size[:, j]
-            through = through - erased[..., None] * along[:, j, :, None]
-            through = through * self.log_decay[:, j].exp()[..., None, :]
+            erased = torch.einsum("bhmn,bhn->bhm", through, taken[:, j])
+            kept = through * self.log_decay[:, j].exp()[..., None, :]
+            through = kept - erased[..., None] * asked[:, j, :, None]
 
     def _stepped(self, state: Tensor, step: int) -> Tensor:
         """T[step] times states (B, H, N, P)."""
         assert self.erases is not None
-        along, size = (x[:, step] for x in self.erases)
-        state = state * self.log_decay[:, step].exp()[..., None]
-        found = torch.einsum("bhn,bhnp->bhp", along, state) * size
-        return state - along[..., None] * found[:, :, None]
+        asked, taken = (x[:, step] for x in self.erases)
+        found = torch.einsum("bhn,bhnp->bhp", asked, state)
+        kept = state * self.log_decay[:, step].exp()[..., None]
+        return kept - taken[..., None] * found[:, :, None]
 
     def _ran(self, state: Tensor, steps: slice) -> Tensor:
         """The state some steps later."""
@@ -221,14 +221,13 @@ class Memory(NamedTuple):
 
     def _by_step(self, first: int, last: int) -> Tensor:
         assert self.erases is not None
-        along, size = self.erases
+        asked, along = self.erases
         share = self.key[:, first]  # (B, H, N)
         unit = share / share.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
         left, taken = share, []
         for s in range(first + 1, last + 1):
-            after = left * self.log_decay[:, s].exp()
-            found = (along[:, s] * after).sum(-1, keepdim=True)
-            after = after - size[:, s] * found * along[:, s]
+            found = (asked[:, s] * left).sum(-1, keepdim=True)
+            after = left * self.log_decay[:, s].exp() - found * along[:, s]
             taken.append(((left - after) * unit).sum(-1))
             left = after
         return torch.stack(taken, -1)
@@ -284,10 +283,10 @@ def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
         logs = scan.decay.log()[..., None]
         return Memory(torch.ones_like(logs), value, logs, None, order)
     if isinstance(scan, DeltaRule):
-        size = scan.beta[..., None]
-        logs = torch.zeros_like(size) if scan.log_decay is None else scan.log_decay
+        logs = torch.zeros_like(scan.beta) if scan.log_decay is None else scan.log_decay
         logs = logs if logs.dim() == 4 else logs[..., None]
-        return Memory(size * scan.key, value, logs, (scan.key, size), order)
+        key, *erases = scan.corrections()
+        return Memory(key, value, logs, (erases[0], erases[1]), order)
     key = vectors_of_heads(scan.key, heads)
     if isinstance(scan, VectorDecayHeads):
         return Memory(key, value, scan.log_decay, None, order)

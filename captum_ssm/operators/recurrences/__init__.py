@@ -11,7 +11,8 @@ module                 carry                                 writes          rea
 :mod:`.selective_scan` exp(dt A), per channel and state      dt B            C         N
 :mod:`.scalar_decay`   decay, one number per head            scale k         q         N, P
 :mod:`.vector_decay`   diag(decay), per head and key channel k               q         N, P
-:mod:`.delta_rule`     (I - beta k k^T) diag(decay)          beta k          q         N, P
+:mod:`.delta_rule`     (I - beta k k^T) diag(decay), or      beta k          q         N, P
+                       diag(decay) - (a e) e^T
 =====================  ====================================  ==============  ========  ==========
 
 :mod:`.base` says what follows from these: the first two tell reads, writes and products of carries

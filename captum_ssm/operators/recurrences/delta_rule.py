@@ -1,20 +1,27 @@
-"""The delta rule with decay: DeltaNet, Gated DeltaNet, Kimi Delta Attention.
+"""Delta rules with decay: DeltaNet, Gated DeltaNet, Kimi Delta Attention, RWKV-7.
 
-    S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   y[t] = q[t] . S[t]
+    S[t] = decay[t] S[t-1] - f[t] (e[t] . S[t-1]) + beta[t] k[t] v[t],   y[t] = q[t] . S[t]
 
-Given q, k, beta and the decays this is linear in v; the matrix is
-(Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), E the products of decays.
+What each step finds by e it takes away along f.  In most of them that is what is found of the key
+after the decay, so that the state is corrected towards the value: e = decay k and f = beta k, or
+
+    S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t])
+
+whose matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), E the products of decays.
+RWKV-7 erases by a key of its own, f = e times a step for each of its channels.  Given its
+coefficients each is linear in v.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base import Operator, Role, Shape
-from ..kernels.arithmetic import with_graphs
+from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, Steps, in_chunks
 from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
@@ -23,12 +30,28 @@ from .scalar_decay import ScalarDecayHeads
 from .vector_decay import VectorDecayHeads
 
 
+class Correction(NamedTuple):
+    """What steps do to a state beside its decay: k v is added, f (e . S) is taken away.
+
+    Attributes:
+        key: k, with the step beta (B, L, H, N).
+        erase: e, which asks the state before its decay (B, L, H, N).
+        taken: f (B, L, H, N).
+    """
+
+    key: Tensor
+    erase: Tensor
+    taken: Tensor
+
+
 class DeltaRule(ChunkedHeads):
-    """A state that is corrected towards each new value along its key.
+    """A state of which each step takes away what it finds, and to which it adds its value.
 
     S[t] = decay[t] S[t-1], then S[t] += beta[t] k[t] (v[t] - k[t] . S[t]), and y[t] = q[t] . S[t].
     Its matrix is (Q K^T . E) (I + tril(beta K K^T . E, -1))^-1 diag(beta), where E holds the
-    products of decays.
+    products of decays.  With a key to erase by, e, and steps a of its channels
+
+    S[t] = decay[t] S[t-1] - a[t] e[t] (e[t] . S[t-1]) + beta[t] k[t] v[t].
 
     Args:
         query: (B, L, H, N).
@@ -38,6 +61,10 @@ class DeltaRule(ChunkedHeads):
             None for no decay.
         per_head: value channels of a head, P.
         component: name of the part it stands for. Default: ``"scan"``.
+        erase: what the state before its decay is asked by for what is erased (B, L, H, N).
+            Default: None, the key times the decay.
+        erase_step: how much of it is taken away along each channel of ``erase`` (B, L, H, N).
+            Default: None, beta along the key, so that the value is written in its place.
 
     Example:
         >>> import torch
@@ -53,6 +80,8 @@ class DeltaRule(ChunkedHeads):
         "key": "key",
         "beta": "step",
         "log_decay": "step",
+        "erase": "key",
+        "erase_step": "step",
     }
 
     def __init__(
@@ -63,68 +92,106 @@ class DeltaRule(ChunkedHeads):
         log_decay: Tensor | None,
         per_head: int,
         component: str | None = "scan",
+        erase: Tensor | None = None,
+        erase_step: Tensor | None = None,
     ) -> None:
         self.query, self.key, self.beta = query.detach(), key.detach(), beta.detach()
         self.log_decay = None if log_decay is None else log_decay.detach()
+        self.erase = None if erase is None else erase.detach()
+        self.erase_step = None if erase_step is None else erase_step.detach()
         self.component = component
-        coefficients = {"query": query, "key": key, "beta": beta, "log_decay": log_decay}
-        self.live = with_graphs(coefficients)
+        given = query, key, beta, log_decay, erase, erase_step
+        self.live = with_graphs(dict(zip(self.roles, given, strict=True)))
         self.shape = Shape(beta.shape[0], beta.shape[1], beta.shape[2], per_head)
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {"query": self.query, "key": self.key, "beta": self.beta}
-        return named if self.log_decay is None else {**named, "log_decay": self.log_decay}
+        given = ((name, getattr(self, name)) for name in self.roles)
+        return {name: x for name, x in given if x is not None}
 
     def select(self, heads: Sequence[int]) -> Operator:
         chosen = list(heads)
-        return DeltaRule(
-            self.query[:, :, chosen],
-            self.key[:, :, chosen],
-            self.beta[:, :, chosen],
-            None if self.log_decay is None else self.log_decay[:, :, chosen],
-            self.shape.per_head,
-            self.component,
-        )
+        return self._of({name: x[:, :, chosen] for name, x in self.tensors().items()})
 
     def at(self, coefficients: Mapping[str, Tensor]) -> DeltaRule:
-        named = {**self.tensors(), **coefficients}
-        rows = named["query"], named["key"], named["beta"], named.get("log_decay")
-        return DeltaRule(*rows, self.shape.per_head, self.component)
+        return self._of({**self.tensors(), **coefficients})
 
-    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        key, beta = self.key, self.beta[..., None]
-        # what is found of each key before it is corrected, as the token before would read it
-        decayed = key if self.log_decay is None else key * self._decays()
-        late = self.at({"query": shift_tokens(decayed, -1)})
-        missing = values - shift_tokens(late.apply(values), 1)
-        # linear attention of corrected values, which lack what linear attention among keys finds
-        corrected, asked = beta * missing, self.transpose(gradient)
-        read, of_read = self._attention(self.query).backward(corrected, gradient)
-        lack, of_lack = self._attention(key).backward(corrected, -asked)
-        own = key.square().sum(-1, keepdim=True)
-        found = {
-            "query": of_read["query"],
-            "key": of_read["key"] + of_lack["query"] + of_lack["key"],
-            "beta": ((read + lack + own * asked) * missing).sum(-1),
-        }
-        found["key"] += 2 * key * (asked * corrected).sum(-1, keepdim=True)
-        if self.log_decay is not None:
-            found["log_decay"] = of_read["log_decay"] + of_lack["log_decay"]
-        return asked, found
+    def _of(self, named: Mapping[str, Tensor]) -> DeltaRule:
+        query, key, beta, *others = (named.get(name) for name in self.roles)
+        assert query is not None and key is not None and beta is not None
+        log_decay, *erasing = others
+        return DeltaRule(query, key, beta, log_decay, self.shape.per_head, self.component, *erasing)
 
-    def _decays(self) -> Tensor:
+    def corrections(self, part: slice = slice(None)) -> Correction:
+        """What steps write and erase.
+
+        Args:
+            part: the tokens. Default: all of them.
+        """
+        key = self.key[:, part]
+        written = key * self.beta[:, part, :, None]
+        if self.erase is not None:
+            erase = self.erase[:, part]
+        else:
+            erase = key if self.log_decay is None else key * self._decays(part)
+        steps = self.erase_step
+        return Correction(written, erase, written if steps is None else erase * steps[:, part])
+
+    def _decays(self, part: slice = slice(None)) -> Tensor:
         """(B, L, H, 1), or by key channel (B, L, H, N)."""
         assert self.log_decay is not None
-        logs = self.log_decay
-        return (logs if logs.dim() == 4 else logs[..., None]).exp()
+        logs = self.log_decay[:, part]
+        return exponential(logs if logs.dim() == 4 else logs[..., None])
 
-    def _attention(self, query: Tensor) -> ScalarDecayHeads | VectorDecayHeads:
-        """Linear attention to the keys, with the same decays."""
+    # --- what it is of its coefficients ----------------------------------------------------
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        key, erase, taken = self.corrections()
+        ahead = shift_tokens(erase, -1)  # each is asked by what the token before would read
+        found = shift_tokens(self.at({"query": ahead}).apply(values), 1)
+        asked = self.transpose(gradient)
+        if self.erase_step is None:
+            erased, writes = asked, [(key, values - found)]
+        else:
+            along = DeltaRule(
+                self.query, taken, torch.ones_like(self.beta), self.log_decay,
+                self.shape.per_head, None, erase, self.erase_step,
+            )  # fmt: skip
+            erased, writes = along.transpose(gradient), [(key, values), (taken, -found)]
+        # linear attention of what is written, once by what is read and once by what is erased
+        reads = [(self.query, gradient), (ahead, -shift_tokens(erased, -1))]
+        each = [[self._attention(q, k).backward(x, g)[1] for k, x in writes] for q, g in reads]
+        of_query, of_ahead = (sum_tensors(one["query"] for one in row) for row in each)
+        of_key, *of_taken = (
+            sum_tensors(one["key"] for one in column) for column in zip(*each, strict=True)
+        )
+        of_erase = shift_tokens(of_ahead, 1)
+        gradients = {
+            "query": of_query,
+            "key": of_key * self.beta[..., None],
+            "beta": (of_key * self.key).sum(-1),
+        }
+        if self.log_decay is not None:
+            gradients["log_decay"] = sum_tensors(one["log_decay"] for row in each for one in row)
+        if self.erase_step is not None:
+            gradients["erase_step"] = of_taken[0] * erase
+            of_erase = of_erase + of_taken[0] * self.erase_step
+        if self.erase is not None:
+            gradients["erase"] = of_erase
+        elif self.log_decay is None:
+            gradients["key"] += of_erase
+        else:
+            gradients["key"] += of_erase * self._decays()
+            bent = of_erase * erase
+            gradients["log_decay"] += bent if self.log_decay.dim() == 4 else bent.sum(-1)
+        return asked, gradients
+
+    def _attention(self, query: Tensor, key: Tensor) -> ScalarDecayHeads | VectorDecayHeads:
+        """Linear attention with the same decays."""
         logs = self.log_decay
         if logs is not None and logs.dim() == 4:
-            return VectorDecayHeads(query, self.key, logs, self.shape.per_head)
+            return VectorDecayHeads(query, key, logs, self.shape.per_head)
         logs = torch.zeros_like(self.beta) if logs is None else logs
-        return ScalarDecayHeads(query, self.key, logs, None, self.shape.per_head)
+        return ScalarDecayHeads(query, key, logs, None, self.shape.per_head)
 
     # --- reads, writes, carry --------------------------------------------------------------
 
@@ -132,13 +199,18 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
-        logs = self.log_decay
+        def cut(x: Tensor) -> Tensor:
+            return in_chunks(x[:, part], length)
+
+        logs, late = self.log_decay, self.erase is None
         if logs is not None:
-            logs = in_chunks((logs if logs.dim() == 4 else logs[..., None])[:, part], length)
-        query, key, beta = (
-            in_chunks(x[:, part], length) for x in (self.query, self.key, self.beta[..., None])
-        )
-        return corrected(query, key, beta, logs)
+            logs = cut(logs if logs.dim() == 4 else logs[..., None])
+        query, key, beta = cut(self.query), cut(self.key), cut(self.beta[..., None])
+        erase = key if self.erase is None else cut(self.erase)
+        taken = None
+        if self.erase_step is not None:
+            taken = in_chunks(self.corrections(part).taken, length)
+        return corrected(query, beta * key, erase, taken, logs, late)
 
     # --- the map and its adjoint -----------------------------------------------------------
 

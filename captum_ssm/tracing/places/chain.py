@@ -25,6 +25,13 @@ _INSTEAD = (
 )
 
 
+#: What to do where the layers are those of images beside the text that is explained.
+_OF_A_TOWER = (
+    "If the layer is of a tower of images beside the explained text, name the layers of the text "
+    "with layers=[...], or use LatimFlow, which explains both."
+)
+
+
 class NotAChain(InputError):
     """Layers of a run that cannot be multiplied one after the other."""
 
@@ -142,7 +149,9 @@ def _given(layer: Layer, origin: Origin) -> Tensor | None:
     if origin.is_identity(0):
         return None
     places = origin.tokens(0)
-    if places is None or len(places) != 1:
+    if not places:
+        raise NotAChain(f"Layer {layer.name!r} reads nothing of the inputs. {_OF_A_TOWER}")
+    if len(places) != 1:
         raise NotAChain(
             f"Layer {layer.name!r} reads the tokens of the input in several orders at once. "
             f"{_INSTEAD}"
@@ -169,7 +178,7 @@ def _apart(origin: Origin | None, name: str) -> Origin:
         raise InputError(
             f"{name} reads a sequence of which torch's functions do not tell how it follows from "
             "inputs. Does forward_func make up ids or embeddings anew, or is the model's code "
-            "compiled, scripted or fused there? Pass what the model reads as inputs."
+            f"compiled, scripted or fused there? Pass what the model reads as inputs. {_OF_A_TOWER}"
         )
     if origin.mixed is not None:
         raise _mixing(name, origin.mixed)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from ..changes import Shared, Undo, lasting
 from .recurrences import rg_lru, wkv
 
 Function = Callable[..., Any]
+#: Where a function is held: a module, the attribute's path in it, and what is made of the original.
+Repair: TypeAlias = tuple[str, str, Callable[[Function], Function]]
 
 
 @contextmanager
@@ -53,26 +55,37 @@ def repaired_scans() -> Iterator[None]:
         yield
 
 
-def _replace() -> Undo:
-    originals: list[tuple[Any, str, Function]] = []
-    for name, path, repaired in _REPAIRS:
+def replacing(repairs: Iterable[Repair]) -> Undo:
+    """Replace functions of packages that are imported.
+
+    Args:
+        repairs: which, and by what.
+
+    Returns:
+        What puts the originals back.
+    """
+    originals: list[tuple[Any, str, Function, bool]] = []
+    for name, path, repaired in repairs:
         holder: Any = sys.modules.get(name)
         *outer, attribute = path.split(".")
         for part in outer:
             holder = getattr(holder, part, None)
         original = getattr(holder, attribute, None)
         if original is not None:
-            originals.append((holder, attribute, original))
+            originals.append((holder, attribute, original, attribute in vars(holder)))
             setattr(holder, attribute, repaired(original))
 
     def restore() -> None:
-        for holder, attribute, original in originals:
-            setattr(holder, attribute, original)
+        for holder, attribute, original, its_own in originals:
+            if its_own:
+                setattr(holder, attribute, original)
+            else:  # a base class has it
+                delattr(holder, attribute)
 
     return restore
 
 
-_repairs = Shared(_replace)
+_repairs = Shared(lambda: replacing(_REPAIRS))
 
 
 def _of_transformers(original: Function) -> Function:
@@ -140,8 +153,8 @@ def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
-#: Where loops are held: a module, the attribute's path in it, and what is made of the original.
-_REPAIRS: tuple[tuple[str, str, Callable[[Function], Function]], ...] = (
+#: The loops.
+_REPAIRS: tuple[Repair, ...] = (
     (_modeling("mamba"), "mamba_selective_scan", _of_transformers),
     (_modeling("falcon_mamba"), "mamba_selective_scan", _of_transformers),
     (_modeling("jamba"), "mamba_selective_scan", _of_transformers),

@@ -105,7 +105,7 @@ def report(
         InputError: when inputs are of no such form, or labels, names or tokens are not as many as
             what they name.
         OptionError: when an option has a value that is not accepted.
-        NoMixerError, UnsupportedMixerError: when the model has no mixer, or one without an adapter.
+        NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
         WriteError: when the file cannot be written; it then is what it was.
 
     Example:

@@ -297,17 +297,19 @@ def test_within_chunk(seed: int, tokens: int, batch: int, kinds: int, shared: bo
 
 
 @drawn
-@given(SEEDS, TOKENS, st.integers(1, 8), COUNTS, st.sampled_from([None, 1, 3]))
+@given(SEEDS, TOKENS, st.integers(1, 8), COUNTS, st.sampled_from([None, 1, 3]), st.booleans())
 def test_ut_transform(
-    seed: int, tokens: int, length: int, batch: int, decayed_by: int | None
+    seed: int, tokens: int, length: int, batch: int, decayed_by: int | None, two_keys: bool
 ) -> None:
     """Chunks as matrices and by corrected values; no decay, one per head, or per key channel."""
     torch.manual_seed(seed)
     query, key = randn(2, batch, tokens, 2, 3)
     beta = torch.rand(batch, tokens, 2, 1, dtype=torch.float64) * (torch.rand(2, 1) > 0.2)
     logs = None if decayed_by is None else decays(batch, tokens, 2, decayed_by).log()
+    erase, step = randn(batch, tokens, 2, 3) / 2, torch.rand(batch, tokens, 2, 3).double()
     loop = SimpleNamespace(
-        query=query, key=key, beta=beta[..., 0], shape=(batch, tokens, 2, 5),
+        query=query, key=key, beta=beta[..., 0], shape=(batch, tokens, 2, 5), erase=erase,
+        erase_step=step if two_keys else None,
         log_decay=None if logs is None else logs.squeeze(-1) if decayed_by == 1 else logs,
     )  # fmt: skip
     matrices, v = token_loops.matrices(token_loops.delta_rule, loop), randn(batch, tokens, 2, 5)
@@ -315,7 +317,7 @@ def test_ut_transform(
     def corrected_of(part: slice, length: int) -> ut_transform.Corrected:
         cut = [
             None if x is None else chunks.in_chunks(x[:, part], length)
-            for x in (query, key, beta, logs)
+            for x in (query, beta * key, erase, step * erase if two_keys else None, logs)
         ]
         return ut_transform.corrected(*cut)
 

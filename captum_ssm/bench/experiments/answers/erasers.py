@@ -158,8 +158,8 @@ def held_with(
 def _erases(memory: Memory, eraser: int, step: int | None) -> tuple[Tensor, Tensor] | None:
     if memory.erases is None:
         return None
-    along, size = memory.erases
-    return _exchanged(along, eraser, step), _exchanged(size, eraser, step)
+    asked, taken = memory.erases
+    return _exchanged(asked, eraser, step), _exchanged(taken, eraser, step)
 
 
 def _exchanged(steps: Tensor, eraser: int, step: int | None) -> Tensor:

@@ -52,7 +52,7 @@ class PlainRun(Watcher):
         self.scales: dict[nn.Module, Tensor] = {}
         self.gates: dict[nn.Module, Tensor] = {}
         with torch.no_grad(), ExitStack() as stack:
-            observe(model, self.mixers, (self,), stack, gradients=False)
+            observe(model, self.mixers, (self,), stack, gradients=False, vouched=False)
             for norm in self._norms:
                 stack.enter_context(hooked(norm.register_forward_hook, self._note_scale))
             for gate in self._gates:
@@ -87,7 +87,7 @@ class PlainRun(Watcher):
         watcher = _Held(self, "mixers" in kinds, cut_at)
         with ExitStack() as stack:
             gradients = torch.is_grad_enabled()
-            observe(self.model, self.mixers, (watcher,), stack, gradients=gradients)
+            observe(self.model, self.mixers, (watcher,), stack, gradients=gradients, vouched=False)
             for norm in self._norms if "norms" in kinds else ():
                 hook = partial(_rescaled, scale=self.scales[norm])
                 stack.enter_context(hooked(norm.register_forward_hook, hook))

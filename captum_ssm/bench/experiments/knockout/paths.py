@@ -83,7 +83,7 @@ def _gradient(run: PlainRun, number: int, kept: float) -> Tensor:
     watcher = _Scaled(number, kept)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        observe(run.model, run.mixers, (watcher,), stack, gradients=True)
+        observe(run.model, run.mixers, (watcher,), stack, gradients=True, vouched=False)
         output = run.number().sum()
         (found,) = torch.autograd.grad(output, watcher.outputs[number])
     return found

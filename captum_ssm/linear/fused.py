@@ -1,0 +1,72 @@
+"""Fused functions that packages bring, computed by torch's own ones.
+
+A kernel with a backward pass of its own shows neither what it computes nor a graph that is linear.
+While a network is made linear, torch's functions stand in for those of flash-linear-attention that
+its models call outside of mixers: norms and gated MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..tracing.changes import Shared, lasting
+from ..tracing.repair.loops import Repair, replacing
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Replace fused functions by what they compute, until the last user leaves."""
+    with lasting(_changes.enter):
+        yield
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+) -> Any:
+    """LayerNorm or RMSNorm of a sum, in groups of channels; with ``prenorm`` the sum, too."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
+    grouped = torch.unflatten(total, -1, (num_groups, -1))
+    norm = F.rms_norm if is_rms_norm else F.layer_norm
+    out = norm(grouped, grouped.shape[-1:], None, eps=eps).flatten(-2)
+    out = out if weight is None else out * weight.to(wide)
+    out = (out if bias is None else out + bias.to(wide)).to(x.dtype)
+    if not prenorm:
+        return out
+    if residual is not None:
+        return out, total.to(residual.dtype)
+    return out, total if residual_in_fp32 else total.to(x.dtype)
+
+
+def _swiglu(gate: Tensor, x: Tensor) -> Tensor:
+    return F.silu(gate) * x
+
+
+def _swiglu_linear(gate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(_swiglu(gate, x), weight, bias)
+
+
+def _by(substitute: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda _: substitute
+
+
+_FUSED: tuple[Repair, ...] = (
+    ("fla.modules.norm.layernorm", "LayerNormFunction.apply", _by(_norm)),
+    ("fla.modules.activations.ops", "SwiGLULinearFunction.apply", _by(_swiglu_linear)),
+    ("fla.modules.mlp", "swiglu", _by(_swiglu)),
+)
+_changes = Shared(lambda: replacing(_FUSED))

@@ -1,0 +1,64 @@
+"""LightNet: fla's LightNetAttention.
+
+    z[t] = log of the sum of exp(k) over tokens up to t, per key channel
+    key[t] = sigmoid(k[t] - z[t-1])                       decay[t] = 1 - key[t]
+    alpha_h[i, j] = SiLU(q_h[i]) . (product of decays j+1..i) key_h[j] / sqrt(N),   j <= i
+    y = SiLU(g) RMSNorm(alpha v)                          output = o_proj(y)
+
+so that what is read of a key channel is a mean of values, weighted by exp(k).  q, k and v each pass
+a short convolution if the layer has them; the norm is over all channels.  Frozen: q, the keys, z,
+the decays, the norm's statistics and the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...operators import Chain, VectorDecayHeads
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, linear, masked, output_gate, run
+from .common import convolved, entering_unpadded, frozen_rms_norm, steps, value_stream
+
+#: The norm runs as a function that is not told the module's eps.
+_EPS = 1e-6
+#: In place of k at padded tokens and of the first z: its exponential is 0 beside any other.
+_NOTHING = -1e4
+
+
+def fla_lightnet(module: Any, call: Call) -> LinearMixer:
+    """fla's LightNetAttention."""
+    hidden, mask = entering_unpadded(module, call)
+    q, k = (
+        convolved(getattr(module, f"{n}_conv1d", None), run(getattr(module, f"{n}_proj"), hidden))
+        for n in "qk"
+    )
+    q, k = as_heads(F.silu(q), module.num_heads), as_heads(k, module.num_heads)
+    key, log_decay = _weighted(k, mask)
+    scan = VectorDecayHeads(q * module.head_f_dim**-0.5, key, log_decay, module.head_i_dim)
+    conv = getattr(module, "v_conv1d", None)
+    values, before = value_stream(run(module.v_proj, hidden), conv, mask, module.head_i_dim)
+    core = Chain(scan, *before)
+    operator = Chain(
+        *masked(mask, scan.shape, values),
+        output_gate(F.silu, as_heads(run(module.g_proj, hidden), module.num_heads)),
+        frozen_rms_norm(core.affine(values), module.g_norm.weight, _EPS, whole=True),
+        core,
+    )
+    # the layer reads o_proj by its weight, so an adapter around it would change nothing
+    out = module.o_proj
+    return LinearMixer(values, operator, lambda y: linear(y.flatten(2), out.weight, out.bias), mask)
+
+
+def _weighted(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys, and logarithms of decays, both (B, L, H, N)."""
+    if mask is not None:
+        k = k.masked_fill(~mask[:, :, None, None], _NOTHING)
+    before = F.pad(torch.logcumsumexp(k.detach(), 1)[:, :-1], (0, 0, 0, 0, 1, 0), value=_NOTHING)
+    real = torch.ones_like(k[:, :, 0, 0], dtype=torch.long) if mask is None else mask.long()
+    more = k - before
+    # the first token finds no state that could fade
+    return steps(torch.sigmoid(more), mask), steps(F.logsigmoid(-more), real.cumsum(1) > 1)

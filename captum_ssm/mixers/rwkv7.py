@@ -1,0 +1,169 @@
+"""RWKV-7, as its layers have it in common.
+
+    r, k, v and what w, a, g and s follow from: maps of h mixed with the previous token's h
+    e_h = (k xi)_h / |(k xi)_h|                     k' = k (1 + (a - 1) kappa)
+    v' = v + s (v_first - v)                        v_first: the values of the first layer
+    S[t] = exp(w[t]) S[t-1] - a[t] e[t] (e[t] . S[t-1]) + k'[t] v'[t],   o[t] = r[t] . S[t]
+    y = g (GroupNorm(o) + (r_h . (rho_h k'_h)) v')                       output = W_o y
+
+with a and s sigmoids, and w = -exp(-1/2) sigmoid(.), so that no decay is below exp(-0.61).  The
+norm is per head and subtracts its mean; its bias counts as bias.  What a token adds to its own
+output past the state, as much as r matches rho k', counts as part of the scan.
+
+Frozen: r, k', e, a, w, s, the norm's statistics and the gate.  The values are v', of which the
+first layer's share goes back to that layer's values, whatever the layers between have done; as in
+RWKV-6 a token's value holds a part of the token before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operators import Chain, DeltaRule, Diagonal, Shape, Sum
+from .base import Call, LinearMixer
+from .parts.common import (
+    as_heads,
+    frozen,
+    frozen_group_norm,
+    linear,
+    masked,
+    run,
+    working_dtype,
+)
+
+#: The logarithm of a decay is this times a sigmoid.
+_LOG_DECAY = -math.exp(-0.5)
+
+
+class Streams(NamedTuple):
+    """What a layer makes of the sequence that enters it.
+
+    Attributes:
+        r: (B, L, H N).
+        log_decay: w (B, L, H N).
+        k: (B, L, H N).
+        v: with its share of the first layer's values (B, L, H P).
+        a: (B, L, H N).
+        g: (B, L, H P).
+        at_rest: g where nothing enters it (1, 1, H P).
+        erase: e (B, L, H, N).
+    """
+
+    r: Tensor
+    log_decay: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    g: Tensor
+    at_rest: Tensor
+    erase: Tensor
+
+
+def shifted(hidden: Tensor) -> Tensor:
+    """How much the token before each differs from it, (B, L, E)."""
+    return F.pad(hidden, (0, 0, 1, -1)) - hidden
+
+
+def entering(module: Any, hidden: Tensor) -> list[Tensor]:
+    """What r, w, k, v, a and g follow from: each token mixed with the one before.
+
+    Args:
+        module: holds how much of it each takes, ``x_r`` and so on.
+        hidden: (B, L, E).
+    """
+    delta = shifted(hidden)
+    return [hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag"]
+
+
+def log_decay(x: Tensor) -> Tensor:
+    """w of what it follows from."""
+    return _LOG_DECAY * torch.sigmoid(x)
+
+
+def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
+    """v' of the values, those of the first layer, and what their share s follows from."""
+    return v + torch.sigmoid(share).detach() * (first.to(v) - v)
+
+
+def rwkv7(module: Any, call: Call) -> LinearMixer:
+    """captum_ssm.models.rwkv7's RWKV7TimeMix."""
+    hidden = call.hidden_states
+    hidden = hidden.to(working_dtype(module, hidden))
+    r, w, k, v, a, g = entering(module, hidden)
+    keys, values = run(module.key, k), run(module.value, v)
+    if not module.is_first:
+        share = _low_rank(module, "v", v)
+        values = with_first(values, call.argument("v_first", 1), share)
+    gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
+    streams = Streams(
+        run(module.receptance, r),
+        log_decay(_low_rank(module, "w", w, torch.tanh)),
+        keys,
+        values,
+        torch.sigmoid(_low_rank(module, "a", a)),
+        gate,
+        frozen(module.g2, gate).sum(0).view(1, 1, -1) / 2,
+        unit(keys * module.k_k.to(keys), module.r_k.shape[0]),
+    )
+    found = time_mixing(module, module.ln_x, module.output, streams, None)
+    return replace(found, passed_on={1: values}) if module.is_first else found
+
+
+def _low_rank(
+    module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Two maps of x in a row, with a bias, by their name."""
+    first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
+    inner = linear(x, first.T)
+    return linear(inner if act is None else act(inner), second.T, bias.flatten())
+
+
+def time_mixing(
+    module: Any, norm: Any, output: Any, streams: Streams, mask: Tensor | None
+) -> LinearMixer:
+    """A layer by what it made of its sequence.
+
+    Args:
+        module: holds kappa and rho as ``k_a`` and ``r_k``.
+        norm: its GroupNorm.
+        output: W_o.
+        streams: what it made.
+        mask: True for real tokens (B, L), or None.
+    """
+    heads = module.r_k.shape[0]
+    r, w, k, a, v, g = (
+        as_heads(x, heads)
+        for x in (streams.r, streams.log_decay, streams.k, streams.a, streams.v, streams.g)
+    )
+    key = k + k * (a - 1) * frozen(module.k_a, k).view(heads, -1)
+    shape = Shape(*v.shape)
+    scan = DeltaRule(
+        r,
+        key,
+        torch.ones_like(r[..., 0]),
+        w,
+        shape.per_head,
+        erase=streams.erase,
+        erase_step=a,
+    )
+    silenced = masked(mask, shape, v)
+    own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
+    read = Chain(scan, *silenced).apply(v)
+    operator = Chain(
+        Diagonal(g, shape, "gate", at_rest=as_heads(streams.at_rest, heads)),
+        Sum(Chain(*frozen_group_norm(norm, read, shape), scan), Diagonal(own, shape, "scan")),
+        *silenced,
+    )
+    return LinearMixer(v, operator, lambda y: run(output, y.flatten(2)), mask)
+
+
+def unit(x: Tensor, heads: int) -> Tensor:
+    """Vectors of length one per head, (B, L, H, N)."""
+    return F.normalize(as_heads(x, heads), dim=-1)

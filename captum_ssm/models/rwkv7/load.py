@@ -1,0 +1,88 @@
+"""Loading of RWKV-7 checkpoints, whose sizes are read off the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..checkpoints import check_fit, read_checkpoint
+from .model import RWKV7
+
+#: What later checkpoints hold for the first block, whose values nothing is added to.
+_UNUSED = tuple(f"blocks.0.att.v{n}" for n in range(3))
+
+
+def load_rwkv7(path: str | Path) -> RWKV7:
+    """Loads an RWKV-7 language model, such as the published ``RWKV-x070-World-*.pth``.
+
+    Nothing is downloaded, and all sizes are inferred from the weights.  Models that have more than
+    RWKV-7 has, such as those with embeddings within blocks, are refused.
+
+    Args:
+        path: a torch file that holds the weights, or a file of safetensors. It is read without
+            running any code in it.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of an RWKV-7; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import RWKV7, load_rwkv7
+        >>> trained = RWKV7(vocab_size=20, width=16, depth=2, head_size=8).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "rwkv7.pth"))
+        ...     model = load_rwkv7(Path(folder, "rwkv7.pth"))
+        >>> ids = torch.tensor([[3, 1, 4]])
+        >>> torch.equal(model(ids), trained(ids))
+        True
+    """
+    found = read_checkpoint(Path(path))
+    weights = {key: weight for key, weight in found.items() if key not in _UNUSED}
+    try:
+        with torch.device("meta"):  # the weights come from the file
+            model = RWKV7(**_sizes(weights))
+        check_fit(model.state_dict(), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} does not fit an RWKV-7: {error}") from None
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval()
+
+
+def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The arguments of RWKV7."""
+
+    def shape(key: str) -> torch.Size:
+        if key not in weights:
+            raise CheckpointError(f"its weights lack {key!r}.")
+        if weights[key].dim() != 2 or not weights[key].numel():
+            size = tuple(weights[key].shape)
+            raise CheckpointError(f"{key!r} has shape {size}, not two dimensions.")
+        return weights[key].shape
+
+    # blocks are counted, so that a number that is not reached makes none
+    blocks = {key.split(".")[1] for key in weights if key.startswith("blocks.")}
+    vocab_size, width = shape("emb.weight")
+    heads, head_size = shape("blocks.0.att.r_k")
+    if heads * head_size != width:
+        raise CheckpointError(
+            f"'blocks.0.att.r_k' has shape {(heads, head_size)}, which is not the width {width}."
+        )
+    return {
+        "vocab_size": vocab_size,
+        "width": width,
+        "depth": len(blocks),
+        "head_size": head_size,
+        "inner": shape("blocks.0.ffn.key.weight")[0],
+        "decay_rank": shape("blocks.0.att.w1")[1],
+        "step_rank": shape("blocks.0.att.a1")[1],
+        "value_rank": shape("blocks.1.att.v1")[1] if len(blocks) > 1 else 1,
+        "gate_rank": shape("blocks.0.att.g1")[1],
+    }

@@ -1,0 +1,124 @@
+"""The mixer of RWKV-7: a state that each token reads, and of which it erases a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...mixers.rwkv7 import entering, log_decay, unit
+from ...operators import DeltaRule
+
+#: What the published code adds to the variance of a head.
+_NORM_EPS = 64e-5
+
+
+class RWKV7TimeMix(nn.Module):
+    """RWKV-7's mixer, with the parameter names of the published checkpoints.
+
+    What it computes is said in :mod:`captum_ssm.mixers.rwkv7`.
+
+    Args:
+        width: of the stream, E.
+        head_size: channels of a head. Default: 64.
+        is_first: whether it is the mixer of the first block, which has no share of other values.
+            Default: False.
+        decay_rank: rank of what decays follow from. Default: 64.
+        step_rank: rank of what steps follow from. Default: 64.
+        value_rank: rank of what the share of the first block's values follows from. Default: 32.
+        gate_rank: rank of the gate. Default: 128.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.rwkv7 import RWKV7TimeMix
+        >>> out, values = RWKV7TimeMix(16, head_size=8, is_first=True)(torch.zeros(2, 5, 16))
+        >>> out.shape, values.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 16]))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        head_size: int = 64,
+        is_first: bool = False,
+        *,
+        decay_rank: int = 64,
+        step_rank: int = 64,
+        value_rank: int = 32,
+        gate_rank: int = 128,
+    ) -> None:
+        super().__init__()
+        self.is_first = is_first
+
+        def each(fill: float = 0.0) -> nn.Parameter:
+            return nn.Parameter(torch.full((1, 1, width), fill))
+
+        def pair(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+            up = nn.init.normal_(torch.empty(rank, width), std=0.1 * width**-0.5)
+            return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
+
+        for name in "rwkvag":
+            self.register_parameter(f"x_{name}", each(0.5))
+        self.w0, (self.w1, self.w2) = each(-3.0), pair(decay_rank)
+        self.a0, (self.a1, self.a2) = each(), pair(step_rank)
+        if not is_first:
+            self.v0, (self.v1, self.v2) = each(1.0), pair(value_rank)
+        self.g1, self.g2 = pair(gate_rank)
+        self.k_k, self.k_a = each(0.7), each(1.0)
+        self.r_k = nn.Parameter(torch.zeros(width // head_size, head_size))
+        self.receptance, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.ln_x = nn.GroupNorm(width // head_size, width, eps=_NORM_EPS)
+
+    def forward(self, hidden: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the mixer returns, and the values of the first block, (B, L, E) each.
+
+        Args:
+            hidden: what enters (B, L, E).
+            v_first: the values of the first block. Default: None, this is the first.
+        """
+        r, w, k, v, a, g = entering(self, hidden)
+        g = torch.sigmoid(g @ self.g1) @ self.g2
+        w = log_decay(self.w0 + torch.tanh(w @ self.w1) @ self.w2)
+        a = torch.sigmoid(self.a0 + a @ self.a1 @ self.a2)
+        r, keys, values = self.receptance(r), self.key(k), self.value(v)
+        if v_first is None:
+            v_first = values
+        else:
+            share = torch.sigmoid(self.v0 + v @ self.v1 @ self.v2)
+            values = values + share * (v_first - values)
+        heads = self.r_k.shape[0]
+        erase = unit(keys * self.k_k, heads)
+        keys = keys * (1 + (a - 1) * self.k_a)
+        r, w, k, v, a = (x.unflatten(-1, (heads, -1)) for x in (r, w, keys, values, a))
+        given = (_precise(x) for x in (r, w, k, v, erase, a))
+        read: Tensor = _Read.apply(*given)  # type: ignore[no-untyped-call]
+        out = self.ln_x(read.to(hidden.dtype).flatten(2).flatten(0, 1)).view(hidden.shape)
+        own = (r * k * self.r_k).sum(-1, keepdim=True) * v
+        return self.output((out + own.flatten(2)) * g), v_first
+
+
+def _precise(x: Tensor) -> Tensor:
+    """In float32 at least, as states are kept."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Read(torch.autograd.Function):
+    """What tokens read of the state, differentiable in all that it follows from."""
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> Any:
+        ctx.save_for_backward(r, w, k, v, e, a)
+        return _rule(r, w, k, v, e, a).apply(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        of_v, found = _rule(*ctx.saved_tensors).backward(ctx.saved_tensors[3], grads[0])
+        names = "query", "log_decay", "key", "", "erase", "erase_step"
+        return tuple(found[name] if name else of_v for name in names)
+
+
+def _rule(r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> DeltaRule:
+    return DeltaRule(r, k, torch.ones_like(r[..., 0]), w, v.shape[-1], erase=e, erase_step=a)

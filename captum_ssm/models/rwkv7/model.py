@@ -1,0 +1,134 @@
+"""RWKV-7: embeddings, residual blocks of a mixer and a feed-forward part each, a norm, a head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from ...mixers.rwkv7 import shifted
+from .mixer import RWKV7TimeMix
+
+
+class RWKV7FeedForward(nn.Module):
+    """W_v relu(W_k x)^2, x being each token mixed with the one before.
+
+    Args:
+        width: of the stream, E.
+        inner: channels between. Default: None, four times the width.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.rwkv7 import RWKV7FeedForward
+        >>> RWKV7FeedForward(8)(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        inner = 4 * width if inner is None else inner
+        self.x_k = nn.Parameter(torch.full((1, 1, width), 0.5))
+        self.key = nn.Linear(width, inner, bias=False)
+        self.value = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the stream, (B, L, E) to (B, L, E)."""
+        out: Tensor = self.value(F.relu(self.key(x + shifted(x) * self.x_k)).square())
+        return out
+
+
+class RWKV7Block(nn.Module):
+    """x + att(ln1 x), then x + ffn(ln2 x); the first block norms what enters it.
+
+    Args:
+        width: of the stream, E.
+        is_first: whether it is the first.
+        inner: channels of the feed-forward part. Default: None, four times the width.
+        **mixer_options: arguments of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.rwkv7 import RWKV7Block
+        >>> x, values = RWKV7Block(16, is_first=True, head_size=8)(torch.zeros(2, 5, 16))
+        >>> x.shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self, width: int, is_first: bool, inner: int | None = None, **mixer_options: int
+    ) -> None:
+        super().__init__()
+        if is_first:
+            self.ln0 = nn.LayerNorm(width)
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.att = RWKV7TimeMix(width, is_first=is_first, **mixer_options)
+        self.ffn = RWKV7FeedForward(width, inner)
+
+    def forward(self, x: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream behind the block, and the values of the first one."""
+        x = self.ln0(x) if self.att.is_first else x
+        out, v_first = self.att(self.ln1(x), v_first)
+        x = x + out
+        return x + self.ffn(self.ln2(x)), v_first
+
+
+class RWKV7(nn.Module):
+    """A language model, with the parameter names of the published ``RWKV-x070`` checkpoints.
+
+    It computes in the dtype of its weights, and states in float32 at least.  It is told of no
+    padding: texts of different lengths are explained one by one.
+
+    Args:
+        vocab_size: tokens that are known. Default: 65536.
+        width: of the stream, E. Default: 768.
+        depth: number of blocks. Default: 12.
+        head_size: channels of a head. Default: 64.
+        inner: channels of the feed-forward parts. Default: None, four times the width.
+        **ranks: those of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
+
+    Raises:
+        OptionError: when the width is not a multiple of the head's size, or a size is below 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import RWKV7
+        >>> model = RWKV7(vocab_size=20, width=16, depth=2, head_size=8)
+        >>> model(torch.tensor([[3, 1, 4]])).shape
+        torch.Size([1, 3, 20])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 65536,
+        width: int = 768,
+        depth: int = 12,
+        head_size: int = 64,
+        inner: int | None = None,
+        **ranks: int,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "width": width, "depth": depth, "head_size": head_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise OptionError(f"{name}={size} is too small. Use 1 or more.")
+        if width % head_size:
+            raise OptionError(
+                f"width={width} is not a multiple of head_size={head_size}. Use one that is."
+            )
+        self.emb = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(
+            RWKV7Block(width, number == 0, inner, head_size=head_size, **ranks)
+            for number in range(depth)
+        )
+        self.ln_out = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (B, L), or embeddings (B, L, E), to logits (B, L, V)."""
+        x = ids if ids.is_floating_point() else self.emb(ids)
+        v_first = None
+        for block in self.blocks:
+            x, v_first = block(x, v_first)
+        logits: Tensor = self.head(self.ln_out(x))
+        return logits

@@ -1,0 +1,83 @@
+"""Fused functions of packages, in whose place torch's stand while a network is made linear."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import fla_checks
+from helpers.sessions import thorough
+from oracles import relative_error
+from torch import Tensor
+from zoo import fla_cpu, fla_torch
+
+from captum_ssm import LatimFlow
+from captum_ssm.linear.fused import unfused
+
+ORIGINALS: dict[str, tuple[str, ...]] = {
+    "fla.modules.norm.layernorm": ("layer_norm", "rms_norm", "group_norm"),
+    "fla.modules.mlp": ("swiglu", "swiglu_linear"),
+}
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
+    """fla with its own autograd functions around norms and MLPs, forward in torch, no backward."""
+    pytest.importorskip("fla", reason=fla_cpu.SKIP_REASON)
+    modules = {name: importlib.import_module(name) for name in ORIGINALS}
+    kept = [
+        (modules[place], name, getattr(modules[place], name))
+        for place, names in ORIGINALS.items()
+        for name in names
+    ]
+    package = fla_cpu.install(monkeypatch)
+    for module, name, original in kept:
+        monkeypatch.setattr(module, name, original)
+
+    def norm_kernel(
+        x: Tensor, weight: Any, bias: Any, eps: float, residual: Any, is_rms_norm: bool,
+        num_groups: int, **_: Any,
+    ) -> tuple[Tensor, None, Tensor, Tensor]:  # fmt: skip
+        total = x if residual is None else x + residual
+        whole = total.view(-1, x.shape[-1] * num_groups)
+        out = fla_torch.norm(
+            whole, weight, bias, eps=eps, is_rms_norm=is_rms_norm, num_groups=num_groups
+        )
+        return out.view_as(x), None, torch.ones(1), total
+
+    monkeypatch.setattr("fla.modules.norm.layernorm.layer_norm_fwd", norm_kernel)
+    monkeypatch.setattr("fla.modules.activations.ops.swiglu_fwd", lambda x, y: F.silu(x) * y)
+    return package
+
+
+@pytest.mark.parametrize("family", thorough(["GLA", "KDA", "Mamba2", "Samba"], ("KDA",)))
+@pytest.mark.parametrize("fuse_swiglu", [True, False])
+def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: bool) -> None:
+    model = fla.model(family, norm_eps=fla_checks.EPS, fuse_swiglu=fuse_swiglu)
+    ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
+    found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
+    assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+@pytest.mark.parametrize("rms", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_norms_compute_the_same(fla: fla_cpu.FLA, rms: bool, groups: int) -> None:
+    apply = importlib.import_module("fla.modules.norm.layernorm").LayerNormFunction
+    x, residual, weight, bias = (torch.randn(2, 5, 12), torch.randn(2, 5, 12), *torch.randn(2, 12))
+    given = x, weight, bias, residual, 0.1, True, False, rms, groups
+    own = apply.apply(*given)
+    with unfused():
+        found = apply.apply(*given)
+    assert all(relative_error(*pair) <= 1e-6 for pair in zip(found, own, strict=True))
+
+
+def test_nothing_stays_replaced(fla: fla_cpu.FLA) -> None:
+    norm = importlib.import_module("fla.modules.norm.layernorm").LayerNormFunction
+    mlp = importlib.import_module("fla.modules.mlp")
+    before, names = (norm.apply, mlp.swiglu), sorted(vars(norm))
+    with unfused(), unfused():
+        assert norm.apply != before[0] and mlp.swiglu != before[1]
+    assert (norm.apply, mlp.swiglu) == before and sorted(vars(norm)) == names

@@ -1,0 +1,95 @@
+"""Softmax attention of flash-linear-attention's hybrids: the operator is the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import fla_checks
+from helpers.fla_checks import Formula, conv_parts, record_one, rms_factors
+from helpers.sessions import full, thorough
+from torch import Tensor
+from zoo.fla_cpu import FLA, MODELS
+
+WIDTH = 24
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": 3, "num_kv_heads": 2},
+    "norm": {"qk_norm": True, "rope_theta": 100.0},
+    "bias": {"qkv_bias": True, "num_kv_heads": 1, "window_size": 1},
+}
+#: Families whose models may hold attention in some layers.
+HYBRIDS = [name for name in MODELS if not name.startswith(("Mamba", "Transformer", "Samba"))]
+
+
+def make(fla: FLA, case: str) -> Any:
+    layer = fla.layer("Attention", hidden_size=WIDTH, **{"num_heads": 4, **CASES[case]})
+    if layer.qk_norm:
+        layer.q_norm.eps = layer.k_norm.eps = fla_checks.EPS
+    return layer
+
+
+@torch.no_grad()
+def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
+    tokens, heads, many = hidden.shape[1], layer.num_heads, layer.num_kv_heads
+    q, k, values = (getattr(layer, f"{n}_proj")(hidden) for n in "qkv")
+    q, k, values = (x.unflatten(-1, (h, -1)) for x, h in ((q, heads), (k, many), (values, many)))
+    if layer.qk_norm:
+        q = q * rms_factors(layer.q_norm.weight, layer.q_norm.eps, whole=False)(q)
+        k = k * rms_factors(layer.k_norm.weight, layer.k_norm.eps, whole=False)(k)
+    k, values = (x.repeat_interleave(heads // many, 2) for x in (k, values))
+    half = q.shape[-1] // 2
+    turns = layer.rotary.base ** (-torch.arange(half).double() / half)
+
+    def turned(x: Tensor, t: int) -> Tensor:
+        pairs = torch.complex(x[..., :half], x[..., half:])
+        pairs = pairs * torch.polar(torch.ones_like(turns), t * turns)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    scores = torch.full((len(hidden), heads, tokens, tokens), -torch.inf, dtype=torch.float64)
+    for i in range(tokens):
+        first = 0 if layer.window_size is None else max(0, i - layer.window_size + 1)
+        for j in range(first, i + 1):
+            # only the distance counts
+            product = (turned(q[:, i], i - j) * k[:, j]).sum(-1)
+            scores[:, :, i, j] = product / layer.head_dim**0.5
+    conv, bias = conv_parts(None, heads, values.shape[-1], tokens)
+    one = torch.ones_like(values)
+    core = scores.softmax(-1)
+    return Formula(values, conv, bias, one, core, torch.ones_like, one, keep.double())
+
+
+@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
+def test_reproduces_the_layer(fla: FLA, case: str) -> None:
+    fla_checks.reproduces(lambda: make(fla, case), WIDTH)
+
+
+@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
+def test_matrices(fla: FLA, case: str) -> None:
+    # rotations have the accuracy of float32 angles
+    fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=True, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("case", ["plain", "window"])
+def test_padding_between_tokens(fla: FLA, case: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
+    recorded = record_one(make(fla, case), torch.randn(1, 8, WIDTH), attention_mask=mask)
+    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["window", "norm"])
+def test_typical_error(fla: FLA, case: str) -> None:
+    fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
+
+
+def test_half_precision(fla: FLA) -> None:
+    fla_checks.half_precision(lambda: make(fla, "window"), WIDTH)
+
+
+@pytest.mark.parametrize("family", thorough(HYBRIDS, ("GLA",)))
+@pytest.mark.parametrize("window", [3, *full(None)])
+def test_hybrids(fla: FLA, family: str, window: int | None) -> None:
+    spec = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": window}
+    fla_checks.whole_model(fla.model(family, norm_eps=fla_checks.EPS, attn=spec))

@@ -1,0 +1,41 @@
+"""Small models of transformers whose recurrent layers are short convolutions between gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers.versions import named
+
+from zoo.mamba import randomise
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 12,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+_EXPERTS: dict[str, Any] = {
+    "num_dense_layers": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 7,
+    "experts_implementation": "eager",  # the others know no float64
+}
+#: By model: config class, model class and options.
+_CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {}),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", _EXPERTS),
+}
+FAMILIES = tuple(_CLASSES)
+
+
+def make_config(family: str, **options: Any) -> Any:
+    config, _, own = _CLASSES[family]
+    return named(config)(**_COMMON | own | options)
+
+
+def make_model(family: str, **options: Any) -> Any:
+    return randomise(named(_CLASSES[family][1])(make_config(family, **options)))

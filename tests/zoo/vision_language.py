@@ -1,0 +1,187 @@
+"""Small vision-language models of transformers, with random parameters, and inputs for them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers.versions import named
+from torch import Tensor
+
+from zoo.delta import without_kernels
+from zoo.mamba import randomise
+
+#: The token in whose place a feature of an image stands, and the size of the vocabulary.
+IMAGE, VOCABULARY = 17, 19
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN: dict[str, Any] = {
+    **_TEXT,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 7,
+    "shared_expert_intermediate_size": 9,
+    "experts_implementation": "eager",  # the others know no float64
+}
+_TOWER: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 10, "patch_size": 2}
+_QWEN_TOWER: dict[str, Any] = {
+    **_TOWER,
+    "depth": 2,
+    "num_heads": 2,
+    "in_channels": 3,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 16,
+}
+_CONV = {"layer_types": ["conv", "full_attention"]}
+_SIGLIP: dict[str, Any] = {
+    **_TOWER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_patches": 16,
+    "vision_use_head": False,
+}
+_LFM3_TOWER: dict[str, Any] = {
+    **_TOWER,
+    **_CONV,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "temporal_patch_size": 1,
+}
+
+#: By family: stem of the class names, options of the text's and the tower's configuration.
+_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
+    "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
+    "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),
+}
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl")
+
+
+def vision_language_model(
+    family: str,
+    patch: pytest.MonkeyPatch,
+    head: str = "ForConditionalGeneration",
+    text: dict[str, Any] | None = None,
+) -> Any:
+    """The family's model in float64; ``text`` has more options of its text's configuration."""
+    stem, text_options, tower = _MODELS[family]
+    for module in {family, *_PARTS.get(family, ())}:
+        without_kernels(
+            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), patch
+        )
+    config = named(f"{stem}Config")(
+        text_config=text_options | (text or {}),
+        vision_config=tower,
+        image_token_id=IMAGE,
+        projector_hidden_size=14,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    if "experts_implementation" in text_options:
+        config.text_config._experts_implementation = "eager"
+    return randomise(named(stem + head)(config).double())
+
+
+_PARTS: dict[str, tuple[str, ...]] = {"lfm2_vl": ("lfm2",), "lfm3_vl": ("lfm3",)}
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A batch of texts with images, padded on the left.
+
+    Attributes:
+        ids: (B, L), with :data:`IMAGE` where a feature of an image stands.
+        pixels: the patches of all images, as the model's processor lays them out.
+        others: what else the model is given, by name.
+        images: of which example each image is.
+        patches: of which example each patch is, where those of all images come end to end.
+    """
+
+    ids: Tensor
+    pixels: Tensor
+    others: dict[str, Tensor]
+    images: Tensor
+    patches: Tensor
+
+    @property
+    def of_pixels(self) -> Tensor:
+        """Of which example each row of pixels is."""
+        return self.images if self.pixels.dim() == 3 else self.patches
+
+    def alone(self, example: int) -> Pictured:
+        """One of the examples, without its padding."""
+        real = self.others["attention_mask"][example].bool()
+        own, mine = self.images == example, self.patches == example
+        others = {
+            name: x[example : example + 1, real] if x.shape == self.ids.shape else x[own]
+            for name, x in self.others.items()
+        }
+        pixels = self.pixels[self.of_pixels == example]
+        ids = self.ids[example : example + 1, real]
+        return Pictured(ids, pixels, others, self.images[own], self.patches[mine])
+
+    def of(self, model: Any) -> Any:
+        """The model as a function of ids, pixels and the others."""
+        names = list(self.others)
+
+        def forward(ids: Tensor, pixels: Tensor, *others: Tensor) -> Any:
+            more = dict(zip(names, others, strict=True))
+            return model(input_ids=ids, pixel_values=pixels, **more)
+
+        return forward
+
+
+def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Pictured:
+    """Texts with images of the given grids of patches, one list of images for each text.
+
+    Every 2 by 2 patches become one token.
+    """
+    texts = []
+    for number, images in enumerate(grids):
+        text = torch.randint(3, IMAGE, (2 + number,)).tolist()
+        for height, width in images:
+            text += [IMAGE] * (height * width // 4) + torch.randint(3, IMAGE, (2,)).tolist()
+        texts.append(text)
+    longest = max(map(len, texts))
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    sizes = torch.tensor([size for images in grids for size in images])
+    count = sizes.prod(1)
+    images = torch.arange(len(grids)).repeat_interleave(torch.tensor(list(map(len, grids))))
+    of_whom = images, images.repeat_interleave(count)
+    if family == "lfm2_vl":
+        pixels = torch.randn(len(sizes), int(count.max()), 12).double()
+        kept = torch.arange(pixels.shape[1]) < count[:, None]
+        shown = {"spatial_shapes": sizes, "pixel_attention_mask": kept.long()}
+        return Pictured(ids, pixels, shown | {"attention_mask": mask}, *of_whom)
+    frames = torch.cat([torch.ones(len(sizes), 1, dtype=torch.long), sizes], 1)
+    shown = {"image_grid_thw": frames, "attention_mask": mask}
+    if family.startswith("qwen"):
+        shown["mm_token_type_ids"] = (ids == IMAGE).long()
+    return Pictured(ids, torch.randn(int(count.sum()), 12).double(), shown, *of_whom)
