@@ -32,10 +32,11 @@ Made on {date} with {machine}.
 ## What is right
 
 The 14 positions of the motifs are known, and what each of the 192 other bases would do is found by
-trying it: *{truth}*, 192 runs of the model. A method's score of a position is what the target would
-lose, on average, with another base there. LatimFlow and *Gradient* say it for all variants from one
-run and one pass back, as [variant_effects](../howto/dna.md) does; IntegratedGradients takes 32, and
-FeatureAblation one run for each position, in which all bases are as likely there.
+trying it: *{truth}*, 192 runs of the model. A method's score of a position is what the
+target would lose, on average, with another base there. LatimFlow and *Gradient* say it for all
+variants from one run and one pass back, as [variant_effects](../howto/dna.md) does;
+IntegratedGradients takes 32, and FeatureAblation one run for each position, in which all bases are
+as likely there.
 
 {models}
 
@@ -58,10 +59,11 @@ python tools/motifs_page.py RESULTS
 #: What was read off the table, which a test holds to it.
 SAYS = """\
 - The positions of the motifs are found by LatimFlow's rules that give gates a share, by
-  IntegratedGradients in Caduceus alone, and by FeatureAblation nearly as well as by trying every
+  IntegratedGradients in the Caduceus alone, and by FeatureAblation nearly as well as by trying every
   base. *Gradient* is next to nothing in HyenaDNA: where a model is sure its slope is 0, or noise.
-- Of the rules, `"centred"` and `"equal"` come closest to what variants do. `"centred"`, chosen on
-  one training of each model and held to the others, is the default of `variant_effects`.
+- Of what one pass back gives, the rules `"centred"` and `"equal"` come closest to what variants do.
+  `"centred"` was chosen on the first training of each model, and is no worse on two others of the
+  Caduceus; it is the default of `variant_effects`.
 - None of the estimates of variants is close: a rank correlation of 0.8, at which one could do
   without trying, is not reached. These models tell a motif from one that is spoiled, and are sure:
   any change within a motif takes all of it away, other changes do nearly nothing, and a slope says

@@ -26,8 +26,10 @@ _FEW = 16
 def cascade(module: Any, call: Call) -> LinearMixer:
     """captum_ssm.models.dna's HyenaCascade."""
     projected = call.hidden_states
-    projected = projected.to(working_dtype(module, projected)).unflatten(-1, (-1, 3))
-    taps = module.short_filter_weight.to(projected).flip(-1).unflatten(0, (-1, 3))[:, :, 0]
+    projected = projected.to(working_dtype(module, projected))
+    projected = projected.view(*projected.shape[:2], -1, 3)
+    taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K)
+    taps = taps.view(-1, 3, taps.shape[-1])
     x2, x1, v = (as_heads(each) for each in projected.unbind(-1))  # (B, L, E, 1)
     shape = Shape(*v.shape)
     gates, conv = [], None

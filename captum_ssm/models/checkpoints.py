@@ -80,7 +80,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     else:
         # checkpoints of published scripts hold a command line or plain bytes beside the weights
         allow = getattr(torch.serialization, "safe_globals", None)
-        with nullcontext() if allow is None else allow([argparse.Namespace, io.BytesIO]):
+        harmless: list[Any] = [argparse.Namespace, io.BytesIO]
+        with nullcontext() if allow is None else allow(harmless):
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:

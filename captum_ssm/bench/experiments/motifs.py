@@ -122,7 +122,8 @@ def _effects(reader: nn.Module, x: Tensor, cell: Cell) -> Tensor | None:
         )
         gradient = found / (x - baseline)
         there = (gradient * x).sum(1, keepdim=True)
-        return ((gradient - there) * (1 - x)).to(x)
+        effects: Tensor = ((gradient - there) * (1 - x)).to(x)
+        return effects
     rule = cell.formulation if cell.method == "LatimFlow" else None
     return variant_effects(reader, x, _BOTH, rule=rule)
 

@@ -44,7 +44,8 @@ class ScaleNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The same shape as ``x`` (..., width)."""
         size = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
-        return self.scale * (x / (size + self.eps))
+        out: Tensor = self.scale * (x / (size + self.eps))
+        return out
 
 
 class HyenaCascade(nn.Module):
@@ -107,7 +108,7 @@ class HyenaCascade(nn.Module):
             time = torch.arange(tokens, device=self.log_poles.device)
             poles = torch.exp(self.log_poles * time)  # (width, state, tokens)
             return (self.residues[..., None] * poles).sum(1)
-        taps = self.h[:, 0] if self.h.shape[-1] >= LONG else self.h[:, 0].flip(-1)
+        taps: Tensor = self.h[:, 0] if self.h.shape[-1] >= LONG else self.h[:, 0].flip(-1)
         return taps.repeat_interleave(self.width // len(taps), 0)[:, :tokens]
 
     def forward(self, projected: Tensor) -> Tensor:
@@ -121,12 +122,14 @@ class HyenaCascade(nn.Module):
         """
         taps = self.short_filter_weight
         padded = F.pad(projected.mT, (taps.shape[-1] - 1, 0))
-        x2, x1, v = F.conv1d(padded, taps, groups=len(taps)).unflatten(1, (-1, 3)).unbind(2)
+        short = F.conv1d(padded, taps, groups=len(taps))
+        x2, x1, v = (short[:, i::3] for i in range(3))
         v = x1 * v
         mixed = long_conv(v, self.kernel(v.shape[-1]))
         if self.D is not None:
             mixed = mixed + self.D[:, None] * v
-        return (x2 * mixed).mT
+        out: Tensor = x2 * mixed
+        return out.mT
 
 
 class Rotary(nn.Module):
@@ -188,13 +191,13 @@ class StripedAttention(nn.Module):
         Args:
             qkv: what ``Wqkv`` returns, (B, L, 3 E).
         """
-        query, key, values = qkv.unflatten(-1, (self.heads, 3, -1)).unbind(3)
+        query, key, values = qkv.view(*qkv.shape[:2], self.heads, 3, -1).unbind(3)
         return self.rotary_emb(query), self.rotary_emb(key), values
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """What the mixer adds to the residual stream, (B, L, E) to (B, L, E)."""
-        parts = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
-        found = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, values = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
+        found = F.scaled_dot_product_attention(query, key, values, is_causal=True)
         out: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
         return out
 
