@@ -14,7 +14,7 @@ nox.options.sessions = ["tests", "lint", "types"]
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 
-#: What `-m` chooses where mamba-ssm and flash-linear-attention are: all tests, the longer ones too.
+#: What `-m` chooses where the special packages are: all tests, the longer ones too.
 EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
 #: The core whole: the quick tests and those marked full.
 CORE = "not bench and not processes and not browser and not fuzz"
@@ -22,7 +22,7 @@ CORE = "not bench and not processes and not browser and not fuzz"
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-FLA = ("flash-linear-attention", "fla-core")
+SPECIAL = ("flash-linear-attention", "fla-core", "xlstm")
 BUILD = ("ninja", "packaging", "setuptools", "wheel")
 #: Extras for whoever works on the package itself.
 DEVELOPMENT = {"dev", "docs", "lint", "test"}
@@ -50,6 +50,11 @@ def install_mamba_ssm(session: nox.Session) -> None:
     options = ("--no-build-isolation", "--no-deps")
     command = ("python", "-m", "pip", "install", "-c", CONSTRAINTS, *options, "mamba-ssm")
     session.run_install(*command, env=NO_KERNELS)
+
+
+def install_mambapy(session: nox.Session) -> None:
+    """mambapy and deeptab, without what deeptab reads tables and trains with."""
+    install(session, "--no-deps", "mambapy", "deeptab")
 
 
 def folder_of(session: nox.Session) -> Path:
@@ -106,8 +111,9 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
-    install(session, "-e", ".[test]", "pytest-xdist", *FLA)
+    install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
+    install_mambapy(session)
     texts = texts_of_others(session)
     pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
 
@@ -115,8 +121,9 @@ def tests_full(session: nox.Session) -> None:
 @nox.session
 def coverage(session: nox.Session) -> None:
     """How much all tests run, with the special packages; setup.cfg sets the least."""
-    install(session, "-e", ".[test]", "coverage", "pytest-xdist", *FLA)
+    install(session, "-e", ".[test]", "coverage", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
+    install_mambapy(session)
     env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.sessions import share_out
 from hypothesis import is_hypothesis_test, settings
-from zoo import fla_cpu, mamba_ssm_cpu
+from zoo import fla_cpu, mamba_ssm_cpu, xlstm_cpu
 
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
@@ -45,6 +45,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def transformers_own_xlstm() -> None:
+    """transformers' layers of its own, whether the package that it prefers is there or not."""
+    if xlstm_cpu.is_installed():
+        xlstm_cpu.import_transformers_own()
 
 
 @pytest.fixture

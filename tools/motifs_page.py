@@ -59,8 +59,9 @@ python tools/motifs_page.py RESULTS
 #: What was read off the table, which a test holds to it.
 SAYS = """\
 - The positions of the motifs are found by LatimFlow's rules that give gates a share, by
-  IntegratedGradients in the Caduceus alone, and by FeatureAblation nearly as well as by trying every
-  base. *Gradient* is next to nothing in HyenaDNA: where a model is sure its slope is 0, or noise.
+  IntegratedGradients in the Caduceus alone, and by FeatureAblation nearly as well as by trying
+  every base. *Gradient* is next to nothing in HyenaDNA: where a model is sure its slope is 0, or
+  noise.
 - Of what one pass back gives, the rules `"centred"` and `"equal"` come closest to what variants do.
   `"centred"` was chosen on the first training of each model, and is no worse on two others of the
   Caduceus; it is the default of `variant_effects`.

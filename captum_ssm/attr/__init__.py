@@ -1,5 +1,6 @@
 """Methods, one file each: Captum Attribution classes over reduce and fold."""
 
+from .call.dense import mean_over
 from .call.targets import Total
 from .comparison import compare
 from .flow import LatimFlow, MambaLRP
@@ -29,4 +30,5 @@ __all__ = [
     "Total",
     "TransformerAttribution",
     "compare",
+    "mean_over",
 ]

@@ -19,7 +19,8 @@ from .call.checks import renamed
 from .call.inputs import BatchPart
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
-from .engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
+from .engine.baselines import Baselines, out_of_tuple
+from .engine.decompose import Decomposition, stacked
 from .engine.linear_method import Explained, LinearMethod, Rules, decompositions, in_turn
 from .engine.run import Inner, Request
 
@@ -159,7 +160,8 @@ class LatimFlow(FlowMethod):
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
-                one such tensor.
+                one such tensor, or of ids or embeddings and further floating inputs, such as the
+                images of a text, with which forward_func is called next.
             target: in Captum's forms: an int or a list of ints for outputs (B, classes), a tuple
                 (position, token) for outputs (B, L, V), a list or tensor of them per example.
                 Default: None, for models that return one number per example.
@@ -178,13 +180,15 @@ class LatimFlow(FlowMethod):
             baselines: the input in comparison with which there is relevance, whose own part counts
                 as a constant: a tensor of the shape of the embeddings, or broadcastable to them; a
                 number; or ``"mean"``, the mean over the real tokens of each example, for images
-                over its pixels. Default: None, 0 by the rules ``"frozen"`` and ``"half"`` and
-                ``"mean"`` by the others.
+                over its pixels; with several inputs a tuple of one for each. Default: None, 0 by
+                the rules ``"frozen"`` and ``"half"`` and ``"mean"`` by the others, and of further
+                inputs 0.
             zero_bias: explain the network without biases and all else that does not depend on the
                 input, class tokens included; relevance alone sums to its output. Default: False.
             per_token: one number per token, (B, L), or for images the patch grid (B, h, w).
                 Default: False.
-            internal_batch_size: run at most so many examples at a time. Default: None, all.
+            internal_batch_size: run at most so many examples at a time, which several inputs do
+                not allow. Default: None, all.
             return_convergence_delta: also return output - relevance - biases per example, (B,),
                 which rounding alone keeps from 0. Default: False.
             verify: check that every operator reproduces its module's output, which the delta does
@@ -193,7 +197,8 @@ class LatimFlow(FlowMethod):
                 compared is there already, but without biases it takes a third of the time more.
 
         Returns:
-            The relevance in the inputs' shape, with the delta if asked for.
+            The relevance in the inputs' shape, in a tuple where they are, with the delta if asked
+            for.
 
         Raises:
             OptionError: for a rule or a contrast that is not known.
@@ -204,6 +209,7 @@ class LatimFlow(FlowMethod):
                 parts do not sum to the output.
             NonFiniteError: when an operator holds NaN or infinity.
             ReconstructionError: when ``verify`` finds an operator that is not its module.
+            UnsupportedMixerError: when a mixer without an adapter runs.
         """
         return self._relevance(
             inputs,

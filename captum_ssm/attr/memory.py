@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..errors import OptionError, QueryError
 from ..mixers.base import LinearMixer
+from ..operators import Operator
 from ..operators.kernels.arithmetic import underflow_flushed
 from ..operators.readings.cache import Cache
-from ..operators.readings.memory import Memory, memories_of
+from ..operators.readings.memory import Memory, alike, memories_of
 from ..tracing.projection import projection_of
 from .call import checks
 from .engine.fold import verify_layer
@@ -90,13 +91,17 @@ class StateMemory(Explainer):
             for layer in run.layers:
                 verify_layer(layer, verify)
                 linear = layer.linear
-                count = len(memories_of(linear.operator.select(range(1)), linear.values[:, :, :1]))
-                found += [LayerMemory(layer.name, linear, which) for which in range(count)]
+                for heads in alike(linear.operator):
+                    one = range(heads.start, heads.start + 1)
+                    given = linear.operator.select(one), linear.values[:, :, one.start : one.stop]
+                    count = len(memories_of(*given))
+                    found += [LayerMemory(layer.name, linear, n, heads) for n in range(count)]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
-                f"No layer has a state or a cache: the model's mixers are {', '.join(kinds)}. "
-                "Attention has a cache where no token reads a later one."
+                "No layer has a state or a cache of which is known what each token holds: the "
+                f"model's mixers are {', '.join(kinds)}. Recurrences of one step per token have a "
+                "state, and attention a cache where no token reads a later one."
             )
         return found
 
@@ -108,12 +113,14 @@ class LayerMemory:
     Attributes:
         name: of the mixer.
         linear: the mixer at the input.
-        which: number of the recurrence among those of the mixer.
+        which: number of the recurrence among those of its heads.
+        heads: the mixer's heads that it is of, which others may pass by.
     """
 
     name: str
     linear: LinearMixer
     which: int
+    heads: range
 
     @property
     def is_cache(self) -> bool:
@@ -171,8 +178,8 @@ class LayerMemory:
                 all.
         """
         at = self._at("query", query)
-        linear = self.linear
-        rows = linear.operator.per_channel().unit_rows([at])[0] * linear.values  # (B, L, H, P)
+        operator, values = self._some(self.heads)
+        rows = operator.per_channel().unit_rows([at])[0] * values  # (B, L, H, P)
         whole = rows.sum(1, keepdim=True)
         size = whole.square().sum((-1, -2)).clamp_min(torch.finfo(whole.dtype).tiny)
         shares = (rows * whole).sum((-1, -2)) / size
@@ -186,8 +193,9 @@ class LayerMemory:
         """Who took away what the state after a token has lost of a source.
 
         What fades is divided among the tokens between in proportion to their logarithms of
-        decays; the corrections of a delta rule are what each of them took. Nobody takes anything
-        from a cache; what a window leaves behind counts for the first token that does not read it.
+        decays; the corrections of a delta rule, and what states hear of outputs, are what each of
+        them took. Nobody takes anything from a cache; what a window leaves behind counts for the
+        first token that does not read it.
 
         Args:
             source: the token that wrote.
@@ -227,7 +235,7 @@ class LayerMemory:
         """After how many tokens half of a share is left, by the decays at this input (B, H, N).
 
         N is 1 where heads fade as a whole; of a cache, where nothing does, it is infinite.  What a
-        delta rule erases, and a window leaves behind, comes on top.
+        delta rule erases, a state hears of outputs, and a window leaves behind, comes on top.
         """
         return self._by_head(lambda memory: memory.half_lives())
 
@@ -241,7 +249,8 @@ class LayerMemory:
             queries: the tokens that read; negative ones count from the end.
         """
         at = [self._at("queries", q) for q in checks.integers("queries", queries, "tokens")]
-        rows = self.linear.operator.per_channel().rows(at, "heads").abs()  # (B, H, Q, L)
+        operator, _ = self._some(self.heads)
+        rows = operator.per_channel().rows(at, "heads").abs()  # (B, H, Q, L)
         distance = torch.tensor(at)[:, None] - torch.arange(rows.shape[-1])
         distance = distance.to(rows)
         total = rows.sum(-1).clamp_min(torch.finfo(rows.dtype).tiny)
@@ -254,22 +263,26 @@ class LayerMemory:
         return torch.cat([of(memory) for memory in self._memories()], 1)
 
     def _memories(self) -> Iterator[Memory | Cache]:
-        operator, values = self.linear.operator, self.linear.values
-        batch, tokens, heads, per_head = operator.shape
+        batch, tokens, heads, per_head = self.linear.operator.shape
         each = batch * tokens * max(self._of_one_head().width, per_head)
         count = max(1, _ELEMENTS // each)
-        for start in range(0, heads, count):
-            some = range(start, min(heads, start + count))
-            part = operator.select(some)
-            memory = memories_of(part, values[:, :, some.start : some.stop])[self.which]
+        for start in range(0, len(self.heads), count):
+            some = self.heads[start : start + count]
+            memory = memories_of(*self._some(some))[self.which]
             if isinstance(memory, Cache):
                 weight = torch.unflatten(projection_of(self.linear).weight, 0, (heads, per_head))
                 memory = memory._replace(weight=weight[some.start : some.stop])
             yield memory
 
     def _of_one_head(self) -> Memory | Cache:
+        return memories_of(*self._some(self.heads[:1]))[self.which]
+
+    def _some(self, heads: range) -> tuple[Operator, Tensor]:
+        """The operator and the values of some heads."""
         operator, values = self.linear.operator, self.linear.values
-        return memories_of(operator.select(range(1)), values[:, :, :1])[self.which]
+        if len(heads) == operator.shape.heads:
+            return operator, values
+        return operator.select(heads), values[:, :, heads.start : heads.stop]
 
     def _at(self, name: str, token: Any) -> int:
         tokens = self.linear.operator.shape.tokens

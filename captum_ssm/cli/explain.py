@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from ..viz.html.explanation import Explanation
 
 _DESCRIPTION = """Explain what a model says of texts or images, and write a report, a picture or
-numbers.  MODEL is a bundled model, a folder of transformers, a file of Vision Mamba's weights, or
-with --hub a name on the Hugging Face hub.
+numbers.  MODEL is a bundled model, a folder of transformers, a file of Vision Mamba's or VMamba's
+weights, or with --hub a name on the Hugging Face hub.
 
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
   captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
+  captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
 #: The rules of LatimFlow, said again so that the command's help loads no torch.
@@ -79,6 +80,21 @@ def add_to(commands: Any) -> None:
         "--target",
         help="what is explained: a class's name or number, or the next token's text, or its id as "
         "id:NUMBER; if left, what the model predicts",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--target-mask",
+        type=Path,
+        metavar="FILE",
+        help="of a model that segments images, explain the target's mean over the light pixels of "
+        "this image; over those that the model gives to the class if left",
+    )
+    where.add_argument(
+        "--target-pixel",
+        nargs=2,
+        type=int,
+        metavar=("ROW", "COLUMN"),
+        help="of such a model, explain one pixel of its answer",
     )
     parser.add_argument(
         "--generate", type=int, metavar="N", help="explain an answer of N tokens, span by span"
@@ -192,6 +208,7 @@ def run(options: argparse.Namespace) -> None:
         (['anna', 'owns', 'the'], ['LATIM Flow'])
     """
     from ..explain.methods import method_classes, under_rules
+    from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
@@ -213,7 +230,8 @@ def run(options: argparse.Namespace) -> None:
     if options.labels is not None:
         labels = _read("--labels", options.labels).splitlines()
     inputs = _inputs(loaded, options)
-    subject = find_subject(loaded.model, None, None, loaded.tokenizer, labels)
+    asked = over_pixels(loaded, inputs, options.target_mask, options.target_pixel)
+    subject = find_subject(asked, loaded.model, None, loaded.tokenizer, labels)
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
@@ -252,9 +270,10 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format
 
-    for name in ("target", "maps", "layers", "labels", "title"):
+    not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels", "title")
+    for name in not_of_answers:
         if getattr(options, name) is not None:
-            raise OptionError(f"--{name} is not for answers. Leave it out.")
+            raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
     if options.generate is not None and (options.answer is not None or options.generate < 1):
         raise OptionError(
             f"--generate {options.generate} must be at least 1, and goes without --answer."

@@ -189,7 +189,7 @@ class Cut:
 
     @property
     def _has_map(self) -> bool:
-        """Whether the mixer is called on windows of a map."""
+        """Whether the mixer's tokens lie in a map."""
         return self.linear.map is not None
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
@@ -288,10 +288,8 @@ class Cut:
 
     def _as_returned(self, x: Tensor) -> Tensor:
         """(B, L, E) of the operator's tokens, as the mixer returned it."""
-        if not self._has_map:
-            return x
-        assert self.linear.map is not None
-        return self.linear.map.windows.cut(x[..., None])[..., 0]
+        token_map = self.linear.map
+        return x if token_map is None else token_map.as_returned(x)
 
 
 class _Without(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..attr.call import checks
 from ..attr.call.layout import of_given
-from ..attr.vectors.contributions import local_and_core
+from ..attr.vectors.contributions import locals_and_cores
 from ..attr.vectors.latim import query_index
 from ..errors import InputError, OptionError
 from ..mixers.base import LinearMixer
@@ -82,15 +82,16 @@ class LayerEffects:
         return before.view(self.linear.operator.shape)
 
     @cached_property
-    def _factors(self) -> tuple[Tensor, Operator]:
-        """Row factors, and an operator by channel whose columns the values are factors of."""
+    def _factors(self) -> list[tuple[Tensor, Operator]]:
+        """Row factors, and operators by channel whose columns the values are factors of.
+
+        The matrix is the sum of what they make.
+        """
         return self._factors_of(self._left)
 
-    def _factors_of(self, left: Tensor) -> tuple[Tensor, Operator]:
-        local, core = local_and_core(self.linear.operator, like=self.linear.values)
-        for part in local:
-            left = part.transpose(left)
-        return left, core
+    def _factors_of(self, left: Tensor) -> list[tuple[Tensor, Operator]]:
+        products = locals_and_cores(self.linear.operator, like=self.linear.values)
+        return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
     def _left_at(self, index: Tensor) -> Tensor:
         """The gradient before the projection at tokens (B, Q), and zeros elsewhere."""
@@ -108,12 +109,14 @@ class LayerEffects:
         """
         if self.readers is not None:
             return self.readers.rows(index)
-        left, core = self._factors_of(self._left_at(index))
-        found = index.new_zeros(*index.shape, core.shape.tokens).to(left)
-        elements = self.linear.values.numel()
-        for some in in_stacks(range(index.shape[1]), elements, left.device):
+        factors = self._factors_of(self._left_at(index))
+        values = self.linear.values
+        found = values.new_zeros(*index.shape, values.shape[1])
+        for some in in_stacks(range(index.shape[1]), values.numel(), values.device):
             asked = index[:, some.start : some.stop].T
-            weighted = core.unit_rows(asked, at_positions(left, asked)) * self.linear.values
+            weighted = sum_tensors(
+                core.unit_rows(asked, at_positions(left, asked)) * values for left, core in factors
+            )
             found[:, some.start : some.stop] = weighted.sum((-1, -2)).transpose(0, 1)
         return found
 
@@ -128,8 +131,13 @@ class LayerEffects:
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
             if self.readers is None:
-                left, core = self._factors
-                yield some, core.strip(left, self.linear.values, some).whole(tokens)
+                values = self.linear.values
+                yield (
+                    some,
+                    sum_tensors(
+                        core.strip(left, values, some).whole(tokens) for left, core in self._factors
+                    ),
+                )
             else:
                 index = torch.tensor(some, device=self.gradient.device)
                 yield some, self.readers.rows(index.expand(batch, -1))

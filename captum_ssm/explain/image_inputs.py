@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
-from ..models import VisionMamba
+from ..models import VisionMamba, VMamba
 from ..models.image_files import read_image
 
-#: Mean and standard deviation of the colours of ImageNet, which Vision Mamba was trained with.
+#: Mean and standard deviation of the colours of ImageNet, which the released models were trained
+#: with, and the side of their images.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_RELEASED = 224
+#: The side of the scenes that a bundled VMamba was trained with.
+_SCENE = 32
 #: Images are resized to this multiple of the model's side, and their middle is cut out.
 _MARGIN = 256 / 224
 #: The most that an image's longer side may be of its shorter one.
@@ -38,19 +42,21 @@ def scene(file: Path, side: int) -> Tensor:
 
 def side_of(model: Any) -> int:
     """The side S of the square images that a bundled image classifier takes."""
+    if isinstance(model, VMamba):  # it has no positions that would tell
+        return _SCENE
     side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
     return side
 
 
-def for_vim(model: VisionMamba, file: Path) -> Tensor:
-    """An image (3, H, W) as Vision Mamba was trained to see it: resized, its middle, normalised."""
-    projection = model.patch_embed.proj
+def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
+    """An image (3, H, W) as the released models see it: resized, its middle, normalised."""
+    projection: Any = next(m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d))
     if projection.in_channels != 3:
         raise InputError(
             f"The model takes images of {projection.in_channels} colour channels; files are read "
             "with three. Prepare the image in Python and use captum_ssm.report."
         )
-    height, width = _size(model)
+    height, width = _size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)
     image = _read(file)[None].float() / 255  # (1, 3, h, w)
     scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
     size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]

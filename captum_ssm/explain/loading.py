@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from .._optional import optional
 from ..errors import DataNotFoundError, OptionError
-from ..models import load_bundled, load_vim
+from ..models import load_bundled, load_vim, load_vmamba
 from ..models.bundled import BUNDLED
-from ..models.checkpoints import check_complete, check_counts, naming
+from ..models.checkpoints import check_complete, check_counts, naming, read_checkpoint
 from ..models.folders import VOCABULARY
 from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
@@ -30,6 +30,8 @@ _KINDS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForImageClassification": "AutoModelForImageClassification",
+    "ForConditionalGeneration": "AutoModelForImageTextToText",
+    "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
 }
 
 
@@ -38,8 +40,8 @@ class Source:
     """Where a model is, and what may be done to load it.
 
     Attributes:
-        name: a bundled model, a folder of transformers, a file of Vision Mamba's weights, or with
-            ``hub`` a name on the Hugging Face hub.
+        name: a bundled model, a folder of transformers, a file of Vision Mamba's or VMamba's
+            weights, or with ``hub`` a name on the Hugging Face hub.
         tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's
             own.
         hub: whether it may be fetched. Default: False.
@@ -71,6 +73,7 @@ class Loaded:
         tokenizer: for texts, or None. Default: None.
         prepare: for images, or None. Default: None.
         is_language: whether it predicts the next token. Default: False.
+        is_dense: whether it answers for every pixel. Default: False.
         labels: the names of its classes, where its configuration does not hold them; or None.
             Default: None.
 
@@ -85,6 +88,7 @@ class Loaded:
     tokenizer: Any = None
     prepare: Prepare | None = None
     is_language: bool = False
+    is_dense: bool = False
     labels: Sequence[str] | None = None
 
     def on(self, device: str, dtype: str) -> Loaded:
@@ -136,7 +140,8 @@ def load(source: Source) -> Loaded:
 
     Raises:
         DataNotFoundError: when there is no such model, folder or file.
-        OptionError: when the folder holds neither a language model nor a classifier.
+        OptionError: when the folder holds none of a language model, a classifier and a model that
+            segments images.
         CheckpointError: when its configuration and its weights make no model, or when weights are
             missing, in whose place transformers would put random ones.
 
@@ -150,8 +155,10 @@ def load(source: Source) -> Loaded:
         return _bundled(source.name)
     path = Path(source.name)
     if path.is_file():
-        vim = load_vim(path)
-        return Loaded(vim, prepare=lambda files: torch.stack([for_vim(vim, f) for f in files]))
+        names = read_checkpoint(path)
+        is_vmamba = any(name.startswith("layers.0.blocks.") for name in names)
+        model = load_vmamba(path) if is_vmamba else load_vim(path)
+        return Loaded(model, prepare=lambda files: torch.stack([for_vim(model, f) for f in files]))
     if not path.is_dir() and not source.hub:
         alike = get_close_matches(source.name, BUNDLED, n=1)
         meant = f" Did you mean {alike[0]!r}?" if alike else ""
@@ -230,14 +237,17 @@ def _of_transformers(source: Source) -> Loaded:
         check_counts(plain, f"The configuration of {source.name}")
         config = transformers.AutoConfig.from_pretrained(source.name, **source.options)
     kinds = list(getattr(config, "architectures", None) or [])
+    ends = dict(_KINDS)
+    if not hasattr(config, "vision_config"):  # others of that name encode one text to write another
+        ends.pop("ForConditionalGeneration")
     found = next(
-        ((kind, auto) for end, auto in _KINDS.items() for kind in kinds if kind.endswith(end)), None
+        ((kind, auto) for end, auto in ends.items() for kind in kinds if kind.endswith(end)), None
     )
     if found is None:
         raise OptionError(
             f"{source.name} holds {' or '.join(kinds) or 'a model that its config does not name'}, "
-            "which is none of a language model, a text classifier or an image classifier. Load it "
-            "in Python and use captum_ssm.report."
+            "which is none of a language model, a classifier of texts or images, or a model that "
+            "segments images. Load it in Python and use captum_ssm.report."
         )
     kind, auto = found
     remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
@@ -253,10 +263,11 @@ def _of_transformers(source: Source) -> Loaded:
         )
         check_complete(model, info, source.name)
     model.eval()
-    if auto == "AutoModelForImageClassification":
+    if auto in ("AutoModelForImageClassification", "AutoModelForSemanticSegmentation"):
         processor = transformers.AutoImageProcessor.from_pretrained(source.name, **source.options)
-        return Loaded(model, prepare=lambda files: processed(processor, files))
-    is_language = auto == "AutoModelForCausalLM"
+        is_dense = auto == "AutoModelForSemanticSegmentation"
+        return Loaded(model, prepare=lambda files: processed(processor, files), is_dense=is_dense)
+    is_language = auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
     return Loaded(model, _tokenizer(transformers, source), is_language=is_language)
 
 

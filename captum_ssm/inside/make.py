@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attr.call import checks
 from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.targets import Against, target_index
-from ..attr.engine.decompose import Baselines, out_of_tuple
+from ..attr.engine.baselines import Baselines, out_of_tuple
 from ..attr.engine.linear_method import Rules, linear_run, numbers_of, start_of
 from ..attr.engine.run import Request
 from ..attr.flow import FlowMethod

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..attr.call import checks
 from ..attr.call.inputs import single_input
 from ..attr.call.targets import Against
-from ..attr.engine.decompose import Baselines, Decomposition, out_of_tuple, stacked
+from ..attr.engine.baselines import Baselines, out_of_tuple
+from ..attr.engine.decompose import Decomposition, stacked
 from ..attr.engine.linear_method import decompositions
 from ..attr.engine.run import Inner
 from ..attr.flow import FlowMethod

@@ -36,8 +36,8 @@ MIXING = """
     diagonal diag_embed tril triu unfold fold pixel_shuffle pixel_unshuffle avg_pool1d
     avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     interpolate rfft irfft fft ifft embedding_bag trace amin amax max_pool1d max_pool2d
-    adaptive_max_pool1d adaptive_max_pool2d topk sort median rot90 block_diag broadcast_to
-    broadcast_tensors atleast_2d atleast_3d ravel deg2rad
+    max_pool3d adaptive_max_pool1d adaptive_max_pool2d topk sort median rot90 block_diag
+    broadcast_to broadcast_tensors atleast_2d atleast_3d ravel deg2rad
 """
 
 #: Sums and differences of two, and other functions that put constants beside what they are given.

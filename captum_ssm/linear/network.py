@@ -246,7 +246,7 @@ class Network(Watcher):
             arbitrate = error > limit and self.verify is True
             if arbitrate and rounding_explains(mixer, call, found, linearize):
                 return
-        require_same(mixer.name, mixer.architecture.family, error, limit)
+        require_same(mixer.name, mixer.architecture, error, limit)
 
 
 @contextmanager

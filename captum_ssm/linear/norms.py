@@ -37,6 +37,25 @@ def group_norm(
     return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
 
 
+def instance_norm(
+    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Each channel of an example centred and scaled by a frozen deviation over its places."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
+    x, mean, variance, weight, bias, own, _, eps, *_ = filled(
+        args,
+        kwargs,
+        (*names, "momentum", "eps", "cudnn_enabled"),
+        (None, None, None, None, True, 0.1, 1e-5, True),
+    )
+    if not own:
+        return batch_norm(mode, func, (x, mean, variance, weight, bias, False, 0.1, eps), {})
+    out = _standardised(x, tuple(range(2, x.dim())), eps)
+    spread = (-1, *(1,) * (x.dim() - 2))
+    weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
+    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+
+
 def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Scaled by a frozen root mean square."""
     x, size, weight, eps = filled(

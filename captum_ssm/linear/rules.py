@@ -24,7 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .constants import once
 from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
-from .norms import batch_norm, filled, group_norm, layer_norm, normalize, rms_norm
+from .norms import (
+    batch_norm,
+    filled,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    normalize,
+    rms_norm,
+)
 
 if TYPE_CHECKING:
     from .mode import Linearising
@@ -261,12 +269,13 @@ def _table() -> dict[str, Rule]:
         (BENT, bent),
         (FROZEN, frozen),
         ("linear conv1d conv2d conv3d", with_bias),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", with_bias),
         ("where pad masked_fill", filling),
         ("max min", extremum),
     )
     for names, rule in kinds:
         rules.update(dict.fromkeys(names.split(), rule))
-    own = (layer_norm, group_norm, rms_norm, batch_norm, normalize)
+    own = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize)
     rules.update({rule.__name__: rule for rule in own})
     return rules | {
         "__setitem__": assigning,

@@ -1,6 +1,18 @@
-"""Architectures: a module and one of its calls in, a linear mixer out."""
+"""Architectures: a module and one of its calls in, a linear mixer out.
+
+Beside what an adapter receives and returns there is what the built-in ones are written with.
+"""
 
 from .base import Call, Linearize, LinearMixer
+from .parts.common import (
+    activation_ratio,
+    as_heads,
+    causal_conv,
+    linear,
+    run,
+    working_dtype,
+)
+from .parts.softmax import softmax_attention
 from .registry import Architecture, register_mixer, supported_architectures
 
 __all__ = [
@@ -8,6 +20,13 @@ __all__ = [
     "Call",
     "LinearMixer",
     "Linearize",
+    "activation_ratio",
+    "as_heads",
+    "causal_conv",
+    "linear",
     "register_mixer",
+    "run",
+    "softmax_attention",
     "supported_architectures",
+    "working_dtype",
 ]

@@ -30,7 +30,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import unseen
 from .base import Call, LinearMixer, first_tensor, in_batch
-from .parts.common import as_heads, run, working_dtype
+from .parts.common import as_heads, padding_mask, run, working_dtype
 from .parts.softmax import softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
@@ -94,6 +94,39 @@ def granite_attention(module: Any, call: Call) -> LinearMixer:
     return replace(hf_attention(module, call), branch_scale=scale)
 
 
+def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
+    """Qwen4ExpTextAttention, which reads the tokens that an indexer picks."""
+    _refuse_cache(module, call)
+    mask = call.argument("attention_mask", 2)
+    with torch.no_grad():  # in the model's own precision: a close call stays one
+        rotations = call.argument("position_embeddings", 1)
+        picked = module.indexer(call.hidden_states, rotations, mask, None)
+    module = copy.copy(module)
+    module._modules = {**module._modules, "indexer": _Picked(picked)}
+    return replace(hf_attention(module, call), mask=_real(mask, call))
+
+
+class _Picked(nn.Module):
+    """An indexer that has picked already."""
+
+    def __init__(self, picked: Tensor) -> None:
+        super().__init__()
+        self._picked = picked
+
+    def forward(self, *_: Any) -> Tensor:
+        return self._picked
+
+
+def _real(mask: Tensor | None, call: Call) -> Tensor | None:
+    """Which tokens (B, L) may be read, though an indexer may pick them for nobody."""
+    if mask is None:
+        return None
+    if mask.dim() == 2:
+        return padding_mask(mask, call.hidden_states)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    return padding_mask(visible.any(-2).any(1), call.hidden_states)
+
+
 def minimax_attention(module: Any, call: Call) -> LinearMixer:
     """MiniMaxAttention, whose block adds beta times what it returns to alpha times the stream."""
     config = module.config
@@ -113,7 +146,8 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
     if module.config._attn_implementation == "sdpa":
         # whose mask is boolean, so that padded tokens read nothing
         noted = replace(noted, mask=noted.mask == 0)
-    return _linearize(module, noted, factor)
+    mask = _real(call.argument("attention_mask", 1), call)
+    return replace(_linearize(module, noted, factor), mask=mask)
 
 
 @torch.no_grad()

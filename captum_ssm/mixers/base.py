@@ -113,8 +113,8 @@ class LinearMixer:
             the sequence alone are not asked. Default: None, no token is padding.
         branch_scale: constant with which the block multiplies the mixer's output before it joins
             the residual stream. Default: 1.0.
-        map: where the tokens lie, for a module that is called on windows of a map. Default: None,
-            the module is called on the tokens themselves.
+        map: where the tokens lie, for a module that is called on the tokens of a map or on windows
+            of one. Default: None, they are one sequence.
         passed_on: what else the module returns that later mixers read, by its place in the output,
             with its graph: as the values are, it is linear in the stream that enters. Default:
             nothing.

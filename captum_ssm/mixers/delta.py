@@ -1,4 +1,5 @@
-"""The gated delta rule: transformers' qwen3_next, qwen3_5, olmo_hybrid and kimi_linear.
+"""The gated delta rule: transformers' qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and
+kimi_linear.
 
 Ling 3 (bailing_hybrid) and GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
 
@@ -52,7 +53,7 @@ def qwen3_next(module: Any, call: Call) -> LinearMixer:
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
-    """transformers' Qwen3_5GatedDeltaNet and Qwen3_5MoeGatedDeltaNet."""
+    """transformers' Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet, Qwen4ExpTextGatedDeltaNet."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))
@@ -88,8 +89,8 @@ def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
     """One per head and key channel (B, L, H, N), between 0 and a bound where there is one."""
     a = as_heads(_one_or_two(forget, "f", hidden), heads)
     a = a + forget.dt_bias.to(a).view(heads, -1)
-    rate = forget.A_log.to(a).exp().view(heads, 1)
-    bound = getattr(forget, "safe_gate_lower_bound", None)
+    rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
+    bound: float | None = getattr(forget, "safe_gate_lower_bound", None)
     if getattr(forget, "safe_gate", False):
         bound = forget.lower_bound
     if bound is not None:

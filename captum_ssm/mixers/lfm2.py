@@ -1,4 +1,4 @@
-"""Gated short convolution: transformers' lfm2 and lfm2_moe.
+"""Gated short convolution: transformers' lfm2, lfm2_moe and lfm3.
 
     B, C, x = W (mask h)          y = C (conv(B x) + b)          output = W_o y
 
@@ -16,7 +16,7 @@ from .parts.common import as_heads, causal_conv, hf_entering, masked, refuse_pac
 
 
 def short_conv(module: Any, call: Call) -> LinearMixer:
-    """transformers' Lfm2ShortConv and Lfm2MoeShortConv."""
+    """transformers' Lfm2ShortConv, Lfm2MoeShortConv and Lfm3ShortConv."""
     refuse_packed(call)
     hidden, mask = hf_entering(module, call, cache="past_key_values")
     write, read, values = (as_heads(x) for x in run(module.in_proj, hidden).chunk(3, -1))

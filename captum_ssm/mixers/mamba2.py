@@ -126,6 +126,7 @@ def linearize(
     norm: Norm | None,
     project: Callable[[Tensor], Tensor],
     initial: Tensor | None = None,
+    recurrence: Callable[..., Operator] = ScalarDecayHeads,
 ) -> LinearMixer:
     """The mixer from what in_proj returns.
 
@@ -138,6 +139,7 @@ def linearize(
         norm: the norm at the end, or None.
         project: the output projection.
         initial: the states before the first token (H, P, N), or None for zeros.
+        recurrence: makes the scan of its coefficients.
     """
     heads, mixed = len(module.dt_bias), module.conv1d.in_channels
     width = projected.shape[-1] - mixed - heads
@@ -152,7 +154,7 @@ def linearize(
     rate = -torch.exp(module.A_log.to(dt))
     log_decay = rate * dt
     query, key = as_heads(query, groups), as_heads(key, groups)
-    scan = ScalarDecayHeads(query, key, log_decay, dt, shape.per_head, rate=rate)
+    scan = recurrence(query, key, log_decay, dt, shape.per_head, rate=rate)
     skip = frozen(module.D, dt).view(1, 1, heads, -1)
     core: Operator = Sum(scan, Diagonal(skip, shape, "skip"))
     if initial is not None:

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv, Sum
-from ..operators.combine import DirectSum
+from ..operators import Chain, Diagonal, DirectSum, SelectiveScan, Shape, ShortConv, Sum
 from ..operators.reorder import Windowed
 from .base import Call, LinearMixer
 from .parts.common import as_heads, frozen, run, working_dtype

@@ -6,12 +6,13 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
+from .likeness import nearest, parts_of
 from .table import BUILT_IN, VERSIONS, Ability, Joins
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
@@ -32,11 +33,13 @@ class Architecture:
         lacks: which of ``"LatimFlow"``, ``"fold methods"`` (ImplicitAttention and the rollouts) and
             ``"generated text"`` its models are refused, and why. Default: nothing.
         alone: whether the tests know the mixer by itself, and no model around it. Default: False.
+        like: the class whose adapter serves it; see :func:`register_mixer`. Default: ``""``, it has
+            one of its own.
 
     Example:
         >>> from captum_ssm.mixers import supported_architectures
         >>> sorted({a.package for a in supported_architectures() if a.family == "Mamba"})
-        ['mamba-ssm', 'transformers']
+        ['mamba-ssm', 'mambapy', 'transformers']
     """
 
     family: str
@@ -46,6 +49,7 @@ class Architecture:
     joins: Joins = "residual"
     lacks: Mapping[Ability, str] = field(default_factory=dict, hash=False)
     alone: bool = False
+    like: str = ""
 
 
 _architectures = {
@@ -67,8 +71,8 @@ _SHOWN = 12
 
 #: Class names that say "I mix tokens"; used only to refuse what has no adapter.
 _MIXER_NAME = re.compile(
-    r"(Mixer|Attention|Mamba\d*|SSM|SSD|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
-    r"|Retention|DeltaNet|LSTM|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"
+    r"(Mixer|Attention|MHA|Mamba\d*|SSM|SSD|SS2D\w*|S[456](Block|Layer)?|S4D|DSS|GSS|Hyena(Operator)?|RecurrentBlock"
+    r"|Retention|DeltaNet|LSTM(Layer|Cell)?|GRU|RNN|RWKV\w*|GLA|HGRN\w*|WKV\w*|ShortConv|TimeMix\w*)"
     r"(?<!FeedForward)$"
 )
 
@@ -78,10 +82,11 @@ _MIXERS = "fla.layers"
 
 def register_mixer(
     mixer: type[nn.Module] | str,
-    linearize: Linearize,
+    linearize: Linearize | None = None,
     *,
+    like: type[nn.Module] | str | None = None,
     family: str | None = None,
-    joins: Joins = "residual",
+    joins: Joins | None = None,
 ) -> None:
     """Teach the package a mixer class; every attribution method then works with it.
 
@@ -90,31 +95,74 @@ def register_mixer(
             keeps the package unimported. Subclasses are served too. Registering a class again
             replaces its adapter.
         linearize: a function of the module and one recorded :class:`~captum_ssm.mixers.Call` that
-            returns a :class:`~captum_ssm.mixers.LinearMixer`.
-        family: name shown by :func:`supported_architectures`. Default: None, the class name.
+            returns a :class:`~captum_ssm.mixers.LinearMixer`. Default: None, that of ``like``.
+        like: a class that is served already, its full name, or the name of a family of one class:
+            ``mixer`` has the same parts, by the same names, and computes the same of them. That it
+            does is checked as for every adapter, by default in each run. Default: None,
+            ``linearize`` is given.
+        family: name shown by :func:`supported_architectures`. Default: None, that of ``like``, or
+            the class name.
         joins: how the mixer's output joins the residual stream: ``"residual"``, added to it;
             ``"parallel"``, added together with the other mixers of its block; ``"feeds"``, added
-            only to the input of the mixer that runs next. Default: ``"residual"``.
+            only to the input of the mixer that runs next. Default: None, as that of ``like``, or
+            ``"residual"``.
 
     Raises:
-        OptionError: when ``mixer`` is neither a class nor a full name, or ``linearize`` cannot be
-            called.
+        OptionError: when ``mixer`` is neither a class nor a full name, ``linearize`` cannot be
+            called, both or neither of ``linearize`` and ``like`` are given, or ``like`` names none
+            or several of the classes that are served.
 
     Example:
         >>> from captum_ssm import register_mixer, supported_architectures
         >>> register_mixer("my_package.MyMixer", lambda module, call: ...)
+        >>> register_mixer("my_package.OtherMixer", like="my_package.MyMixer")
         >>> supported_architectures()[-1].family
         'MyMixer'
     """
     path = mixer if isinstance(mixer, str) else class_path(mixer)
-    if "." not in path or not callable(linearize):
+    if "." not in path or (like is None and not callable(linearize)):
         raise OptionError(
-            f"register_mixer needs a class or its full name and a function, got {mixer!r} and "
-            f"{linearize!r}."
+            "register_mixer needs a class or its full name and a function, or like= with a class "
+            f"that is served, got {mixer!r} and {linearize!r}."
         )
-    package, name = path.split(".")[0], path.rsplit(".", 1)[-1]
-    _architectures[path] = Architecture(family or name, package, path, joins=joins)
-    _adapters[path] = linearize
+    package, name = path.split(".")[0], _name(path)
+    if like is None:
+        assert linearize is not None
+        own = Architecture(family or name, package, path, joins=joins or "residual")
+        _architectures[path], _adapters[path] = own, linearize
+        return
+    if linearize is not None:
+        raise OptionError(
+            f"register_mixer got a function, {linearize!r}, and like={like!r}. Leave one out: "
+            "like= takes the function of the class that it names."
+        )
+    served = _served_like(like)
+    known = _architectures[served]
+    _architectures[path] = Architecture(
+        family or known.family, package, path, joins=joins or known.joins, like=served
+    )
+    _adapters[path] = _adapters[served]
+
+
+def _served_like(like: type[nn.Module] | str) -> str:
+    """The registered class that ``like`` names."""
+    if not isinstance(like, str):
+        found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
+    elif like in _adapters:
+        found = [like]
+    else:
+        found = [path for path, a in _architectures.items() if a.family.lower() == like.lower()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise OptionError(
+            f"like={like!r} is the family of {len(found)} classes. Name one of them: "
+            f"{', '.join(map(repr, found))}."
+        )
+    raise OptionError(
+        f"like={like!r} is no class that is served, nor the full name of one, nor a family. "
+        f"{what_is_served()}"
+    )
 
 
 def supported_architectures() -> list[Architecture]:
@@ -132,13 +180,32 @@ def supported_architectures() -> list[Architecture]:
 
 
 def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
-    """The architecture and adapter of a module, or None if it is no registered mixer."""
+    """The architecture and adapter of a module, or None if it is no registered mixer.
+
+    Code that a model of the hub brings along is often a copy of a class that is served: one of the
+    same name and parts is taken for it, and held to it like any other.
+    """
     for cls in type(module).__mro__:
         path = class_path(cls)
         adapter = _adapters.get(path)
         if adapter is not None:
             return _architectures[path], _load(adapter)
+    for cls in type(module).__mro__:
+        path = class_path(cls)
+        if path.startswith(_OF_THE_HUB):
+            same = [x for x in nearest(cls.__name__, parts_of(module)) if _name(x) == cls.__name__]
+            if len(same) == 1 and same[0] in _adapters:
+                own = replace(_architectures[same[0]], class_path=path, like=same[0])
+                return own, _load(_adapters[same[0]])
     return None
+
+
+#: Where transformers keeps the code that models of the hub bring along.
+_OF_THE_HUB = "transformers_modules."
+
+
+def _name(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
 
 
 def class_path(cls: type) -> str:
@@ -169,8 +236,23 @@ def refusal(name: str, module: nn.Module, *, others: bool = False) -> Unsupporte
         ran = ", and it ran"
         way_out = " To explain the run without it, name the mixers to use with layers=[...]."
     return UnsupportedMixerError(
-        f"{place} mixes tokens and has no adapter{ran}. {what_is_served()}{way_out}"
+        f"{place} mixes tokens and has no adapter{ran}. {proposal(module)}{what_is_served()}"
+        f"{way_out}"
     )
+
+
+def proposal(module: nn.Module) -> str:
+    """The line that serves a module, or the first one in it, with the parts of a known mixer."""
+    for part in module.modules():
+        known = nearest(type(part).__name__, parts_of(part))
+        if known and adapter_for(part) is None:
+            path = class_path(type(part))
+            return (
+                f"{path} has the parts of {known[0]}; if it is a copy of that, this serves it: "
+                f"register_mixer({path!r}, like={known[0]!r}). That it computes the same is "
+                "checked when it is used. "
+            )
+    return ""
 
 
 def what_is_served() -> str:

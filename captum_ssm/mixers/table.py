@@ -59,16 +59,22 @@ TRANSFORMERS_4 = "4.57.6"
 #: Versions that the tests run against.
 VERSIONS = {
     "captum-ssm": __version__,
+    "torch": "2.13.0",
     "transformers": "5.23.0",
     "mamba-ssm": "2.3.2",
     "timm": "1.0.31",
     "mambavision": "1.2.0",
     "flash-linear-attention": "0.6.0",
+    "xlstm": "2.0.6",
+    "mambapy": "1.2.0",
+    "deeptab": "2.1.0",
 }
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
-_BESIDE_TEXT: Mapping[Ability, str] = {
-    "fold methods": "reads images beside a text",
+#: The model's embeddings of n-grams; models that are configured without them are folded.
+_N_GRAMS: Mapping[Ability, str] = {"fold methods": "mixes n-grams outside of its mixers"}
+_END_TO_END: Mapping[Ability, str] = {
+    "fold methods": "reads images end to end",
     "generated text": "reads images",
 }
 
@@ -110,6 +116,13 @@ BUILT_IN = (
         "captum_ssm.models.dna.striped_hyena.StripedAttention",
         "striped_hyena:attention",
     ),
+    Line(
+        "VMamba",
+        "captum-ssm",
+        "captum_ssm.models.vmamba.mixer.SS2D",
+        "vmamba:ss2d",
+        lacks=_IMAGES,
+    ),
     Line("Jamba", "transformers", "jamba.JambaMambaMixer", "mamba:hf_mamba"),
     Line("Jamba", "transformers", "jamba.JambaAttention", "attention:hf_attention"),
     Line("Zamba", "transformers", "zamba.ZambaMambaMixer", "mamba:hf_zamba"),
@@ -138,14 +151,14 @@ BUILT_IN = (
         "transformers",
         "qwen3_5.Qwen3_5VisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "Qwen3.5",
         "transformers",
         "qwen3_5_moe.Qwen3_5MoeVisionAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_END_TO_END,
     ),
     Line(
         "OLMo Hybrid",
@@ -170,6 +183,13 @@ BUILT_IN = (
         "transformers",
         "glm5_next.Glm5NextTextAttention",
         "attention:glm5_next_attention",
+    ),
+    Line(
+        "GLM-5.3-Flash",
+        "transformers",
+        "glm5_next.Glm5NextVisionAttention",
+        "attention:hf_attention",
+        lacks=_END_TO_END,
     ),
     Line("MiniMax", "transformers", "minimax.MiniMaxAttention", "attention:minimax_attention"),
     Line("LFM2", "transformers", "lfm2.Lfm2Attention", "attention:hf_attention"),
@@ -205,14 +225,20 @@ BUILT_IN = (
         "transformers",
         "siglip.SiglipAttention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
     ),
     Line(
         "SigLIP 2",
         "transformers",
         "siglip2.Siglip2Attention",
         "attention:hf_attention",
-        lacks=_BESIDE_TEXT,
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Transformer",
+        "torch",
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch_attention:torch_attention",
     ),
     Line(
         "ViT",
@@ -245,6 +271,20 @@ BUILT_IN = (
     Line("Qwen3-Next", "transformers", "qwen3_next.Qwen3NextGatedDeltaNet", "delta:qwen3_next"),
     Line("Qwen3.5", "transformers", "qwen3_5.Qwen3_5GatedDeltaNet", "delta:qwen3_5"),
     Line("Qwen3.5", "transformers", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet", "delta:qwen3_5"),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextGatedDeltaNet",
+        "delta:qwen3_5",
+        lacks=_N_GRAMS,
+    ),
+    Line(
+        "Qwen4-Exp",
+        "transformers",
+        "qwen4_exp.Qwen4ExpTextAttention",
+        "attention:qwen4_exp_attention",
+        lacks=_N_GRAMS,
+    ),
     Line("OLMo Hybrid", "transformers", "olmo_hybrid.OlmoHybridGatedDeltaNet", "delta:olmo_hybrid"),
     Line("Kimi Linear", "transformers", "kimi_linear.KimiLinearDeltaAttention", "delta:kimi_delta"),
     Line(
@@ -266,8 +306,13 @@ BUILT_IN = (
         "minimax:lightning_attention",
     ),
     Line("xLSTM", "transformers", "xlstm.xLSTMLayer", "xlstm:mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.xlstm_large.model.mLSTMLayer", "xlstm:mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.blocks.mlstm.layer.mLSTMLayer", "xlstm:xlstm_mlstm"),
+    Line("xLSTM", "xlstm", "xlstm.blocks.slstm.layer.sLSTMLayer", "slstm:xlstm_slstm"),
     Line("LFM2", "transformers", "lfm2.Lfm2ShortConv", "lfm2:short_conv"),
     Line("LFM2", "transformers", "lfm2_moe.Lfm2MoeShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3ShortConv", "lfm2:short_conv"),
+    Line("LFM3", "transformers", "lfm3.Lfm3Attention", "attention:hf_attention"),
     Line(
         "RetNet",
         "flash-linear-attention",
@@ -295,6 +340,42 @@ BUILT_IN = (
         "flash-linear-attention",
         "fla.layers.gated_deltanet.GatedDeltaNet",
         "fla.delta:fla_gated_delta_net",
+    ),
+    Line(
+        "Gated DeltaProduct",
+        "flash-linear-attention",
+        "fla.layers.gated_deltaproduct.GatedDeltaProduct",
+        "fla.delta_product:fla_gated_delta_product",
+    ),
+    Line(
+        "Comba",
+        "flash-linear-attention",
+        "fla.layers.comba.Comba",
+        "fla.delta_product:fla_comba",
+    ),
+    Line(
+        "MesaNet",
+        "flash-linear-attention",
+        "fla.layers.mesa_net.MesaNet",
+        "fla.mesa_net:fla_mesa_net",
+    ),
+    Line(
+        "PaTH",
+        "flash-linear-attention",
+        "fla.layers.path_attn.PaTHAttention",
+        "fla.path:fla_path",
+    ),
+    Line(
+        "Forgetting Transformer",
+        "flash-linear-attention",
+        "fla.layers.forgetting_attn.ForgettingAttention",
+        "fla.forgetting:fla_forgetting",
+    ),
+    Line(
+        "Log-linear Mamba-2",
+        "flash-linear-attention",
+        "fla.layers.log_linear_mamba2.LogLinearMamba2",
+        "fla.log_linear:fla_log_linear_mamba2",
     ),
     Line(
         "Kimi Delta Attention",
@@ -373,5 +454,28 @@ BUILT_IN = (
         "mamba2_ssm:mamba_ssm_mamba2_simple",
         alone=True,
     ),
+    Line(
+        "Mamba-2",
+        "mamba-ssm",
+        "mamba_ssm.modules.mha.MHA",
+        "mamba_ssm_attention:mamba_ssm_attention",
+    ),
     Line("Mamba-3", "mamba-ssm", "mamba_ssm.modules.mamba3.Mamba3", "mamba3:mamba_ssm_mamba3"),
+    Line("Mamba", "mambapy", "mambapy.mamba.MambaBlock", "mambapy:mambapy_block"),
+    Line("Mamba-2", "mambapy", "mambapy.mamba2.Mamba2Block", "mambapy:mambapy_mamba2_block"),
+    Line("Jamba", "mambapy", "mambapy.jamba.AttentionSDPA", "mambapy:mambapy_attention"),
+    Line(
+        "Vision Mamba",
+        "mambapy",
+        "mambapy.vim.VMambaBlock",
+        "mambapy:mambapy_vision_block",
+        lacks=_IMAGES,
+    ),
+    Line(
+        "Mambular",
+        "deeptab",
+        "deeptab.nn.blocks.mamba.MambaBlock",
+        "mambapy:deeptab_block",
+        lacks={"generated text": "reads tables"},
+    ),
 )

@@ -12,7 +12,8 @@ from .dna import (
 )
 from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
-from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
+from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
 from .vocabulary import WordVocabulary
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "OneHot",
     "StripedHyena",
     "TextReader",
+    "VMamba",
+    "VideoMamba",
     "VisionMamba",
     "WordVocabulary",
     "class_vocabulary",
@@ -33,8 +36,13 @@ __all__ = [
     "load_hyenadna",
     "load_rwkv7",
     "load_striped_hyena",
+    "load_video_mamba",
     "load_vim",
+    "load_vmamba",
     "text_words",
     "vim_small",
     "vim_tiny",
+    "vmamba_base",
+    "vmamba_small",
+    "vmamba_tiny",
 ]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from .._files import read_safetensors
 from ..errors import CaptumSSMError, CheckpointError
 
+Weights = Mapping[str, Tensor]
+
 #: The most layers, experts and classes that a configuration may ask for.  A model's modules are
 #: made one by one, so that these numbers cost time and memory before any weight is looked at.
 _MOST = {

@@ -23,12 +23,15 @@ from .checkpoints import check_counts, check_fit, naming, tied_names
 from .dna import Caduceus, HyenaDNA
 from .small import model_of
 from .vim import VisionMamba
+from .vmamba import VMamba
 from .vocabulary import WordVocabulary
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
-#: The classes that are not of transformers, by name.
-_OWN = {each.__name__: each for each in (VisionMamba, Caduceus, HyenaDNA)}
+#: The classes that are not of transformers.
+_PLAIN: dict[str, Callable[..., nn.Module]] = {
+    each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
+}
 #: Classes whose weights transformers saves under the names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
@@ -37,7 +40,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
     """A model in evaluation mode on the CPU, with the key to what it reads or answers.
 
     Args:
-        folder: what :func:`save_of_package` or :func:`save_of_transformers` has written to.
+        folder: what :func:`save_plain` or :func:`save_of_transformers` has written to.
 
     Returns:
         The model, and its vocabulary or, where it has none, the names of its classes in order.
@@ -66,11 +69,11 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     # Folders of earlier versions name the class of transformers alone.
-    named = settings.get("architectures", [VisionMamba.__name__])
-    own_class = _OWN.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
-    if own_class is not None:
+    named = settings.get("architectures", ["VisionMamba"])
+    plain = next((make for name, make in _PLAIN.items() if named == [name]), None)
+    if plain is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
-        return _filled(lambda: own_class(**own), folder)
+        return _filled(lambda: plain(**own), folder)
     model_class = _class_of_transformers(folder, named)
     if model_class.__name__ in _RENAMED:
         return _renamed(folder, model_class)
@@ -118,8 +121,8 @@ def _renamed(folder: Path, model_class: Any) -> nn.Module:
     return model.eval()
 
 
-def save_of_package(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
-    """Writes the weights of a model of a class of this package, and what it is made of.
+def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+    """Writes the weights of a model of this package, and what it is made of.
 
     Args:
         model: the model.

@@ -9,13 +9,15 @@ where a table says which kernel serves which operation.
 
 from .base import Mixing, Operator, Shape
 from .chain import Chain
-from .combine import Sum
+from .combine import DirectSum, Sum
 from .conv import ShortConv
 from .diagonal import Diagonal
 from .heads import DenseHeads, HeadCentering
 from .long_conv import LongConv
+from .recurrences.delta_product import DeltaProduct
 from .recurrences.delta_rule import DeltaRule
 from .recurrences.elementwise import WKV, ElementwiseRecurrence
+from .recurrences.feedback import FeedbackRecurrence
 from .recurrences.scalar_decay import ScalarDecayHeads
 from .recurrences.selective_scan import SelectiveScan
 from .recurrences.vector_decay import VectorDecayHeads
@@ -25,10 +27,13 @@ from .reorder import Permute
 __all__ = [
     "WKV",
     "Chain",
+    "DeltaProduct",
     "DeltaRule",
     "DenseHeads",
     "Diagonal",
+    "DirectSum",
     "ElementwiseRecurrence",
+    "FeedbackRecurrence",
     "HeadCentering",
     "LongConv",
     "Mixing",

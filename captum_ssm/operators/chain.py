@@ -16,7 +16,7 @@ from .base import Mixing, Operator
 from .combine import Composite, Sum
 from .diagonal import Diagonal
 from .generic import all_streams, channel_mean, channel_sums
-from .heads import HeadOperator
+from .heads import HeadCentering, HeadOperator
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
 from .kernels.portions import Stream
@@ -211,7 +211,7 @@ class Chain(Composite):
         """
         batch, tokens, heads, per_head = self.shape
         size = max(1, len(rows) // 2, _FACTOR_ELEMENTS // (batch * tokens))
-        if per_head > 1 or size >= heads:
+        if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
             yield self._folded(left, right, rows)
             return
         left, right = left.expand(self.shape), right.expand(self.shape)
@@ -278,6 +278,11 @@ class Chain(Composite):
 
 def _flat(part: Operator) -> tuple[Operator, ...]:
     return part.parts if isinstance(part, Chain) else (part,)
+
+
+def _mixes_heads(part: Operator) -> bool:
+    """Whether no head can be told apart from the others."""
+    return any(isinstance(leaf, HeadCentering) and leaf.across for leaf in part.leaves())
 
 
 def _tells_heads_apart(parts: Sequence[Operator]) -> bool:

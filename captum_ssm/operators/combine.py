@@ -153,6 +153,14 @@ class DirectSum(Composite):
 
     Args:
         parts: alike in batch, tokens and channels per head.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import Diagonal, DirectSum, ElementwiseRecurrence
+        >>> scan = ElementwiseRecurrence(torch.full((1, 3, 1), 0.5))
+        >>> passed = Diagonal(torch.ones(1, 1, 1, 1), scan.shape)
+        >>> DirectSum(scan, passed).apply(torch.ones(1, 3, 2, 1))[0, :, :, 0].tolist()
+        [[1.0, 1.0], [1.5, 1.0], [1.75, 1.0]]
     """
 
     def __init__(self, *parts: Operator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from .kernels.bands import Band, convolve_band, overlap
 from .kernels.portions import LARGE, Portion, Stream
 from .kernels.rows import Strip
 
+#: An index into a tensor.
+Places = tuple[Any, ...]
+
 
 class ShortConv(Operator):
     """A convolution of a few taps: y[t] = sum over k of weight[..., k] x[t - lags[k]] + bias[t].
@@ -24,9 +28,12 @@ class ShortConv(Operator):
         weight: filters (H, P, K), by tap.
         shape: the sizes acted on.
         bias: constant term broadcastable to (B, L, H, P). Default: None, no constant.
-        lags: how many tokens back each tap reads; negative ones read ahead. Default: None, that is
+        lags: how many tokens back each tap reads; negative ones read ahead. In a map they are
+            pairs, how many rows up and how many columns to the left. Default: None, that is
             0, 1, ..., K - 1 (causal).
         component: name of the part it stands for. Default: ``"conv"``.
+        width: tokens in a row of the map in which they lie, row by row; beyond the ends of a row
+            there is nothing either. Default: None, they are one sequence.
 
     Example:
         >>> import torch
@@ -36,6 +43,12 @@ class ShortConv(Operator):
         tensor([[[ 1,  0,  0],
                  [10,  1,  0],
                  [ 0, 10,  1]]], dtype=torch.int32)
+        >>> left = ShortConv(taps, Shape(1, 4, 1, 1), lags=[(0, 0), (0, 1)], width=2)
+        >>> left.dense().int()  # of a map of 2 x 2 tokens, this one and the one to its left
+        tensor([[[ 1,  0,  0,  0],
+                 [10,  1,  0,  0],
+                 [ 0,  0,  1,  0],
+                 [ 0,  0, 10,  1]]], dtype=torch.int32)
     """
 
     def __init__(
@@ -43,18 +56,20 @@ class ShortConv(Operator):
         weight: Tensor,
         shape: Shape,
         bias: Tensor | None = None,
-        lags: Sequence[int] | None = None,
+        lags: Sequence[int] | Sequence[tuple[int, int]] | None = None,
         component: str | None = "conv",
+        width: int | None = None,
     ) -> None:
         self.weight = weight.detach()
         self.shape = shape
         self.bias = None if bias is None else bias.detach()
-        self.lags = tuple(range(weight.shape[-1]) if lags is None else lags)
+        self.lags: tuple[Any, ...] = tuple(range(weight.shape[-1]) if lags is None else lags)
         self.component = component
+        self.width = width
 
     @property
     def mixes_tokens(self) -> bool:
-        return any(self.lags)
+        return any(any(lag) if isinstance(lag, tuple) else lag for lag in self.lags)
 
     @property
     def data_dependent(self) -> bool:
@@ -68,20 +83,39 @@ class ShortConv(Operator):
 
     def _forward(self, v: Tensor) -> Tensor:
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        for lag, weight in self.taps().items():
-            earlier, later = overlap(self.shape.tokens, lag)
-            out[..., later, :, :].addcmul_(weight, v[..., earlier, :, :])
+        read, written = self._laid_out(v), self._laid_out(out)
+        for lag, weight in self._weights().items():
+            earlier, later = self._overlap(lag)
+            written[later].addcmul_(weight, read[earlier])
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
         out = torch.zeros_like(u, memory_format=torch.contiguous_format)
-        for lag, weight in self.taps().items():
-            earlier, later = overlap(self.shape.tokens, lag)
-            out[..., earlier, :, :].addcmul_(weight, u[..., later, :, :])
+        read, written = self._laid_out(u), self._laid_out(out)
+        for lag, weight in self._weights().items():
+            earlier, later = self._overlap(lag)
+            written[earlier].addcmul_(weight, read[later])
         return out
 
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """(..., L, H, P), or by rows and columns of the map (..., L / width, width, H, P)."""
+        return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
+
+    def _overlap(self, lag: int | tuple[int, int]) -> tuple[Places, Places]:
+        """What a tap reads of what is laid out, and where that counts."""
+        tokens = self.shape.tokens
+        if isinstance(lag, tuple):
+            assert self.width is not None
+            both = [overlap(tokens // self.width, lag[0]), overlap(self.width, lag[1])]
+        else:
+            both = [overlap(tokens, lag)]
+        earlier, later = zip(*both, strict=True)
+        channels = slice(None), slice(None)
+        return (..., *earlier, *channels), (..., *later, *channels)
+
     def stream(self, transposed: bool, longest: int) -> Stream | None:
-        return _Stream(self, transposed) if min(self.lags) >= 0 else None
+        taps = self.taps()
+        return None if taps is None or min(taps) < 0 else _Stream(self, taps, transposed)
 
     @property
     def portion(self) -> Portion:
@@ -98,11 +132,11 @@ class ShortConv(Operator):
         bias = self.bias
         if bias is not None and bias.shape[2] > 1:
             bias = bias[:, :, list(heads)]
-        shape = self.shape._replace(heads=len(heads))
-        return ShortConv(self.weight[list(heads)], shape, bias, self.lags, self.component)
+        shape, weight = self.shape._replace(heads=len(heads)), self.weight[list(heads)]
+        return ShortConv(weight, shape, bias, self.lags, self.component, self.width)
 
     def after_band(self, band: Band) -> Band | None:
-        return convolve_band(self.taps(), band, self.shape.tokens)
+        return convolve_band(self.by_lag(), band, self.shape.tokens)
 
     def contract(self, left: Tensor, right: Tensor) -> Tensor:
         return Chain(self).contract(left, right)
@@ -113,9 +147,30 @@ class ShortConv(Operator):
     def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         return Chain(self).strip(left, right, rows)
 
-    def taps(self) -> dict[int, Tensor]:
+    def taps(self) -> dict[int, Tensor] | None:
+        return self.by_lag() if self.width is None else None
+
+    def by_lag(self) -> dict[int, Tensor]:
+        """The weights by how many tokens back they read, (H, P), or in a map (L, H, P).
+
+        In a map a tap reads nothing for the tokens at an end of their row.
+        """
+        found: dict[int, Tensor] = {}
+        for lag, weight in self._weights().items():
+            if isinstance(lag, tuple):
+                assert self.width is not None
+                back = lag[0] * self.width + lag[1]
+                column = torch.arange(self.shape.tokens, device=weight.device) % self.width
+                inside = (column >= lag[1]) & (column < self.width + lag[1])
+                weight = weight * inside[:, None, None]
+            else:
+                back = lag
+            found[back] = found[back] + weight if back in found else weight
+        return found
+
+    def _weights(self) -> dict[int | tuple[int, int], Tensor]:
         """The weights (H, P) of every lag."""
-        taps: dict[int, Tensor] = {}
+        taps: dict[int | tuple[int, int], Tensor] = {}
         for lag, weight in zip(self.lags, self.weight.unbind(-1), strict=True):
             # side by side in memory, as what they multiply
             taps[lag] = taps[lag] + weight if lag in taps else weight.contiguous()
@@ -125,9 +180,9 @@ class ShortConv(Operator):
 class _Stream:
     """A causal convolution, or its adjoint, which keeps as many tokens as it looks back."""
 
-    def __init__(self, conv: ShortConv, transposed: bool) -> None:
+    def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
         self.transposed = transposed
-        self.taps = conv.taps()
+        self.taps = taps
         self.reach = max(self.taps)
         self.is_delay = len(self.taps) == 1 and bool((self.taps[self.reach] == 1).all())
         batch, _, heads, per_head = conv.shape

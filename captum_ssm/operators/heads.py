@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from .base import Operator, Role, Shape
 from .diagonal import Diagonal
 from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
@@ -227,9 +228,7 @@ class SoftmaxHeads(DenseHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
-            matrices = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # their gradients
-            matrices *= self.matrices
-            scores = matrices - self.matrices * matrices.sum(-1, keepdim=True)
+            scores = _of_scores(self.matrices, values, gradient)
             scores *= self._scaling
             query, key = (x.transpose(1, 2) for x in (self.query, self.key))
             found = {"query": scores @ key, "key": scores.mT @ query}
@@ -237,15 +236,104 @@ class SoftmaxHeads(DenseHeads):
         return of_values, {name: x.transpose(1, 2) for name, x in found.items()}
 
 
+class ScoredHeads(DenseHeads):
+    """Causal softmax attention whose scores are the matrices of another operator.
+
+    alpha_h = softmax over j <= i of reads_h[i, j] + (the sum of forget over j+1..i): a token is
+    read less the more is forgotten since (Forgetting Attention), and what its key is by the time it
+    is asked is told by the operator (PaTH).
+
+    Args:
+        reads: the operator.
+        forget: logarithms of decays (B, L, H), at most 0; None for none.
+        per_head: value channels of a head, P.
+        mask: True for real tokens (B, L), which alone read and are read. Default: None, all are.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ScalarDecayHeads
+        >>> from captum_ssm.operators.heads import ScoredHeads
+        >>> none = torch.zeros(1, 3, 1, 1)  # no query asks for anything, and no key answers
+        >>> reads = ScalarDecayHeads(none, none, none[..., 0], None, per_head=4)
+        >>> forget = torch.full((1, 3, 1), 0.5).log()
+        >>> ScoredHeads(reads, forget, per_head=4).dense()[0, 1]  # half as likely a token before
+        tensor([0.3333, 0.6667, 0.0000])
+    """
+
+    def __init__(
+        self,
+        reads: HeadOperator,
+        forget: Tensor | None,
+        per_head: int,
+        mask: Tensor | None = None,
+    ) -> None:
+        self.reads, self.mask = reads, mask
+        self.forget = None if forget is None else forget.detach()
+        self.roles = {**reads.roles, "forget": "step"}
+        self.live = {**reads.live, **with_graphs({"forget": forget})}
+        super().__init__(self._probabilities(), per_head)
+
+    def _probabilities(self) -> Tensor:
+        scores = self.reads.head_matrices()
+        if self.forget is not None:
+            gone = self.forget.double().cumsum(1).transpose(1, 2)  # (B, H, L)
+            scores += (gone[..., None] - gone[:, :, None]).to(scores)
+        seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+        if self.mask is not None:
+            seen = seen & self.mask[:, None, None] & self.mask[:, None, :, None]
+        scores.masked_fill_(~seen, -torch.inf)
+        return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {**super().tensors(), **self.reads.tensors()}
+        return named if self.forget is None else {**named, "forget": self.forget}
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> ScoredHeads:
+        own = dict(coefficients)
+        forget = own.pop("forget", self.forget)
+        reads = self.reads.at(own) if own else self.reads
+        assert isinstance(reads, HeadOperator)
+        return ScoredHeads(reads, forget, self.shape.per_head, self.mask)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with full_precision(values.device):
+            scores = _of_scores(self.matrices, values, gradient)
+        # the scores are what the operator makes of the identity, a channel for each token
+        eye = torch.eye(self.shape.tokens, dtype=scores.dtype, device=scores.device)
+        identity = eye[:, None].expand(*self.shape[:3], -1)
+        _, found = self.reads.backward(identity, scores.transpose(1, 2).contiguous())
+        if self.forget is not None:
+            gone = (scores.sum(-1) - scores.sum(-2)).transpose(1, 2)  # (B, L, H)
+            found = {**found, "forget": gone.flip(1).cumsum(1).flip(1)}
+        return self.transpose(gradient), found
+
+
+def _of_scores(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of what a softmax makes probabilities of, (B, H, L, L).
+
+    Args:
+        matrices: the probabilities.
+        values: what they act on (B, L, H, P).
+        gradient: of what becomes of these.
+    """
+    found = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # that of the probabilities
+    found *= matrices
+    return found - matrices * found.sum(-1, keepdim=True)
+
+
 class HeadCentering(Operator):
     """y = x - mean of x over the value channels of a head: the centering of a frozen LayerNorm.
 
-    The one operator that mixes channels; each channel's own share is 1 - 1/P.
+    It mixes channels; each channel's own share is 1 - 1/P.
 
     Args:
         shape: the sizes acted on.
         like: a tensor of the dtype and device to use.
         component: name of the part it stands for. Default: ``"norm"``.
+        across: whether the mean is that of all channels, of all heads; the share is then 1 - 1/C.
+            Default: False.
+        centred: 1 for the heads that are centred (H,), 0 for those that pass as they are. Default:
+            None, all of them are.
 
     Example:
         >>> import torch
@@ -255,10 +343,20 @@ class HeadCentering(Operator):
         [-2.0, -1.0, 3.0]
     """
 
-    def __init__(self, shape: Shape, like: Tensor, component: str | None = "norm") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        like: Tensor,
+        component: str | None = "norm",
+        across: bool = False,
+        centred: Tensor | None = None,
+    ) -> None:
         self.shape = shape
         self.component = component
-        self._share = like.new_full((1, 1, 1, 1), 1 - 1 / shape.per_head)
+        self.across = across
+        self._of = (-1, -2) if across else (-1,)
+        chosen = like.new_ones(shape.heads) if centred is None else centred
+        self._centred = chosen.detach().to(like)[:, None]  # (H, 1)
 
     @property
     def mixes_tokens(self) -> bool:
@@ -269,20 +367,27 @@ class HeadCentering(Operator):
         return False
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - v.mean(-1, keepdim=True)
+        return v - self._centred * v.mean(self._of, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - u.mean(-1, keepdim=True)
+        return u - (self._centred * u).mean(self._of, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"share": self._share}
+        return {"centred": self._centred}
 
     def select(self, heads: Sequence[int]) -> Operator:
-        shape = self.shape._replace(heads=len(heads))
-        return HeadCentering(shape, self._share, self.component)
+        if self.across:
+            raise OptionError(
+                f"heads={list(heads)} of a norm over all heads: none of them has a mean of its "
+                "own. Ask for heads of per_channel(), where each channel has its own share alone."
+            )
+        shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
+        return HeadCentering(shape, centred, self.component, centred=centred)
 
     def per_channel(self) -> Operator:
-        return Diagonal(self._share, self.shape, self.component)
+        channels = self.shape.per_head * (self.shape.heads if self.across else 1)
+        share = 1 - self._centred / channels
+        return Diagonal(share[None, None], self.shape, self.component)
 
 
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:

@@ -163,7 +163,10 @@ def _error(mixer: Mixer, complaint: str) -> AdapterError:
     adapter = mixer.linearize
     own = getattr(adapter, "__qualname__", type(adapter).__qualname__)
     where = getattr(adapter, "__module__", type(adapter).__module__)
+    like = mixer.architecture.like
+    served = f", which is served with like={like!r}" if like else ""
     return AdapterError(
-        f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}: its adapter {where}.{own} "
+        f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}{served}: its adapter "
+        f"{where}.{own} "
         f"{complaint}. {HOW_TO} says what an adapter returns."
     )

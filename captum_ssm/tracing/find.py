@@ -16,6 +16,7 @@ from ..mixers.registry import (
     adapter_for,
     class_path,
     looks_like_a_mixer,
+    proposal,
     refusal,
     what_is_served,
 )
@@ -235,7 +236,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
             raise refusal(name, module)
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
-            f"{what_is_served()}"
+            f"{proposal(model)}{what_is_served()}"
         )
     return found
 

@@ -164,7 +164,7 @@ class Layer:
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
-        """Where the tokens lie, for a mixer that is called on windows of a map; else None.
+        """Where the tokens lie, for a mixer of a map or of windows of one; else None.
 
         Where no module around it received a map, the mixer is not linearised to be asked: that
         takes memory while the run's graph still takes the most.
@@ -280,6 +280,8 @@ class Layer:
                 return stream
             declared = self.linear.branch_scale
             return stream if declared == 1 else stream * (declared / seen)
+        if self.residual is not None and self.map is not None and self.map.windows is None:
+            return self.map.in_order(self.residual)
         if self.residual is None or self._stream_order is None:
             return self.residual
         return self.residual.index_select(1, self._stream_order.argsort().to(self.residual.device))
@@ -299,7 +301,7 @@ class Layer:
         limit = self.tolerance if tolerance is None else tolerance
         known = self.checked if tolerance is None else None  # a user's is of the whole output
         error = self.reconstruction_error() if known is None else known.strict
-        require_same(self.name, self.architecture, error, limit)
+        require_same(self.name, self.mixer.architecture, error, limit)
 
     def __repr__(self) -> str:
         return f"Layer({self.name!r}, {self.architecture!r})"

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
+from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
 from .find import Mixer
 from .projection import projection_of
@@ -235,26 +236,35 @@ def _double(value: Any) -> Any:
     return value
 
 
-def require_same(name: str, architecture: str, error: float, limit: float) -> None:
+def require_same(name: str, architecture: Architecture, error: float, limit: float) -> None:
     """Raise unless an operator reproduces its module's output.
 
     Args:
         name: the mixer's qualified name.
-        architecture: the family of the mixer.
+        architecture: the registry's entry of the mixer.
         error: see :class:`Errors`.
         limit: the largest error accepted.
 
     Raises:
         ReconstructionError: naming the layer and the error.
     """
-    if not error <= limit:
+    if error <= limit:
+        return
+    found = (
+        f"Layer {name!r} ({architecture.family}): the operator reproduces the module's output with "
+        f"an error of {error:.1e}, more than {limit:.0e}."
+    )
+    if architecture.like:
         raise ReconstructionError(
-            f"Layer {name!r} ({architecture}): the operator reproduces the module's output with an "
-            f"error of {error:.1e}, more than {limit:.0e}. The module is not what its adapter "
-            "expects. If the adapter is yours, correct it; else please report this with the "
-            "model's configuration. A module that is random, as with dropout, or computes in less "
-            "than its dtype can be given a wider bound, as in verify=1e-2."
+            f"{found} {architecture.class_path} is served with like={architecture.like!r}, and it "
+            f"computes something else than that. {HOW_TO} shows how to write an adapter of its "
+            "own, which register_mixer() puts in the place of this one."
         )
+    raise ReconstructionError(
+        f"{found} The module is not what its adapter expects. If the adapter is yours, correct it; "
+        "else please report this with the model's configuration. A module that is random, as with "
+        "dropout, or computes in less than its dtype can be given a wider bound, as in verify=1e-2."
+    )
 
 
 def require_as_it_was(name: str, error: float, limit: float) -> None:

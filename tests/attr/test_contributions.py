@@ -20,7 +20,14 @@ from captum_ssm.attr.vectors.contributions import Contributions, tiles
 from captum_ssm.attr.vectors.taps import ACTIVATIONS
 from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.models.vim import VimMixer
-from captum_ssm.operators import Chain, DenseHeads, HeadCentering
+from captum_ssm.operators import (
+    Chain,
+    DenseHeads,
+    FeedbackRecurrence,
+    HeadCentering,
+    Shape,
+    ShortConv,
+)
 from captum_ssm.tracing import Layer
 
 # float32 against the module, for any draw of the parameters; typical is 2e-7
@@ -31,7 +38,7 @@ EXACT = 1e-12
 # --- the sum is the output ----------------------------------------------------------------------
 
 #: Families of transformers beyond those of the zoo; of its others the mixers are stand-ins.
-MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "xlstm"]
+MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "rwkv7", "xlstm"]
 REST = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
 #: One of every way to mix.
 QUICK = [
@@ -140,7 +147,7 @@ def check_total(layer: Layer, activation: str, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 100, 2000])
-@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "rwkv6", "vim", "gpt_neox"])
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "rwkv6", "rwkv7", "vim", "gpt_neox"])
 def test_tiles_of_any_size(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)
     layers = record(case.model, case.inputs)
@@ -271,6 +278,24 @@ def test_channels_may_not_be_mixed_before_tokens() -> None:
     assert values.any()
     with pytest.raises(UnsupportedMixerError, match="DenseHeads acts after channels were mixed"):
         all_vectors(layer_of(Chain(attention, centering), None))
+
+
+def test_channels_mixed_at_every_step() -> None:
+    """Of each pair of tokens, a matrix of channels; behind it a norm, before it a convolution."""
+    shape = Shape(2, 5, 3, 4)
+    scan = FeedbackRecurrence(*torch.rand(3, *shape), torch.randn(3, 4, 4))
+    conv = ShortConv(torch.randn(3, 4, 2), shape)
+    layer = layer_of(Chain(HeadCentering(shape, scan.decay), scan, conv), None)
+    values = layer.linear.values
+    found = all_vectors(layer)  # (B, L, L, C)
+    for source in range(5):
+        alone = torch.zeros_like(values)
+        alone[:, source] = values[:, source]
+        sent = layer.linear.operator.apply(alone).flatten(2)  # (B, L, C)
+        assert relative_error(found[:, :, source], sent) <= FLOAT32
+    behind = Chain(scan, HeadCentering(shape, scan.decay))
+    with pytest.raises(UnsupportedMixerError, match="FeedbackRecurrence acts after channels"):
+        all_vectors(layer_of(behind, None))
 
 
 def test_centering_alone() -> None:

@@ -106,7 +106,9 @@ def test_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    thorough([*architectures.ZOO, "falcon_h1", "zamba", "rwkv6", "xlstm"], architectures.QUICK),
+    thorough(
+        [*architectures.ZOO, "falcon_h1", "zamba", "rwkv6", "rwkv7", "xlstm"], architectures.QUICK
+    ),
 )
 def test_rows_sum_to_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = a_model(name, monkeypatch)

@@ -20,7 +20,16 @@ from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError, InputError, OptionError, ReconstructionError
 
 TARGET = {"target": (-1, 3)}
-ARCHITECTURES = [*architectures.ZOO, "xlstm", "rwkv6", "bert", "gpt2", "zamba", "kimi_linear"]
+ARCHITECTURES = [
+    *architectures.ZOO,
+    "xlstm",
+    "rwkv6",
+    "rwkv7",
+    "bert",
+    "gpt2",
+    "zamba",
+    "kimi_linear",
+]
 
 
 def total(found: Any) -> Tensor:

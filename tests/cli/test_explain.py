@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm, randomise
+from zoo.vision_language import vision_language_model
 
 import captum_ssm
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaLRP
@@ -24,8 +25,9 @@ from captum_ssm.attr.catalogue import DEFAULT, METHODS
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.cli import explain, main
 from captum_ssm.errors import OptionError
+from captum_ssm.explain.loading import Source, load
 from captum_ssm.linear import FAMILY
-from captum_ssm.models import VisionMamba, load_bundled
+from captum_ssm.models import VisionMamba, VMamba, load_bundled
 from captum_ssm.viz.html.pictures import png
 
 PROMPT = "anna owns the lamp . ? anna owns the"
@@ -211,6 +213,19 @@ def test_a_folder_of_transformers(tmp_path: Path, language_model: Path, target: 
     assert example["explained"] == "the logit of “lamp”, predicted after token 4"
 
 
+@pytest.mark.transformers5
+def test_a_text_of_a_vision_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "seeing"
+    vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    given = ["explain", str(folder), "--text", "anna owns the", "--target", "lamp"]
+    assert main([*given, "--out", str(tmp_path / "numbers.json")]) == 0
+    (example,) = read(tmp_path / "numbers.json")["examples"]
+    assert example["explained"] == "the logit of “lamp”, predicted after token 3"
+    assert main([*given, "--out", str(tmp_path / "report.html")]) == 0
+    assert read_page(tmp_path / "report.html").facts["examples"][0]["maps"]
+
+
 def test_a_folder_with_a_list_of_words(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     folder, out = tmp_path / "trained", tmp_path / "numbers.json"
@@ -285,6 +300,109 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> N
     assert example["explained"] == "the logit of “dog”"
     assert {p["label"] for p in example["predictions"]} == {"cat", "dog"}
     assert len(example["tokens"]) == 5
+
+
+def test_vmamba(tmp_path: Path, picture: Path) -> None:
+    weights, out = tmp_path / "vmamba.safetensors", tmp_path / "out.json"
+    model = VMamba(depths=(1, 1), dims=4, num_classes=3, patch_size=32, patch_embed="v1")
+    save_file(randomise(model).state_dict(), weights)
+    arguments = ["--image", str(picture), "--target", "1", "--method", "LatimFlow"]
+    assert main(["explain", str(weights), *arguments, "--out", str(out)]) == 0
+    (example,) = read(out)["examples"]
+    sums = example["accounts"]["LATIM Flow"]
+    assert len(example["tokens"]) == 49  # 7 x 7 patches of 32 in an image of 224
+    assert sum(example["relevance"]["LATIM Flow"]) + sums["bias"] == pytest.approx(
+        sums["output"], rel=1e-4, abs=1e-5
+    )
+
+
+SEGMENTER = """
+import torch
+from torch import nn
+from transformers import MambaConfig, PreTrainedModel, PretrainedConfig
+from transformers.modeling_outputs import SemanticSegmenterOutput
+from transformers.models.mamba.modeling_mamba import MambaMixer
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own-segmenter"
+
+
+class OwnForSemanticSegmentation(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Conv2d(3, 6, 4, 4)
+        self.mixer = MambaMixer(MambaConfig(hidden_size=6, state_size=2), 0)
+        self.head = nn.Conv2d(6, 2, 1)
+        self.post_init()
+
+    def forward(self, pixel_values):
+        x = self.embed(pixel_values)
+        x = x + self.mixer(x.flatten(2).mT).mT.unflatten(2, x.shape[2:])
+        return SemanticSegmenterOutput(logits=self.head(x))
+"""
+
+
+@pytest.fixture
+def segmenter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A folder with code beside its weights, and the model in it; it answers for 4 x 4 pixels."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    folder, space = tmp_path / "segmenter", {"__name__": "own"}
+    exec(SEGMENTER, space)
+    names = {"id2label": {0: "road", 1: "car"}, "label2id": {"road": 0, "car": 1}}
+    model = randomise(space["OwnForSemanticSegmentation"](space["OwnConfig"](**names)))
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    settings = model.config.to_dict() | {
+        "architectures": ["OwnForSemanticSegmentation"],
+        "auto_map": {
+            "AutoConfig": "own.OwnConfig",
+            "AutoModelForSemanticSegmentation": "own.OwnForSemanticSegmentation",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(SEGMENTER)
+    return folder, model
+
+
+def test_a_model_that_segments_images(
+    tmp_path: Path, picture: Path, segmenter: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = segmenter
+    out, mask = tmp_path / "out.json", tmp_path / "mask.png"
+    shown = torch.zeros(16, 16, 3)
+    shown[4:12, 8:] = 1  # pixels 1 and 2 down, 2 and 3 across
+    mask.write_bytes(png(shown))
+    arguments = ["explain", str(folder), "--image", str(picture), "--trust-remote-code"]
+    arguments += ["--target", "car", "--method", "LatimFlow", "--out", str(out)]
+    image = load(Source(str(folder), trust_remote_code=True)).prepared([picture])
+    with torch.no_grad():
+        logits = model(image).logits[0]
+    given = logits[1][logits.argmax(0) == 1]
+    wanted = {
+        ("--target-mask", str(mask)): logits[1, 1:3, 2:].mean(),
+        ("--target-pixel", "3", "0"): logits[1, 3, 0],
+        (): given.mean() if len(given) else torch.tensor(0.0),
+    }
+    for options, output in wanted.items():
+        assert main([*arguments, *options]) == 0
+        (example,) = read(out)["examples"]
+        assert example["explained"] == "the logit of “car”" and len(example["tokens"]) == 16
+        sums = example["accounts"]["LATIM Flow"]
+        assert sums["output"] == pytest.approx(float(output), rel=1e-4, abs=1e-5)
+        total = sum(example["relevance"]["LATIM Flow"]) + sums["bias"]
+        assert total == pytest.approx(sums["output"], rel=1e-4, abs=1e-5)
+    capsys.readouterr()
+    assert main([*arguments, "--target-pixel", "4", "0"]) == 1
+    assert "the model answers for 4 rows and 4 columns" in capsys.readouterr().err
+    mask.write_bytes(png(torch.zeros(16, 16, 3)))
+    assert main([*arguments, "--target-mask", str(mask)]) == 1
+    assert "mask.png has no light pixels" in capsys.readouterr().err
+    asked = ["explain", "scenes-vim", "--image", str(picture), "--target-pixel", "0", "0"]
+    assert main([*asked, "--out", str(out)]) == 1
+    assert "models that answer for every pixel" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def trained(folder: Path, examples: int) -> None:
 
 def plain_model(folder: Path, examples: int) -> None:
     settings: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6}
-    folders.save_of_package(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
+    folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
 
 
 #: What is written, and where it takes long, the session that writes it.

@@ -7,9 +7,11 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.sessions import full
 from oracles.messages import whole_matrix
 from torch import Tensor
 from zoo.architectures import IMAGES, ZOO, Case, every
+from zoo.networks import NETWORKS
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, LatimFlow, knock_out, trace
@@ -56,6 +58,12 @@ def test_every_edge(case: Case) -> None:
     assert (
         close(effects.matrix(), sum(effects.matrix(i) for i in range(len(effects.layers)))) < 1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["rwkv7", *full("fla RWKV6")])
+def test_every_edge_where_norms_mix_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In RWKV-7 a part of what is read passes by the norm."""
+    test_every_edge(NETWORKS[name](monkeypatch))
 
 
 @every([name for name in ZOO if name not in IMAGES])

@@ -156,7 +156,7 @@ def delta(family: str) -> Callable[[dict[str, Any]], Made]:
     def make(options: dict[str, Any]) -> Made:
         heads, each = options["heads"], options["each"]
         own = {k: options[k] for k in ("hidden_size", "linear_conv_kernel_dim", "hidden_act")}
-        if family == "kimi_linear":
+        if family in ("kimi_linear", "bailing_hybrid", "glm5_next"):
             own |= {"linear_num_heads": heads, "linear_head_dim": options["key"]}
         else:
             own |= {

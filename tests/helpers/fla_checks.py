@@ -109,12 +109,14 @@ class Formula:
     gate: Tensor  # (B, L, H, P), ones without a gate
     keep: Tensor  # (B, L) of 0 and 1; silences values around the convolution
     norm_bias: Tensor | None = None  # (H, P); a norm with a bias also subtracts the head's mean
+    skip: Tensor | None = None  # (H,), of what passes the core by
     activated: bool = False  # whether SiLU stands between the core and the norm
 
     def core_output(self) -> Tensor:
         u = oracles.times(self.conv, self.values * self.keep[..., None, None]) + self.conv_bias
         x = u * self.ratio * self.keep[..., None, None]
-        return torch.einsum("bhij,bjhp->bihp", self.core, x)
+        out = torch.einsum("bhij,bjhp->bihp", self.core, x)
+        return out if self.skip is None else out + self.skip[:, None] * x
 
     def before_projection(self) -> Tensor:
         o = self.core_output()
@@ -139,7 +141,10 @@ class Formula:
         if "activation" in chosen:
             out = oracles.diagonal_matrices(self.ratio, shape) @ out
         out = keep @ out
-        core = self.core.repeat_interleave(shape[3], 1) if "scan" in chosen else eye
+        core = self.core if "scan" in chosen else eye
+        if self.skip is not None and "skip" in chosen:
+            core = core + self.skip[:, None, None] * eye
+        core = core.repeat_interleave(shape[3], 1) if core.dim() == 4 else core
         out = core @ out
         o = self.core_output()
         if self.activated:
@@ -215,6 +220,7 @@ def matrices_agree(
     *,
     compacted: bool,
     tolerance: float = 1e-10,
+    before_projection: Callable[[Tensor], Tensor] = lambda y: y,
     **kwargs: Any,
 ) -> None:
     """The operator against the formula in float64, for every ablation, with and without padding.
@@ -225,6 +231,8 @@ def matrices_agree(
         formula: makes the formula from a float64 layer, its input and its mask.
         compacted: whether the layer drops padded tokens; then each sequence is written alone.
         tolerance: of the comparison.
+        before_projection: what happens to the operator's output before it is projected. Default:
+            nothing.
         **kwargs: passed to the layer.
     """
     layer = copy.deepcopy(layer).double()
@@ -238,7 +246,9 @@ def matrices_agree(
         linear = recorded.linear
         before = linear.operator.affine(linear.values)
         assert before.dtype == torch.float64
-        assert relative_error(linear.output(), layer.o_proj(before.flatten(2))) <= 1e-12
+        projected = before_projection(before).flatten(2)
+        project = layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj
+        assert relative_error(linear.output(), project(projected)) <= 1e-12
         for row in range(3):
             at = mask[row].bool() if compacted else torch.ones(8, dtype=torch.bool)
             wanted = formula(layer, hidden[row : row + 1, at], mask[row : row + 1, at])

@@ -121,6 +121,22 @@ CALLS: dict[str, Callable[[Tensor, Constants], Any]] = {
     "conv3d": lambda x, k: F.conv3d(
         x[:, None, None], k.c[:, :1, :1, None, None], bias=k.c[0, 0, :2]
     ),
+    "conv_transpose1d": lambda x, k: (
+        F.conv_transpose1d(x, k.c.transpose(0, 1)[..., :3], k.c[0, 0, :2], stride=2, padding=1),
+        torch.conv_transpose1d(x, k.c[:1, :, :2].transpose(0, 1), groups=4),
+    ),
+    "conv_transpose2d": lambda x, k: F.conv_transpose2d(
+        x[:, None], k.c[:1, :2, None, :3], bias=k.c[0, 0, :2], stride=2
+    ),
+    "conv_transpose3d": lambda x, k: F.conv_transpose3d(
+        x[:, None, None], k.c[:1, :2, None, None, :3], k.c[0, 0, :2]
+    ),
+    "instance_norm": lambda x, k: (
+        F.instance_norm(x, eps=1e-2),
+        F.instance_norm(x, None, None, k.c[0, :, 0], k.c[0, :, 1], eps=1e-2),
+        F.instance_norm(x, k.c[0, :, 0], k.c[0, :, 1].abs() + 0.2, use_input_stats=False),
+    ),
+    "max_pool3d": lambda x, _: F.max_pool3d(x.view(2, 1, 2, 2, 6), 2),
     "addmm": lambda x, k: (
         torch.addmm(k.c[0, 0, :5], x[0], k.weight.T),
         torch.addmm(x[0], k.c[1, :, :4], k.c[0], beta=0.5, alpha=2),

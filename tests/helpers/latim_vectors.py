@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import architectures, attention, fla_cpu
+from zoo import architectures, attention, fla_cpu, networks
 from zoo.mamba import randomise
 
 from captum_ssm import trace
@@ -26,6 +26,8 @@ def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
         # heads that come out small are divided by their size, which enlarges rounding
         sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
         return architectures.language(package.model("RWKV6", **sizes))
+    if name in ("rwkv7", "fla RWKV7"):
+        return networks.NETWORKS[name](patch)
     if name == "xlstm":
         from transformers import xLSTMConfig, xLSTMForCausalLM
 

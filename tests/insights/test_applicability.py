@@ -48,7 +48,7 @@ DOES_NOT = [
     (Deconvolution, vision, (IMAGE,), "ReLU"),
     (LatimFlow, cnn, (IMAGE,), "No token mixer"),
     (LatimFlow, lambda: cnn().forward, (IMAGE,), "No token mixer"),
-    (LatimFlow, lambda: nn.MultiheadAttention(4, 2), (EMBEDDINGS,), "."),
+    (LatimFlow, lambda: nn.LSTM(4, 2), (EMBEDDINGS,), "."),
     (LatimFlow, lambda: lambda x: x, (IDS,), "No torch.nn.Module"),
     (LatimFlow, mamba_lm, (NUMBERS,), r"float32 of shape \(1, 4\)"),
     (LatimFlow, mamba_lm, (IDS[..., None],), r"int64 of shape \(1, 4, 1\)"),

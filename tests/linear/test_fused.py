@@ -15,6 +15,7 @@ from torch import Tensor
 from zoo import fla_cpu, fla_torch
 
 from captum_ssm import LatimFlow
+from captum_ssm.errors import NotLinearError
 from captum_ssm.linear.fused import unfused
 
 ORIGINALS: dict[str, tuple[str, ...]] = {
@@ -60,6 +61,29 @@ def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: b
     ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
     found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
     assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+class Opaque(torch.autograd.Function):
+    """ReLU squared, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu().square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 * ctx.saved_tensors[0].relu()
+
+
+def test_what_stays_fused_is_named_of_a_batch_too(fla: fla_cpu.FLA) -> None:
+    model = fla.model("RWKV6", norm_eps=fla_checks.EPS)
+    for layer in model.model.layers:
+        layer.ffn.act_fn = Opaque.apply
+    ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
+    for given in ((ids, (-1, 3), mask), (ids[:1], (-1, 3))):
+        with pytest.raises(NotLinearError, match=r"functions of its own \(Opaque\)"):
+            LatimFlow(model).attribute(*given)
 
 
 @pytest.mark.parametrize("rms", [True, False])

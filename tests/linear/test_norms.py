@@ -44,6 +44,11 @@ NORMS = {
     "plain rms": lambda: nn.RMSNorm(6, elementwise_affine=False),
     "group": lambda: nn.GroupNorm(2, 4),
     "plain group": lambda: nn.GroupNorm(4, 4, affine=False),
+    "instance": lambda: nn.InstanceNorm1d(4, affine=True),
+    "plain instance": lambda: nn.InstanceNorm1d(4, eps=1e-2),
+    "instance with statistics": lambda: nn.InstanceNorm1d(
+        4, affine=True, track_running_stats=True
+    ).eval(),
     "batch": lambda: nn.BatchNorm1d(4).eval(),
     "plain batch": lambda: nn.BatchNorm1d(4, affine=False).eval(),
     **{f"by hand, {f}": lambda f=f: HandWritten(f) for f in ("pow", "in place", "norm", "sqrt")},

@@ -19,8 +19,9 @@ CASES: dict[str, dict[str, Any]] = {
     "norm": {"qk_norm": True, "rope_theta": 100.0},
     "bias": {"qkv_bias": True, "num_kv_heads": 1, "window_size": 1},
 }
-#: Families whose models may hold attention in some layers.
-HYBRIDS = [name for name in MODELS if not name.startswith(("Mamba", "Transformer", "Samba"))]
+#: Families whose models may hold attention in some layers; those of RWKV-7 then do not run.
+_OTHERS = ("Mamba", "Mamba2", "Mamba3", "Transformer", "Samba", "RWKV7")
+HYBRIDS = [name for name in MODELS if name not in _OTHERS]
 
 
 def make(fla: FLA, case: str) -> Any:

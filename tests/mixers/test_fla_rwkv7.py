@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import fla_checks
 from helpers.fla_checks import EPS, Formula, conv_parts, record_one
+from helpers.sessions import full, thorough
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.fla_cpu import FLA
@@ -118,12 +119,12 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor, v_first: Tensor | None = N
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", thorough(OPTIONS, ("wide values", "fused norms")))
 def test_reproduces_the_layer(fla: FLA, case: str) -> None:
     fla_checks.reproduces(lambda: make(fla, case), WIDTH)
 
 
-@pytest.mark.parametrize("case", ["plain", "wide values", "one head"])
+@pytest.mark.parametrize("case", ["plain", *full("wide values", "one head")])
 def test_matrices(fla: FLA, case: str) -> None:
     fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=False)
 
@@ -144,7 +145,7 @@ def test_padding_between_tokens(fla: FLA) -> None:
     assert recorded.reconstruction_error() <= fla_checks.FLOAT32
 
 
-@pytest.mark.parametrize("case", ["plain", "fused norms"])
+@pytest.mark.parametrize("case", ["plain", *full("fused norms")])
 def test_typical_error(fla: FLA, case: str) -> None:
     fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
 
@@ -156,7 +157,7 @@ def test_half_precision(fla: FLA) -> None:
 SMALL = {"head_dim": 8, "norm_eps": EPS, **RANKS}
 
 
-@pytest.mark.parametrize("fuse_norm", [False, True])
+@pytest.mark.parametrize("fuse_norm", full(False, True))
 def test_whole_model(fla: FLA, fuse_norm: bool) -> None:
     fla_checks.whole_model(fla.model("RWKV7", fuse_norm=fuse_norm, **SMALL))
 

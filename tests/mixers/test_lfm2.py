@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2: the operator is the module."""
+"""The gated short convolution of LFM2 and LFM3: the operator is the module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ FLOAT32 = 1e-5  # for any draw; typical is 1e-7
 
 def mixer_class(family: str = "lfm2") -> Any:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return getattr(modeling, {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}[family])
+    words = "".join(word.capitalize() for word in family.split("_"))
+    return getattr(modeling, f"{words}ShortConv")
 
 
 def make_mixer(family: str = "lfm2", width: int = 5, **options: Any) -> Any:
@@ -106,7 +107,7 @@ def test_whole_model(bias: bool, family: str) -> None:
     model = make_model(family, conv_bias=bias)
     ids, mask = padded_batch([70, 41, 1])
     layers = hybrid.record(model, ids, attention_mask=mask)
-    assert [layer.architecture for layer in layers] == ["LFM2"] * 3
+    assert [layer.architecture for layer in layers] == ["LFM3" if family == "lfm3" else "LFM2"] * 3
     for layer in layers:
         hybrid.check(layer, FLOAT32)
     hybrid.check_same_logits(model, ids, attention_mask=mask)

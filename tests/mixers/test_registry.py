@@ -208,6 +208,29 @@ def test_registered_names_are_real(mamba_ssm: Any) -> None:
             assert issubclass(getattr(import_module(module), name), nn.Module)
 
 
+@pytest.mark.transformers5
+def test_modules_of_mamba_ssm_are_served_or_mix_no_tokens(mamba_ssm: Any) -> None:
+    """A class that a newer version brings is found here."""
+    from importlib import import_module
+    from pkgutil import iter_modules
+
+    folder = import_module("mamba_ssm.modules")
+    found = set()
+    for each in iter_modules(folder.__path__, "mamba_ssm.modules."):
+        module = import_module(each.name)
+        kinds = [x for x in vars(module).values() if isinstance(x, type)]
+        found |= {x for x in kinds if issubclass(x, nn.Module) and x.__module__ == each.name}
+    served = {a.class_path for a in supported_architectures()}
+    others = {kind.__name__ for kind in found if registry.class_path(kind) not in served}
+    assert others == {"Block", "GatedMLP"} and len(found) == 7
+
+
+@pytest.mark.parametrize("name", ["MHA", "mLSTMCell", "sLSTMLayer", "LSTMCell", "Mamba4"])
+def test_copies_of_mixers_are_refused_by_their_names(name: str) -> None:
+    copied = type(name, (Shift,), {})
+    assert_refused(Net(copied()), "mixers.0", name)
+
+
 @pytest.mark.processes
 def test_asking_imports_no_architecture() -> None:
     code = (

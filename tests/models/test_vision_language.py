@@ -18,7 +18,13 @@ from captum_ssm.tracing import find_mixers
 #: Norms and rotations are computed in float32 whatever the model is in.
 FLOAT32 = 1e-5
 
+pytestmark = pytest.mark.transformers5
+
 every = pytest.mark.parametrize("family", thorough(FAMILIES, ("qwen3_5", "lfm2_vl")))
+#: Those whose towers have no gates, which share relevance with what they let through.
+ungated = pytest.mark.parametrize(
+    "family", thorough([f for f in FAMILIES if f != "glm5_next"], ("qwen3_5", "lfm2_vl"))
+)
 
 
 def padded_text(tokens: int = 7, padding: int = 3) -> tuple[Tensor, Tensor]:
@@ -189,7 +195,7 @@ class Merged:
     model_shows = ("spatial_shapes", "pixel_attention_mask", "image_grid_thw")
 
 
-@every
+@ungated
 def test_relevance_of_patches_is_that_of_a_tower_that_holds_still(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,20 @@ def conv(
     )
 
 
+def map_conv(tokens: int, heads: int = 3, per_head: int = 2, bias: bool = False) -> Case:
+    """Over a map of the tokens, as nearly square as their number allows."""
+    width = max(w for w in range(1, tokens + 1) if tokens % w == 0 and w * w <= tokens)
+    shape = Shape(2, tokens, heads, per_head)
+    lags = [(-1, 0), (0, -1), (0, 0), (1, 2), (1, -1), (0, -1)]
+    weight = _randn(heads, per_head, len(lags))
+    term = _randn(1, 1, heads, per_head) if bias else None
+    return Case(
+        ShortConv(weight, shape, term, lags, width=width),
+        lambda: oracles.map_conv_matrices(weight, lags, width, shape),
+        None if term is None else lambda: term.expand(shape),
+    )
+
+
 def long_conv(tokens: int, heads: int = 3, kernels: int = 2, length: int | None = None) -> Case:
     """``kernels`` per head: as many as it has channels, or 1."""
     shape = Shape(2, tokens, heads, 2)
@@ -223,6 +237,13 @@ CASES: dict[str, Build] = {
     "conv both ways": lambda n: conv(n, lags=(-2, 0, 1, 3), bias=(0, 0, 1, 1)),
     "conv forward only": lambda n: conv(n, lags=(-1, -4)),
     "conv with one far lag": lambda n: conv(n, lags=(7,)),
+    "conv over a map": lambda n: map_conv(n, bias=True),
+    "scan after a conv over a map": lambda n: chain(
+        diagonal(n, 5, 1), total(scan(n), diagonal(n, 5, 1)), map_conv(n, 5, 1)
+    ),
+    "conv over a map in diagonals": lambda n: chain(
+        diagonal(n), map_conv(n), diagonal(n), map_conv(n, bias=True)
+    ),
     "long conv": long_conv,
     "long conv shared by heads": lambda n: long_conv(n, kernels=1),
     "long conv of a short kernel": lambda n: long_conv(n, length=4),

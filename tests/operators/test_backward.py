@@ -16,9 +16,11 @@ from torch.nn.functional import normalize
 from captum_ssm.operators import (
     WKV,
     Chain,
+    DeltaProduct,
     DeltaRule,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     Operator,
     ScalarDecayHeads,
     SelectiveScan,
@@ -29,7 +31,7 @@ from captum_ssm.operators import (
 from captum_ssm.operators.base import Operator as Base
 from captum_ssm.operators.coefficients import Gradients, live_coefficients, vjp
 from captum_ssm.operators.combine import DirectSum
-from captum_ssm.operators.heads import SoftmaxHeads
+from captum_ssm.operators.heads import HeadOperator, ScoredHeads, SoftmaxHeads
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
 BATCH, HEADS, STATES, VALUES = 2, 4, 5, 3
@@ -84,6 +86,27 @@ def elementwise(tokens: int) -> Case:
 
     decay = log_decays(tokens, HEADS).exp()
     return Case({"decay": decay}, lambda z: ElementwiseRecurrence(z["decay"]), plain, 1)
+
+
+def feedback(tokens: int) -> Case:
+    fed = torch.randn(HEADS, VALUES, VALUES, dtype=torch.float64)
+
+    def plain(z: Coefficients, v: Tensor) -> Tensor:
+        state = heard = torch.zeros_like(v[:, 0])
+        out = []
+        for t in range(v.shape[1]):
+            state = z["decay"][:, t] * state + z["write"][:, t] * (v[:, t] + heard)
+            out.append(z["gate"][:, t] * state)
+            heard = torch.einsum("hpq,bhq->bhp", fed.to(v), out[-1])
+        return torch.stack(out, 1)
+
+    given = {name: torch.rand_like(randn(tokens, HEADS, VALUES)) for name in ("decay", "gate")}
+    given["write"] = 0.2 * randn(tokens, HEADS, VALUES)
+    return Case(
+        given,
+        lambda z: FeedbackRecurrence(z["decay"], z["write"], z["gate"], fed.to(z["gate"])),
+        plain,
+    )
 
 
 def wkv(tokens: int) -> Case:
@@ -229,11 +252,68 @@ def softmax(has_mask: bool) -> Callable[[int], Case]:
     return build
 
 
+def delta_product(decays: bool) -> Callable[[int], Case]:
+    writes = (1, 0, 0, 2)
+
+    def build(tokens: int) -> Case:
+        given = {
+            "query": randn(tokens, HEADS, STATES),
+            "key": normalize(randn(tokens, 3, HEADS, STATES), dim=-1),
+            "beta": randn(tokens, 3, HEADS).sigmoid(),
+            **({"log_decay": log_decays(tokens, HEADS)} if decays else {}),
+        }
+
+        def make(z: Coefficients) -> Operator:
+            rows = z["query"], z["key"], z["beta"], z.get("log_decay")
+            return DeltaProduct(*rows, writes, VALUES)
+
+        return Case(given, make, by_loop(token_loops.delta_product, log_decay=None, writes=writes))
+
+    return build
+
+
+def scores(reads: Callable[[int], Case], forgets: bool, padded: bool) -> Callable[[int], Case]:
+    """Softmax attention by the matrices of another operator."""
+
+    def build(tokens: int) -> Case:
+        inner = reads(tokens)
+        given = dict(inner.coefficients)
+        if forgets:
+            given["forget"] = randn(tokens, HEADS).sigmoid().log()
+        mask = torch.ones(BATCH, tokens, dtype=torch.bool)
+        if padded:
+            mask[1, : tokens // 2] = False
+
+        def make(z: Coefficients) -> Operator:
+            own = inner.make({name: x for name, x in z.items() if name != "forget"})
+            assert isinstance(own, HeadOperator)
+            return ScoredHeads(own, z.get("forget"), VALUES, mask if padded else None)
+
+        def plain(z: Coefficients, v: Tensor) -> Tensor:
+            eye = torch.eye(tokens, dtype=torch.float64)[:, None].expand(BATCH, -1, HEADS, -1)
+            found = inner.plain(z, eye)  # (B, i, H, j)
+            rows = []
+            for i in range(tokens):
+                row = [found[:, i, :, j] for j in range(i + 1)]
+                if forgets:
+                    row = [x + z["forget"][:, j + 1 : i + 1].sum(1) for j, x in enumerate(row)]
+                weights = torch.stack(row, -1).exp() * mask[:, None, : i + 1]  # (B, H, j)
+                weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+                out = torch.einsum("bhj,bjhp->bhp", weights, v[:, : i + 1])
+                rows.append(out * mask[:, i, None, None])
+            return torch.stack(rows, 1)
+
+        return Case(given, make, plain)
+
+    return build
+
+
 CASES = {
     "Diagonal": diagonal(1, 1, 1, 1),
     "Diagonal of heads": diagonal(1, 1, 1, 0),
     "Diagonal of channels": diagonal(0, 0, 1, 1),
     "ElementwiseRecurrence": elementwise,
+    "FeedbackRecurrence": feedback,
     "WKV": wkv,
     "SelectiveScan": scan(None),
     "SelectiveScan in groups": scan(2),
@@ -251,6 +331,12 @@ CASES = {
     "DeltaRule of two keys, a decay": delta_rule(HEADS, erase=True, steps=True),
     "DeltaRule of two keys, no decay": delta_rule(erase=True, steps=True),
     "DeltaRule asked by another key": delta_rule(HEADS, erase=True),
+    "DeltaProduct": delta_product(decays=False),
+    "DeltaProduct with a decay": delta_product(decays=True),
+    "ScoredHeads": scores(scalar_decay(HEADS, scaled=False), forgets=True, padded=False),
+    "ScoredHeads by delta rules": scores(
+        delta_rule(erase=True, steps=True), forgets=False, padded=True
+    ),
 }
 
 

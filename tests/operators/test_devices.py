@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from zoo import chunked_kinds
 
-from captum_ssm.operators import Chain, DenseHeads, ElementwiseRecurrence, Operator, Permute
+from captum_ssm.operators import (
+    Chain,
+    DenseHeads,
+    ElementwiseRecurrence,
+    FeedbackRecurrence,
+    Operator,
+    Permute,
+)
 
 
 @contextmanager
@@ -75,3 +82,5 @@ def test_nothing_of_other_kinds_is_made_elsewhere() -> None:
     for operator in (DenseHeads(matrices, 2), ElementwiseRecurrence(decay)):
         check(operator)
         check(Chain(operator, Permute(torch.randperm(6), operator.shape)))
+    factors = torch.rand(3, 2, 6, 3, 4, dtype=torch.float64)
+    check(FeedbackRecurrence(*factors, torch.randn(3, 4, 4, dtype=torch.float64)).per_channel())

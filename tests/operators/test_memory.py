@@ -14,6 +14,7 @@ from captum_ssm.operators import (
     DenseHeads,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     Operator,
     Permute,
     ScalarDecayHeads,
@@ -111,6 +112,17 @@ def elementwise() -> tuple[Operator, Step, int]:
     return ElementwiseRecurrence(decay), step, 1
 
 
+def feedback() -> tuple[Operator, Step, int]:
+    decay, write, gate = torch.rand(3, B, L, H, N).double()
+    fed = torch.randn(H, N, N).double()
+
+    def step(state: Tensor, v: Tensor, t: int) -> Tensor:
+        heard = torch.einsum("hmn,bhn->bhm", fed, gate[:, t - 1] * state[..., 0])
+        return (decay[:, t] * state[..., 0] + write[:, t] * (v + heard))[..., None]
+
+    return FeedbackRecurrence(decay, write, gate, fed), step, N
+
+
 KINDS = {
     "selective scan": selective,
     "scalar decay": scalar,
@@ -120,7 +132,10 @@ KINDS = {
     "delta rule, decay of channels": lambda: delta("channels"),
     "delta rule of two keys": two_keys,
     "elementwise": elementwise,
+    "feedback": feedback,
 }
+#: Those that take what the share is shorter along itself.
+ALONG = ("delta", "feedback")
 
 
 def run(step: Step, values: Tensor, last: int, width: int) -> Tensor:
@@ -188,7 +203,7 @@ def test_what_was_erased_is_all_that_is_missing(kind: str) -> None:
     alone = torch.zeros_like(values)
     alone[:, source] = values[:, source]
     written, left = (run(step, alone, token, width) for token in (source, L - 1))
-    if kind.startswith("delta"):
+    if kind.startswith(ALONG):
         unit = written / written.flatten(2).norm(dim=-1)[..., None, None]
         expected = ((written - left) * unit).sum((-1, -2))
     else:  # entries keep their signs

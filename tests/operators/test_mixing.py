@@ -17,10 +17,12 @@ from captum_ssm import operators
 from captum_ssm.operators import (
     WKV,
     Chain,
+    DeltaProduct,
     DeltaRule,
     DenseHeads,
     Diagonal,
     ElementwiseRecurrence,
+    FeedbackRecurrence,
     HeadCentering,
     LongConv,
     Mixing,
@@ -34,7 +36,7 @@ from captum_ssm.operators import (
     VectorDecayHeads,
 )
 from captum_ssm.operators.combine import DirectSum
-from captum_ssm.operators.heads import SoftmaxHeads
+from captum_ssm.operators.heads import ScoredHeads, SoftmaxHeads
 from captum_ssm.operators.reorder import Windowed, Windows
 
 BATCH, WIDTH, HEADS, VALUES, STATE = 2, 4, 3, 2, 2
@@ -161,6 +163,31 @@ def delta_rule() -> OfData:
     )
 
 
+def feedback() -> OfData:
+    decay, write, gate = (features(HEADS, VALUES) for _ in range(3))
+    fed = randn(HEADS, VALUES, VALUES)
+    return lambda x: FeedbackRecurrence(
+        torch.sigmoid(decay(x)), torch.sigmoid(write(x)), torch.sigmoid(gate(x)), fed
+    )
+
+
+def delta_product() -> OfData:
+    q, k, beta = features(HEADS, STATE), features(2 * HEADS, STATE), features(2 * HEADS)
+    return lambda x: DeltaProduct(
+        q(x),
+        F.normalize(k(x), dim=-1).unflatten(2, (2, HEADS)),
+        torch.sigmoid(beta(x)).unflatten(2, (2, HEADS)),
+        None,
+        [0] * HEADS,
+        VALUES,
+    )
+
+
+def scores() -> OfData:
+    make = retention()
+    return lambda x: ScoredHeads(make(x), None, VALUES)
+
+
 # --- products and sums ---------------------------------------------------------------------
 
 
@@ -171,6 +198,10 @@ def chain(*makers: OfData) -> OfData:
 def backwards(make: OfData) -> OfData:
     """What reads the tokens from the last to the first."""
     return lambda x: make(x.flip(1))
+
+
+def own_shares(make: OfData) -> OfData:
+    return lambda x: make(x).per_channel()
 
 
 def total(*makers: OfData) -> OfData:
@@ -224,6 +255,10 @@ CASES: dict[str, Case] = {
     "retention": Case(retention, "controlled"),
     "gated attention": Case(gated_attention, "controlled"),
     "delta rule": Case(delta_rule, "controlled"),
+    "feedback": Case(feedback, "controlled"),
+    "own shares": Case(lambda: own_shares(feedback()), "controlled"),
+    "delta product": Case(delta_product, "controlled"),
+    "softmax of scores": Case(scores, "controlled"),
     # products
     "S4": Case(lambda: total(long_conv(), skip()), **FIXED),
     "padded S4": Case(lambda: chain(mask(), total(long_conv(), skip()), mask()), **FIXED),

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.sessions import full
+from oracles import token_loops
 from torch import Tensor
 
 from captum_ssm.operators import (
     WKV,
     Chain,
+    DeltaProduct,
     DeltaRule,
     DenseHeads,
     Diagonal,
@@ -111,6 +113,14 @@ def delta_rule(decay: str) -> Callable[[int], tuple[Operator, Tensor]]:
     return make
 
 
+def delta_product(tokens: int) -> tuple[Operator, Tensor]:
+    q, k = randn(BATCH, tokens, HEADS, STATE), randn(BATCH, tokens, 2, HEADS, STATE)
+    beta = 2 * torch.rand(BATCH, tokens, 2, HEADS, dtype=torch.float64)
+    k, g = torch.nn.functional.normalize(k, dim=-1), logs(BATCH, tokens, HEADS)
+    operator = DeltaProduct(q, k, beta, g, [0, 1, 1, 0], VALUES)
+    return operator, token_loops.matrices(token_loops.delta_product, operator)
+
+
 def elementwise(tokens: int) -> tuple[Operator, Tensor]:
     decay = torch.rand(BATCH, tokens, HEADS, dtype=torch.float64)
     decay[0, tokens // 2] = 0  # a hard reset
@@ -139,6 +149,7 @@ CASES = {
     "delta rule": delta_rule("none"),
     "gated delta rule": delta_rule("scalar"),
     "vector-gated delta rule": delta_rule("vector"),
+    "delta product": delta_product,
     "elementwise": elementwise,
     "wkv": rwkv,
     "given": given,

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from captum_ssm.operators import Chain, Shape, ShortConv, generic
+from captum_ssm.errors import OptionError
+from captum_ssm.operators import Chain, HeadCentering, Shape, ShortConv, generic
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 7])
@@ -61,3 +62,48 @@ def test_taps_that_cross_both_ends(tokens: int) -> None:
     assert torch.equal(chain.dense()[0], wanted)
     one = torch.ones(1, 1, 1, 1).double()
     assert torch.equal(generic.contract(chain, one, one)[0], wanted)
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (4, 1), (2, 2), (3, 5)])
+def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int]) -> None:
+    pad = kernel // 2
+    weight = torch.randn(6, 1, kernel, kernel, dtype=torch.float64)
+    bias = torch.randn(6, dtype=torch.float64)
+    x = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)
+    wanted = F.conv2d(x, weight, bias, padding=pad, groups=6)
+    shape = Shape(2, size[0] * size[1], 3, 2)
+    lags = [(pad - i, pad - j) for i in range(kernel) for j in range(kernel)]
+    taps, constant = weight.view(3, 2, -1), bias.view(1, 1, 3, 2)
+    operator = ShortConv(taps, shape, constant, lags, width=size[1])
+    tokens = x.flatten(2).mT.unflatten(-1, (3, 2))
+    assert relative_error(operator.affine(tokens).flatten(2), wanted.flatten(2).mT) <= 1e-13
+    upstream = torch.randn_like(wanted)
+    (pulled,) = torch.autograd.grad(wanted, x, upstream)
+    found = operator.transpose(upstream.flatten(2).mT.unflatten(-1, (3, 2)))
+    assert relative_error(found.flatten(2), pulled.flatten(2).mT) <= 1e-13
+    assert operator.mixes_tokens == (kernel > 1)
+    one = operator.select([2])
+    assert relative_error(one.apply(tokens[:, :, 2:]), operator.apply(tokens)[:, :, 2:]) <= 1e-13
+
+
+def test_rows_of_a_map_end() -> None:
+    """y = 2 x to the right of it, which the last of each row has not."""
+    operator = ShortConv(torch.tensor([[[2.0]]]), Shape(1, 4, 1, 1), lags=[(0, -1)], width=2)
+    wanted = [[0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+    assert operator.dense()[0].tolist() == wanted
+    assert operator.rows(range(4))[0].tolist() == wanted
+    assert operator.taps() is None and operator.stream(False, 1) is None
+
+
+def test_centering_over_all_heads() -> None:
+    shape = Shape(2, 3, 4, 1)
+    x = torch.randn(shape, dtype=torch.float64)
+    centering = HeadCentering(shape, x, across=True)
+    wanted = F.layer_norm(x.flatten(2), (4,), eps=0) * x.flatten(2).std(-1, False, keepdim=True)
+    assert relative_error(centering.apply(x).flatten(2), wanted) <= 1e-13
+    assert torch.equal(centering.transpose(x), centering.apply(x))
+    share = centering.per_channel().dense(None)
+    assert torch.allclose(share, 0.75 * torch.eye(3, dtype=torch.float64))
+    with pytest.raises(OptionError, match=r"heads=\[1\] of a norm over all heads"):
+        centering.select([1])

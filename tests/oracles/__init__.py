@@ -49,6 +49,20 @@ def conv_matrices(weight: Tensor, lags: Sequence[int], shape: Sequence[int]) -> 
     return out
 
 
+def map_conv_matrices(
+    weight: Tensor, lags: Sequence[tuple[int, int]], width: int, shape: Sequence[int]
+) -> Tensor:
+    """Those of a convolution over a map whose taps read rows above and columns to the left."""
+    batch, tokens, heads, per_head = shape
+    out = torch.zeros(batch, heads * per_head, tokens, tokens, dtype=weight.dtype)
+    for token in range(tokens):
+        row, column = divmod(token, width)
+        for (up, left), tap in zip(lags, weight.flatten(0, 1).unbind(-1), strict=True):
+            if 0 <= row - up < tokens // width and 0 <= column - left < width:
+                out[:, :, token, (row - up) * width + column - left] += tap
+    return out
+
+
 def scan_matrices(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n], j <= i.
 

@@ -144,6 +144,7 @@ _PARTS = {
     "Qwen3NextGatedDeltaNet": _qwen3_next_parts,
     "Qwen3_5GatedDeltaNet": _qwen3_5_parts,
     "Qwen3_5MoeGatedDeltaNet": _qwen3_5_parts,
+    "Qwen4ExpTextGatedDeltaNet": _qwen3_5_parts,
     "OlmoHybridGatedDeltaNet": _olmo_parts,
     "KimiLinearDeltaAttention": _kimi_parts,
     "BailingHybridDeltaAttention": _kimi_parts,

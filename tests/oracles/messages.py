@@ -77,7 +77,7 @@ def run_without(
             returned = out
             if layer.map is not None:  # places that hold no token keep what they hold
                 lost = layer.in_order(layer.output) - out
-                returned = layer.output - layer.map.windows.cut(lost[..., None])[..., 0]
+                returned = layer.output - layer.map.as_returned(lost)
             hook = layer.mixer.module.register_forward_hook(_returning(returned))
             stack.callback(hook.remove)
         with trace(model, operators=False):  # which keeps no cache

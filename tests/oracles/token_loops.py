@@ -71,6 +71,25 @@ def delta_rule(operator: Any, v: Tensor) -> Tensor:
     return out
 
 
+def delta_product(operator: Any, v: Tensor) -> Tensor:
+    """S = decay[t] S,   then for each m   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
+
+    y[t] = q[t] . S; v[t, m] is v[t] for heads that write in step m, and else 0.
+    """
+    q, k, beta, v = (x.double() for x in (operator.query, operator.key, operator.beta, v))
+    out, state = torch.empty_like(v), 0 * (k[:, 0, 0, :, :, None] * v[..., 0, :, None, :])
+    for t in range(v.shape[-3]):
+        if operator.log_decay is not None:
+            state = state * operator.log_decay[:, t, :, None, None].double().exp()
+        for m in range(k.shape[2]):
+            own = torch.tensor([float(step == m) for step in operator.writes]).double()
+            key, given = k[:, t, m, :, :, None], (v[..., t, :, :] * own[:, None])[..., None, :]
+            missing = given - (key * state).sum(-2, keepdim=True)
+            state = state + beta[:, t, m, :, None, None] * key * missing
+        out[..., t, :, :] = (q[:, t, :, :, None] * state).sum(-2)
+    return out
+
+
 def matrices(loop: Loop, operator: Any) -> Tensor:
     """The matrix of every head (B, H, L, L): what the loop makes of unit tokens."""
     batch, tokens, heads, _ = operator.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from captum_ssm.errors import ReconstructionError
+from captum_ssm.mixers import Architecture
 from captum_ssm.tracing.verification import (
     TOLERANCES,
     Errors,
@@ -93,10 +95,13 @@ def test_outputs_of_zero() -> None:
 
 
 def test_what_is_said_of_another_output() -> None:
-    require_same("layers.3.mixer", "Mamba", error=1e-5, limit=1e-5)
+    mamba = Architecture("Mamba", "some", "some.Mixer")
+    require_same("layers.3.mixer", mamba, error=1e-5, limit=1e-5)
     for error in (2e-5, float("nan"), float("inf")):
         with pytest.raises(ReconstructionError) as caught:
-            require_same("layers.3.mixer", "Mamba", error, limit=1e-5)
+            require_same("layers.3.mixer", mamba, error, limit=1e-5)
         text = str(caught.value)
         assert "'layers.3.mixer' (Mamba)" in text and f"an error of {error:.1e}, more than" in text
-        assert "verify=1e-2" in text
+        assert "verify=1e-2" in text and "like=" not in text
+    with pytest.raises(ReconstructionError, match=r"some\.Mixer is served with like='its\.Model'"):
+        require_same("layers.3.mixer", replace(mamba, like="its.Model"), 2e-5, limit=1e-5)

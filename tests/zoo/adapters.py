@@ -14,11 +14,14 @@ from zoo import (
     architectures,
     delta,
     fla_cpu,
+    fla_references,
     mamba2_simple_cpu,
     mamba3_cpu,
     mamba_ssm_cpu,
+    mambapy,
     networks,
     short_conv,
+    xlstm_cpu,
 )
 from zoo.mamba import randomise
 
@@ -59,24 +62,59 @@ def striped_hyena(patch: pytest.MonkeyPatch) -> architectures.Case:
     return architectures.language(randomise(model))
 
 
+def mamba_ssm_attention(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Beside a layer of Mamba, with a convolution."""
+    package = mamba_ssm_cpu.install(patch, causal_conv1d=False)
+    return architectures.language(randomise(package.make_hybrid(d_conv=3)))
+
+
+def xlstm_large(patch: pytest.MonkeyPatch) -> architectures.Case:
+    return architectures.language(xlstm_cpu.large())
+
+
+def xlstm_blocks(patch: pytest.MonkeyPatch) -> architectures.Case:
+    """Those of mLSTM and of sLSTM."""
+    return architectures.language(xlstm_cpu.blocks())
+
+
 def of_fla(patch: pytest.MonkeyPatch, name: str, **options: Any) -> architectures.Case:
     """A layer of flash-linear-attention of which it has no model."""
     layer = fla_cpu.install(patch).layer(name, hidden_size=16, num_heads=2, **options)
     return architectures.Case(layer, torch.randn(2, 9, 16))
 
 
-def of_delta(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
-    return architectures.language(delta.Family(family, patch).model())
+def of_delta(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    return architectures.language(delta.Family(family, patch).model(**options))
 
 
 def of_short_convolutions(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
     return architectures.language(short_conv.make_model(family))
 
 
+def of_reference(patch: pytest.MonkeyPatch, family: str) -> architectures.Case:
+    """A model of flash-linear-attention whose kernels are the package's references."""
+    options = fla_references.MODELS[family]
+    return architectures.language(fla_cpu.install(patch).model(family, norm_eps=0.05, **options))
+
+
+def of_mambapy(patch: pytest.MonkeyPatch, family: str, **options: Any) -> architectures.Case:
+    model = mambapy.MODELS[family](patch, **options)
+    if family in ("vision", "deeptab"):
+        return architectures.Case(model, torch.randn(2, 9, 8))
+    return architectures.language(model)
+
+
+#: Those whose blocks return what their routers said, so that no one activation is theirs.
+WITH_ROUTERS = ("mambapy jamba", "mambapy jamba with norms")
+#: Those whose tokens are mixed before the layers read them.
+MIXED_BEFORE = ("qwen4_exp with n-grams",)
 ADAPTERS: dict[str, architectures.Make] = {
     **networks.NETWORKS,
     "mamba3": mamba3,
     "mamba2 simple": mamba2_simple,
+    "mamba_ssm attention": mamba_ssm_attention,
+    "xlstm large": xlstm_large,
+    "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
     "caduceus of both strands": caduceus,
     "caduceus of one strand": partial(caduceus, rcps=False),
@@ -85,7 +123,20 @@ ADAPTERS: dict[str, architectures.Make] = {
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},
-    **{f"{name} of delta rules": partial(of_delta, family=name) for name in delta.FAMILIES},
+    **{f"fla {each}": partial(of_reference, family=each) for each in fla_references.MODELS},
+    **{
+        f"{name} of delta rules": partial(of_delta, family=name)
+        for name in delta.FAMILIES
+        if name != "qwen4_exp"
+    },
+    "mambapy": partial(of_mambapy, family="mamba"),
+    "mambapy mamba2": partial(of_mambapy, family="mamba2"),
+    "mambapy jamba": partial(of_mambapy, family="jamba"),
+    "mambapy vision": partial(of_mambapy, family="vision"),
+    "mambapy jamba with norms": partial(of_mambapy, family="jamba", inner_layernorms=True),
+    "deeptab": partial(of_mambapy, family="deeptab"),
+    "deeptab, both directions": partial(of_mambapy, family="deeptab", bidirectional=True),
+    **dict.fromkeys(MIXED_BEFORE, partial(of_delta, family="qwen4_exp", **delta.N_GRAMS)),
     **{
         f"{name} of short convolutions": partial(of_short_convolutions, family=name)
         for name in short_conv.FAMILIES

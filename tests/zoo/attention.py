@@ -239,6 +239,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_intermediate_size": 7,
         },
     ),
+    "lfm3": (
+        "Lfm3ForCausalLM",
+        "Lfm3Config",
+        {
+            **_GROUPED,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "head_dim": 8,
+            "pad_token_id": 0,
+        },
+    ),
     "recurrent_gemma": (
         "RecurrentGemmaForCausalLM",
         "RecurrentGemmaConfig",

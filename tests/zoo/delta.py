@@ -54,7 +54,7 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 3,
     "kv_lora_rank": 6,
 }
-_LATENT_EXPERTS: dict[str, Any] = {
+LATENT_EXPERTS: dict[str, Any] = {
     **_LATENT,
     **_WIDE,
     "num_local_experts": 4,
@@ -65,7 +65,27 @@ _LATENT_EXPERTS: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "experts_implementation": "eager",
 }
+INDEXED: dict[str, Any] = {
+    "qk_rope_head_dim": 0,
+    "q_lora_rank": 5,
+    "index_topk": 4,
+    "index_kpool": 2,
+    "index_head_dim": 3,
+    "index_n_heads": 2,
+    "hc_mult": 2,
+}
 
+#: Two streams between the layers, and attention to four tokens that an indexer chooses.
+_STREAMS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "hc_count": 2,
+    "hc_lowrank": 5,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
 #: By model: common name, mixer class, model class, config class and options.
 _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -103,12 +123,19 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "KimiLinearConfig",
         {**_LATENT, **_WIDE, "mlp_layer_types": ["dense"] * 3},
     ),
+    "qwen4_exp": (
+        "Qwen4-Exp",
+        "Qwen4ExpTextGatedDeltaNet",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpTextConfig",
+        {**_GROUPED, **_EXPERTS, **_STREAMS, "head_dim": 8, "output_gate_type": "sigmoid"},
+    ),
     "bailing_hybrid": (
         "Ling 3",
         "BailingHybridDeltaAttention",
         "BailingHybridForCausalLM",
         "BailingHybridConfig",
-        {**_LATENT_EXPERTS, "num_key_value_heads": None},
+        {**LATENT_EXPERTS, "num_key_value_heads": None},
     ),
     "glm5_next": (
         "GLM-5.3-Flash",
@@ -116,14 +143,8 @@ _CLASSES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "Glm5NextForConditionalGeneration",
         "Glm5NextTextConfig",
         {
-            **_LATENT_EXPERTS,
-            "qk_rope_head_dim": 0,
-            "q_lora_rank": 5,
-            "index_topk": 4,
-            "index_kpool": 2,
-            "index_head_dim": 3,
-            "index_n_heads": 2,
-            "hc_mult": 2,
+            **LATENT_EXPERTS,
+            **INDEXED,
         },
     ),
 }
@@ -136,6 +157,17 @@ _OWN_NAMES = {
     },
 }
 FAMILIES = tuple(_CLASSES)
+#: Embeddings of pairs and triples of tokens, mixed by a convolution, for the first layer.
+N_GRAMS: dict[str, Any] = {
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 12,
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 1,
+}
 
 
 class Family:
@@ -162,7 +194,7 @@ class Family:
         if self._name != "glm5_next":
             return randomise(self._model(config))
         model = self._model(_with_vision(config))
-        del model.model.visual  # its attention has no adapter
+        del model.model.visual  # which reads images; these models are given texts
         return randomise(model)
 
 

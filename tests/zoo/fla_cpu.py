@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo import mamba3_cpu
+from zoo import fla_references, mamba3_cpu
 from zoo.fla_torch import (
     ACTIVATIONS,
     attention,
@@ -64,6 +64,7 @@ LAYERS = {
     "LightNetAttention": "lightnet",
     "GatedSlotAttention": "gsa",
     "Attention": "attn",
+    **fla_references.LAYERS,
 }
 #: Families of language models, and what makes them small.
 MODELS: dict[str, dict[str, Any]] = {
@@ -184,6 +185,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FLA:
     modules = _modules()
     _use_torch(monkeypatch, modules)
     _use_references(monkeypatch, modules.layers)
+    fla_references.use(monkeypatch, modules.layers)
     return FLA(modules.layers)
 
 

@@ -109,6 +109,16 @@ class MambaSSM:
         config = self._config(d_model=d_model, ssm_cfg=small | ssm_cfg, **options)
         return self.MambaLMHeadModel(config)
 
+    def make_hybrid(self, d_model: int = 8, *, d_intermediate: int = 0, **options: Any) -> Any:
+        """A language model whose second layer is attention; ``options`` are those of ``MHA``."""
+        small = {"num_heads": 4, "num_heads_kv": 2, "causal": True}
+        return self.make_lm(
+            d_model,
+            attn_layer_idx=[1],
+            attn_cfg=small | options,
+            d_intermediate=d_intermediate,
+        )
+
     def _path(self, fused: bool | None) -> bool:
         if fused and not self._causal_conv1d:
             raise ValueError("fused mixers need the mamba_ssm_fused fixture")
@@ -158,6 +168,7 @@ def _use_references(
     block = modules["mamba_ssm.modules.block"]
     mamba = modules["mamba_ssm.modules.mamba_simple"]
     mamba2 = modules["mamba_ssm.modules.mamba2"]
+    attention = modules["mamba_ssm.modules.mha"]
     lm = modules["mamba_ssm.models.mixer_seq_simple"]
 
     def add_norm(
@@ -204,7 +215,7 @@ def _use_references(
         return ssd.mamba_split_conv1d_scan_ref(*args, **options)
 
     conv = causal_conv1d if with_causal_conv1d else None
-    for module in (scan, ssd, mamba, mamba2):
+    for module in (scan, ssd, mamba, mamba2, attention):
         monkeypatch.setattr(module, "causal_conv1d_fn", conv)
     for module in (mamba, mamba2):
         monkeypatch.setattr(module, "causal_conv1d_update", None)

@@ -14,9 +14,10 @@ import torch
 from helpers.versions import named
 from oracles import rwkv7 as rwkv7_oracle
 from oracles import vim as vim_oracle
-from torch import Tensor
+from oracles import vmamba as vmamba_oracle
+from torch import Tensor, nn
 
-from captum_ssm.models import RWKV7, VisionMamba
+from captum_ssm.models import RWKV7, VisionMamba, VMamba
 from zoo import architectures, attention, fla_cpu, mamba2
 from zoo.mamba import randomise
 
@@ -38,6 +39,25 @@ _VIM: dict[str, dict[str, Any]] = {
     "one direction": {"bimamba_type": "none"},
     "shared directions": {"bimamba_type": "v1", "rms_norm": False},
 }
+
+
+#: Stages of 4 x 6 and 2 x 3 tokens, and of 4 x 5 and 2 x 3.
+_VMAMBA: dict[str, dict[str, Any]] = {
+    "without gate": {"depths": (1, 2), "mlp_ratio": 2.0, "conv_bias": False, "downsample": "v3"},
+    "with gate": {
+        "depths": (1, 1),
+        "forward_type": "v0",
+        "patch_embed": "v1",
+        "downsample": "v1",
+        "mlp_ratio": 0.0,
+    },
+}
+
+
+def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
+    model = VMamba(**{"dims": 6, "num_classes": 5, "d_state": 2} | options)
+    size = (16, 24) if options["downsample"] == "v3" else (16, 20)
+    return architectures.pictures(vmamba_oracle.randomise(model), size)
 
 
 def vim(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
@@ -138,13 +158,14 @@ NETWORKS: dict[str, Make] = (
     | {f"{f} with attention": partial(transformer, family=f) for f in attention.FAMILIES}
     | {f"fla {family}": partial(fla, family=family) for family in _FLA}
     | {f"vim, {form}": partial(vim, **options) for form, options in _VIM.items()}
+    | {f"vmamba {form}": partial(vmamba, **options) for form, options in _VMAMBA.items()}
     | {"rwkv7": rwkv7, "xlstm": xlstm, "olmo_hybrid": olmo_hybrid, "kimi_linear": kimi_linear}
 )
 del NETWORKS["olmo_hybrid with attention"]  # its other layers stand for nothing there
 
 #: Nothing in these is computed in float32 if the model is in float64.
 DOUBLE = (
-    *(name for name in NETWORKS if name.startswith("vim")),
+    *(name for name in NETWORKS if name.startswith(("vim", "vmamba"))),
     *(
         "rwkv",
         "rwkv7",
@@ -168,6 +189,7 @@ MASKED = (
     *("granitemoehybrid", "nemotron_h", "qwen3_next", "lfm2", "zamba with attention"),
     *("llama with attention", "mistral with attention", "kimi_linear"),
     *("olmo_hybrid", "fla RetNet", "fla HGRN2", "fla GLA", "fla DeltaNet", "fla GatedDeltaNet"),
+    "fla RWKV7",
 )
 
 
@@ -206,4 +228,4 @@ def embedding(model: Any) -> Any:
     """The layer that looks up token ids."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return model.backbone.embedding
+    return next(module for module in model.modules() if isinstance(module, nn.Embedding))

@@ -24,10 +24,21 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 7,
     "experts_implementation": "eager",  # the others know no float64
 }
+#: Attention in windows, rotations of half a head, and taps that reach seven tokens.
+_GATED: dict[str, Any] = {
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "head_dim": 8,
+    "norm_eps": 0.05,  # norms of few channels that do not blow rounding errors up
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 #: By model: config class, model class and options.
 _CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", _EXPERTS),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", _GATED),
 }
 FAMILIES = tuple(_CLASSES)
 

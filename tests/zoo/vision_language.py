@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.versions import named
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.delta import without_kernels
+from zoo.architectures import Case, Make
+from zoo.delta import INDEXED, LATENT_EXPERTS, without_kernels
 from zoo.mamba import randomise
 
 #: The token in whose place a feature of an image stands, and the size of the vocabulary.
@@ -56,6 +58,15 @@ _QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 16,
     "num_position_embeddings": 16,
 }
+_GLM: dict[str, Any] = {
+    **_TEXT,
+    **LATENT_EXPERTS,
+    **INDEXED,
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
+_GLM_TOWER = {k: v for k, v in _QWEN_TOWER.items() if k != "num_position_embeddings"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _SIGLIP: dict[str, Any] = {
     **_TOWER,
@@ -64,51 +75,35 @@ _SIGLIP: dict[str, Any] = {
     "num_patches": 16,
     "vision_use_head": False,
 }
-_LFM3_TOWER: dict[str, Any] = {
-    **_TOWER,
-    **_CONV,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "temporal_patch_size": 1,
-}
 
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN, _QWEN_TOWER),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
+    "glm5_next": ("Glm5Next", _GLM, _GLM_TOWER),
     "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
-    "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),
 }
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl")
+FAMILIES = tuple(_MODELS)
 
 
 def vision_language_model(
-    family: str,
-    patch: pytest.MonkeyPatch,
-    head: str = "ForConditionalGeneration",
-    text: dict[str, Any] | None = None,
+    family: str, patch: pytest.MonkeyPatch, head: str = "ForConditionalGeneration"
 ) -> Any:
-    """The family's model in float64; ``text`` has more options of its text's configuration."""
-    stem, text_options, tower = _MODELS[family]
-    for module in {family, *_PARTS.get(family, ())}:
-        without_kernels(
-            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), patch
-        )
+    """The family's model in float64."""
+    stem, text, tower = _MODELS[family]
+    own = family.removesuffix("_vl")  # where the mixers of the text are
+    without_kernels(importlib.import_module(f"transformers.models.{own}.modeling_{own}"), patch)
     config = named(f"{stem}Config")(
-        text_config=text_options | (text or {}),
+        text_config=text,
         vision_config=tower,
         image_token_id=IMAGE,
         projector_hidden_size=14,
         num_labels=3,
         pad_token_id=0,
     )
-    if "experts_implementation" in text_options:
+    if "experts_implementation" in text:
         config.text_config._experts_implementation = "eager"
     return randomise(named(stem + head)(config).double())
-
-
-_PARTS: dict[str, tuple[str, ...]] = {"lfm2_vl": ("lfm2",), "lfm3_vl": ("lfm3",)}
 
 
 @dataclass(frozen=True)
@@ -185,3 +180,50 @@ def pictured(family: str, grids: Sequence[Sequence[tuple[int, int]]]) -> Picture
     if family.startswith("qwen"):
         shown["mm_token_type_ids"] = (ids == IMAGE).long()
     return Pictured(ids, torch.randn(int(count.sum()), 12).double(), shown, *of_whom)
+
+
+class TowerForClassification(nn.Module):
+    """Classes of images, by the mean of what a tower makes of their patches.
+
+    Args:
+        family: of the tower.
+    """
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.family = family
+        stem, _, options = _TOWERS[family]
+        config = named(f"{stem}VisionConfig")(**options)
+        self.tower = named(f"{stem}VisionModel")(config)
+        self.head = nn.Linear(16 if family.startswith("qwen") else 8, 3)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if self.family == "siglip":  # (B, 3, H, W), the others' patches are (B, L, F)
+            return self.head(self.tower(pixels).last_hidden_state.mean(1))
+        batch, size = len(pixels), torch.full((len(pixels), 2), 4)
+        if self.family == "siglip2":
+            kept = torch.ones(pixels.shape[:2], dtype=torch.long)
+            found = self.tower(pixels, pixel_attention_mask=kept, spatial_shapes=size)
+            return self.head(found.last_hidden_state.mean(1))
+        frames = torch.cat([torch.ones(batch, 1, dtype=torch.long), size], 1)
+        merged = self.tower(pixels.flatten(0, 1), grid_thw=frames).pooler_output
+        return self.head(merged.view(batch, 4, -1).mean(1))
+
+
+_IMAGES: dict[str, Any] = {k: v for k, v in _SIGLIP.items() if k != "num_patches"}
+_TOWERS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", (2, 16, 12), _QWEN_TOWER),
+    "qwen3_5_moe": ("Qwen3_5Moe", (2, 16, 12), _QWEN_TOWER),
+    "siglip": ("Siglip", (2, 3, 8, 8), {**_IMAGES, "image_size": 8}),
+    "siglip2": ("Siglip2", (2, 16, 12), _SIGLIP),
+}
+
+
+def _tower(_: pytest.MonkeyPatch, family: str) -> Case:
+    return Case(randomise(TowerForClassification(family)), torch.randn(_TOWERS[family][1]))
+
+
+#: A small model of every tower that has an adapter.
+TOWERS: dict[str, Make] = {
+    f"tower of {family}": functools.partial(_tower, family=family) for family in _TOWERS
+}

@@ -32,19 +32,20 @@ class PatchGrid:
         self.model = model
         # a model may call a block's parts itself, so that only the mixer's own call is seen
         mixers = registered_mixers(model)
+        self.mixers = [m.module for m in mixers]
         self.blocks = list(dict.fromkeys(x for m in mixers for x in (*m.blocks, m.module)))
         self.grid: tuple[int, int] | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note the grid of convolutions run inside the ``with`` until a mixer's block runs."""
+        """Note the grid of convolutions run inside the ``with`` until a mixer runs."""
         reached = False
 
         def see_grid(module: nn.Module, args: Any, output: Any) -> None:
             if not reached and isinstance(output, Tensor) and output.dim() == 4:
                 self.grid = (output.shape[-2], output.shape[-1])
 
-        def see_block(module: nn.Module, args: Any) -> None:
+        def see_mixer(module: nn.Module, args: Any) -> None:
             nonlocal reached
             reached = True
 
@@ -52,8 +53,8 @@ class PatchGrid:
         with ExitStack() as stack:
             for convolution in convolutions:
                 stack.enter_context(hooked(convolution.register_forward_hook, see_grid))
-            for block in self.blocks:
-                stack.enter_context(hooked(block.register_forward_pre_hook, see_block))
+            for mixer in self.mixers:
+                stack.enter_context(hooked(mixer.register_forward_pre_hook, see_mixer))
             yield
 
     def sums(self, pixels: Tensor) -> Tensor:

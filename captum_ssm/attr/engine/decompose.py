@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...errors import GradientModeError, NotLinearError, OptionError
+from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
-from ..call import checks
 from ..call.layout import of_given
 
 #: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
@@ -104,105 +102,6 @@ class Parts(Protocol):
         """What is left (B,)."""
 
 
-#: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
-Baseline = None | float | Literal["mean"] | Tensor
-#: The same, one for each of several inputs, or as the one in a tuple.
-Baselines = Baseline | tuple[Baseline, ...]
-
-
-def out_of_tuple(baselines: Baselines) -> Baselines:
-    """Baselines as they are where they came in a tuple, as the inputs may."""
-    if isinstance(baselines, tuple) and len(baselines) == 1:
-        return baselines[0]
-    return baselines
-
-
-def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
-    """What relevance of each further input is in comparison with; None for 0.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for, one for each.
-
-    Raises:
-        OptionError: for what cannot be a baseline of that input.
-    """
-    return [
-        None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
-        for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
-    ]
-
-
-def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
-    """The input that relevance is in comparison with, as the network's root; None for 0.
-
-    Args:
-        network: the network, after its forward run.
-        baselines: what the user asked for.
-
-    Raises:
-        OptionError: for what cannot be a baseline of this input.
-    """
-    root = network.root.detach()
-    if baselines is None:
-        return None
-    inner = network.begins is not None
-    if isinstance(baselines, str):
-        checks.choice("baselines", baselines, ("mean",))
-        return _mean(network, root)
-    looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
-    if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
-        return network.mode.looked_up(baselines)
-    if inner:
-        return _standing_in(baselines, root, "a layer", "None, 'mean'")
-    return _standing_in(
-        baselines, root, "embeddings", "None, 'mean'", ", or token ids where inputs are ids"
-    )
-
-
-def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
-    """A number or a tensor as a baseline of the shape of what it stands in for.
-
-    Args:
-        found: the number or tensor.
-        start: what it stands in for.
-        what: what that is called.
-        words: what is accepted besides.
-        ids: what else is, at the end of a sentence. Default: ``""``, nothing.
-    """
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        baseline = torch.as_tensor(found).to(start).expand_as(start)
-        if not isinstance(found, bool) and bool(baseline.isfinite().all()):
-            return baseline
-    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
-    raise OptionError(
-        f"baselines={got} cannot stand in for {what} of shape {tuple(start.shape)}. Pass {words}, "
-        f"a finite number, a tensor of that shape{ids}."
-    )
-
-
-def _mean(network: Network, root: Tensor) -> Tensor:
-    """The mean over the real tokens of each example, or over the pixels of an image."""
-    site, mask = network.begins, network.mask
-    in_heads = site is not None and site.at == "heads"
-    if root.dim() != 3 and not in_heads:
-        if site is not None:
-            raise OptionError(
-                f"baselines='mean', which some rules take where none are given, is over tokens, "
-                f"and layer {site.name!r} of shape {tuple(root.shape)} is not (B, L, E). Pass a "
-                "number, or a tensor of that shape."
-            )
-        dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
-        return root.mean(dims, keepdim=True).expand_as(root)
-    keep = root.new_ones(root.shape[:2])
-    if mask is not None and mask.shape == root.shape[:2]:
-        keep = mask.to(root)
-    each = root.flatten(2)
-    total = keep.sum(1).clamp_min(1)[:, None, None]
-    mean = (each * keep[..., None]).sum(1, keepdim=True) / total
-    return mean.expand_as(each).view_as(root)
-
-
 def decompose(
     network: Network,
     output: Tensor,
@@ -244,20 +143,20 @@ def decompose(
         found: Tensor = gradient * value.detach()
         return found
 
-    def tokens() -> Tensor:
-        found = parted()
+    def tokens(of_mixer: Tensor) -> Tensor:
+        found = _in_a_row(parted(), of_mixer)
         return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
     past = parted() if passing else None
     each = [[next(parts)[0] for _ in others]]
     streams, mixers = [], []
     for step in steps:
-        entering = [tokens() for _ in step.entering]
+        entering = [tokens(step.output) for _ in step.entering]
         if entering:
             streams.append(sum(entering[1:], entering[0]))
-        mixers.append(tokens())
+        mixers.append(tokens(step.output))
     if len(output) > 1 and (others or apart):
-        each, biases = _apart(ledger, output, constant, others)
+        each, biases = _apart(ledger, output, constant, root, others)
     if baseline is not None:
         biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
         inputs = gradient * (value.detach() - baseline)
@@ -284,18 +183,29 @@ def decompose(
     return replace(found, roles=_by_role(network, output, baseline, found.tokens))
 
 
+def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
+    """The tokens of a map (B, h, w, E) as those of a mixer (B, L, E), where they are the same."""
+    same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
+    return x.reshape(like.shape) if same else x
+
+
 def _apart(
-    ledger: Ledger, output: Tensor, constant: Tensor | None, others: Sequence[Tensor]
+    ledger: Ledger,
+    output: Tensor,
+    constant: Tensor | None,
+    root: Tensor,
+    others: Sequence[Tensor],
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """By example the gradients of further inputs, and what each constant adds (B,)."""
     passes = []
     for i in range(len(output)):
         own = None if constant is None else constant[i : i + 1]
-        passes.append(account(ledger, output[i : i + 1], own, others))
+        # that of the root, too, for a backward pass needs something to go to
+        passes.append(account(ledger, output[i : i + 1], own, [root, *others]))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
     biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
-    return [gradients for gradients, _ in passes], biases
+    return [gradients[1:] for gradients, _ in passes], biases
 
 
 def _with_others(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import InputError, OptionError
+from ...errors import InputError
 from ...linear import Network, Rule, linearised
 from ...operators.kernels.arithmetic import unseen
 from ..call import checks
@@ -25,12 +25,10 @@ from ..call.targets import (
     several,
     target_index,
 )
+from .baselines import Baselines, baseline_of, baselines_of_others, one_each
 from .decompose import (
-    Baselines,
     Decomposition,
     Parts,
-    baseline_of,
-    baselines_of_others,
     decompose,
     exact,
     not_linear,
@@ -238,23 +236,10 @@ def _each_decomposed(
         apart: whether examples are told apart by passes of their own. Default: False.
     """
     numbers = numbers_of(network, output, kept, questions)
-    one, *rest = _one_each(baselines, 1 + len(network.mode.others))
+    one, *rest = one_each(baselines, 1 + len(network.mode.others))
     start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
     more = (start, of_others, rules.by_role, rules.features, apart)
     return [decompose(network, number, constant, *more) for number, constant in numbers]
-
-
-def _one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
-    """Baselines for each of several inputs."""
-    if inputs == 1 or baselines is None:
-        return [baselines, *[None] * (inputs - 1)]
-    if not isinstance(baselines, tuple) or len(baselines) != inputs:
-        got = f"holds {len(baselines)}" if isinstance(baselines, tuple) else f"is {baselines!r}"
-        raise OptionError(
-            f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of one for each, "
-            "with None where it is the default."
-        )
-    return baselines
 
 
 def numbers_of(

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ...errors import UnsupportedMixerError
 from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
+from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import at_positions
 from ...operators.readings.scan_tiles import tiles as scan_tiles
+from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
 from .scanned import scanned
@@ -184,10 +186,20 @@ def _tiles_by_query(
 
 def _rows(path: Path, index: Tensor) -> Tensor:
     """What reaches queries ``index`` (B, q) from each token along a path, (q, B, L, H, P)."""
-    local, core = local_and_core(path.operator, like=path.shares[0][1])
-    rows = _sent(core.unit_rows(index.T), path.shares)
-    for part in reversed(local):
-        rows = _at_token(part, rows, index)
+
+    def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
+        if _mixes_channels(core):
+            units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
+            each = (_sent(core.unit_rows(index.T, unit), path.shares).sum(-1) for unit in units)
+            rows = torch.stack([*each], -1)
+        else:
+            rows = _sent(core.unit_rows(index.T), path.shares)
+        for part in reversed(local):
+            rows = _at_token(part, rows, index)
+        return rows
+
+    products = locals_and_cores(path.operator, like=path.shares[0][1])
+    rows = sum_tensors(of_product(local, core) for local, core in products)
     return rows if path.token is None else rows.index_select(2, path.token.argsort())
 
 
@@ -201,19 +213,36 @@ def _sent(weight: Tensor, shares: TapShares) -> Tensor:
     return out
 
 
-def local_and_core(operator: Operator, like: Tensor) -> tuple[Sequence[Operator], Operator]:
-    """The operator as a product: what mixes channels within a token, after a map per channel."""
-    parts = operator.parts if isinstance(operator, Chain) else (operator,)
-    mixing = [i for i, part in enumerate(parts) if _mixes_channels(part)]
+def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Operator], Operator]]:
+    """The operator as a sum of products: what mixes channels within a token, after the others.
+
+    Args:
+        operator: the operator.
+        like: a tensor of the dtype and device to use.
+
+    Returns:
+        For each product the parts up to the last that mixes channels of single tokens, and what
+        acts before them: a map per channel, or a recurrence whose steps mix channels, too. One
+        product where nothing mixes channels.
+    """
+    if not _mixes_channels(operator):
+        return [((), operator)]
+    return [_local_and_core(parts, like) for parts in products_of(operator)]
+
+
+def _local_and_core(
+    parts: tuple[Operator, ...], like: Tensor
+) -> tuple[Sequence[Operator], Operator]:
+    mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
             raise UnsupportedMixerError(
                 f"{type(part).__name__} acts after channels were mixed, so the operator has no "
-                "matrix per channel. What mixes channels must come last and act on single tokens."
+                "matrix per channel. What mixes channels within tokens must come last."
             )
-    identity = Diagonal(like.new_ones(1, 1, 1, 1), operator.shape)
+    identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
     return local, Chain(*core) if core else identity
 
 

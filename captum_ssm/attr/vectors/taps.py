@@ -154,7 +154,7 @@ def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
     if conv is None:
         return {0: values}
     taps = {0: torch.zeros_like(values)}
-    for lag, weight in zip(conv.lags, conv.weight.unbind(-1), strict=True):
+    for lag, weight in conv.by_lag().items():
         tap = weight * shift_tokens(values, lag)
         taps[lag] = taps[lag] + tap if lag in taps else tap
     if conv.bias is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import OptionError
 from ...models.dna import Caduceus, HyenaDNA
-from ...models.folders import save_of_package
+from ...models.folders import save_plain
 from ..tasks.motifs import MotifTask
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
 
@@ -113,7 +113,7 @@ class MotifRecipe(Recipe):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         names = {str(number): name for number, name in enumerate(MotifTask.classes)}
-        save_of_package(model, {**self._settings()[1], "id2label": names}, folder)
+        save_plain(model, {**self._settings()[1], "id2label": names}, folder)
 
 
 #: By the name of the bundled model.

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...models.folders import save_of_package, save_of_transformers
+from ...models.folders import save_of_transformers, save_plain
 from ...models.small import model_of
 from ...models.vim import VisionMamba
+from ...models.vmamba import VMamba
 from ..tasks.scenes import SCENES, SceneBatch, SceneTask
 from .pixel_reader import PixelReader, patch_tokens
 from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
@@ -25,7 +26,8 @@ from .recipe import HELD_OUT_SEED, Recipe, Round, Scores
 _HELD_OUT, _MEASURED = 256, 1024
 #: Scenes that go through the model at once.
 _AT_ONCE = 128
-#: Of a Vision Transformer: channels of a head, and width of the perceptron over that of the stream.
+#: Of a Vision Transformer channels of a head, and of it and a VMamba the width of the perceptron
+#: over that of the stream.
 _HEAD, _WIDER = 12, 2
 #: Its weights at first, whose default of transformers is made for larger widths, and its positions.
 _SPREAD, _AMPLITUDE = 0.1, 0.5
@@ -36,17 +38,17 @@ class ImageModelSize:
     """The architecture and size of the model to train.
 
     Attributes:
-        architecture: ``"vim"``, the package's own Vision Mamba, or ``"vit"``, the Vision
-            Transformer of transformers. Default: ``"vim"``.
-        layers: number of blocks. Default: 4.
-        hidden: width of the residual stream. Default: 48.
-        state: states per channel of a Vision Mamba. Default: 4.
+        architecture: ``"vim"``, the package's own Vision Mamba, ``"vmamba"``, its own VMamba in
+            two stages, or ``"vit"``, the Vision Transformer of transformers. Default: ``"vim"``.
+        layers: number of blocks, of a VMamba half of them in each stage. Default: 4.
+        hidden: width of the residual stream, of a VMamba that of the first stage. Default: 48.
+        state: states per channel of a Vision Mamba or a VMamba. Default: 4.
         patch: side of the patches. Default: 4.
         cls_token: where the cls token of a Vision Mamba stands, ``"middle"`` or ``"head"``; that
             of a Vision Transformer is the first. Default: ``"middle"``.
     """
 
-    architecture: Literal["vim", "vit"] = "vim"
+    architecture: Literal["vim", "vmamba", "vit"] = "vim"
     layers: int = 4
     hidden: int = 48
     state: int = 4
@@ -54,9 +56,9 @@ class ImageModelSize:
     cls_token: Literal["middle", "head"] = "middle"
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("vim", "vit"):
+        if self.architecture not in _NEW:
             raise OptionError(
-                f"architecture={self.architecture!r} is not known. Use 'vim' or 'vit'."
+                f"architecture={self.architecture!r} is not known. Use one of {tuple(_NEW)}."
             )
 
 
@@ -86,8 +88,7 @@ class ImageRecipe(Recipe):
     mask_loss: float = 0.0
 
     def new(self) -> nn.Module:
-        make = _new_vim if self.size.architecture == "vim" else _new_vit
-        return make(self.size, self.task)
+        return _NEW[self.size.architecture](self.size, self.task)
 
     def rounds(self, model: nn.Module, seed: int) -> Sequence[Round]:
         rng = random.Random(seed)
@@ -110,10 +111,10 @@ class ImageRecipe(Recipe):
         return [*(part(bright, steps) for steps in before), part(self.task, last)]
 
     def _loss(self, model: nn.Module, reader: PixelReader | None, batch: SceneBatch) -> Tensor:
+        if reader is None:
+            return F.cross_entropy(_logits(model, batch.images), batch.labels)
         with patch_tokens(model) as tokens:
             named = F.cross_entropy(_logits(model, batch.images), batch.labels)
-        if reader is None:
-            return named
         return named + self.mask_loss * F.cross_entropy(reader(tokens[0]), batch.masks)
 
     def measure(self, model: nn.Module) -> Scores:
@@ -127,11 +128,11 @@ class ImageRecipe(Recipe):
         }
 
     def save(self, model: nn.Module, folder: Path) -> None:
+        named = {"id2label": dict(enumerate(self.task.classes))}
         if isinstance(model, VisionMamba):
-            named = dict(enumerate(self.task.classes))
-            save_of_package(
-                model, {"id2label": named, **_vim_options(self.size, self.task)}, folder
-            )
+            save_plain(model, named | _vim_options(self.size, self.task), folder)
+        elif isinstance(model, VMamba):
+            save_plain(model, named | _vmamba_options(self.size, self.task), folder)
         else:
             save_of_transformers(model, folder)
 
@@ -172,6 +173,24 @@ def _vim_options(size: ImageModelSize, task: SceneTask) -> dict[str, Any]:
     }
 
 
+def _new_vmamba(size: ImageModelSize, task: SceneTask) -> nn.Module:
+    return VMamba(**_vmamba_options(size, task))
+
+
+def _vmamba_options(size: ImageModelSize, task: SceneTask) -> dict[str, Any]:
+    return {
+        "patch_size": size.patch,
+        "depths": tuple(n for n in (size.layers // 2, size.layers - size.layers // 2) if n),
+        "dims": size.hidden,
+        "num_classes": len(task.classes),
+        "d_state": size.state,
+        "ssm_ratio": 1.0,
+        "mlp_ratio": float(_WIDER),
+        "patch_embed": "v1",
+        "downsample": "v2",
+    }
+
+
 def _new_vit(size: ImageModelSize, task: SceneTask) -> nn.Module:
     settings = {
         "image_size": task.size,
@@ -205,11 +224,18 @@ def _waves(side: int, count: int) -> Tensor:
     return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], 1)
 
 
-_MIDDLE, _VIT = ImageModelSize(), ImageModelSize("vit")
+_NEW = {"vim": _new_vim, "vmamba": _new_vmamba, "vit": _new_vit}
+
+_MIDDLE, _VMAMBA, _VIT = (
+    ImageModelSize(),
+    ImageModelSize("vmamba", hidden=32),
+    ImageModelSize("vit"),
+)
 
 #: By the name of the bundled model.
 IMAGE_RECIPES = {
     "scenes-vim": ImageRecipe(SCENES, _MIDDLE, steps=(300, 2500)),
     "scenes-vim-first": ImageRecipe(SCENES, replace(_MIDDLE, cls_token="head"), steps=(300, 2500)),
+    "scenes-vmamba": ImageRecipe(SCENES, _VMAMBA, steps=(300, 2500)),
     "scenes-vit": ImageRecipe(SCENES, _VIT, steps=(300, 8000), learning_rate=4e-3, mask_loss=1.0),
 }

@@ -23,7 +23,21 @@ _MASK = 2
 
 
 def working_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
-    """float64 for a float64 module or input, else float32, in which half precision is computed."""
+    """float64 for a float64 module or input, else float32, in which half precision is computed.
+
+    Args:
+        module: the mixer.
+        x: what enters it.
+
+    Returns:
+        What an adapter computes in.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import working_dtype
+        >>> working_dtype(torch.nn.Linear(2, 2).bfloat16(), torch.ones(1, 2).bfloat16())
+        torch.float32
+    """
     dtypes = {p.dtype for p in module.parameters()} | {x.dtype}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -34,6 +48,19 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     The submodule itself is called where its dtype allows, so that adapters wrapped around it
     (LoRA), hooks that move weights and steering hooks take part as they do in the model.  Where
     the run has just called it with ``x``, what it returned then is returned.
+
+    Args:
+        submodule: a projection or a norm of the mixer.
+        x: its input, in the dtype of :func:`working_dtype`.
+
+    Returns:
+        Its output.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import run
+        >>> run(torch.nn.Linear(2, 3).bfloat16(), torch.ones(1, 4, 2)).dtype
+        torch.float32
     """
     known = told(submodule, x)
     if known is not None:
@@ -47,7 +74,22 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """An affine map by raw weights, in x's dtype."""
+    """An affine map by raw weights, in x's dtype: for modules that read a weight past its module.
+
+    Args:
+        x: what is mapped (..., E).
+        weight: (D, E).
+        bias: (D,). Default: None, no constant.
+
+    Returns:
+        What it is mapped to (..., D).
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import linear
+        >>> linear(torch.ones(1, 2), torch.eye(2).half(), torch.ones(2).half()).tolist()
+        [[2.0, 2.0]]
+    """
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
 
@@ -64,6 +106,18 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
         act: the activation.
         name: its name, for the closed form of SiLU.
         u: its input.
+
+    Returns:
+        The factor, in the shape of ``u`` and outside of its graph.
+
+    Raises:
+        UnsupportedMixerError: when the activation is not 0 at 0.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import activation_ratio
+        >>> activation_ratio(torch.relu, "relu", torch.tensor([2.0, 3.0])).tolist()
+        [1.0, 1.0]
     """
     u = u.detach()
     if name in ("silu", "swish"):
@@ -164,7 +218,22 @@ def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
-    """(B, L, C) to (B, L, H, P); every channel its own head by default."""
+    """(B, L, C) to (B, L, H, P).
+
+    Args:
+        x: what is cut into heads.
+        heads: how many, H. Default: None, every channel is a head of its own.
+
+    Returns:
+        The same numbers.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import as_heads
+        >>> x = torch.ones(2, 5, 6)
+        >>> tuple(as_heads(x).shape), tuple(as_heads(x, heads=2).shape)
+        ((2, 5, 6, 1), (2, 5, 2, 3))
+    """
     heads = x.shape[-1] if heads is None else heads
     return x.view(*x.shape[:-1], heads, -1)
 
@@ -195,6 +264,25 @@ def causal_conv(
     A model whose input projection has a bias lets padding leak through the convolution.  What
     padded tokens contribute is a constant of the input, so it is counted as bias and padded
     tokens themselves get exactly nothing.
+
+    Args:
+        conv: the module, whose padding is cut off at the end.
+        values: its input (B, L, H, P), every channel with a filter of its own.
+        mask: True for real tokens (B, L); None if all are.
+        shape: the sizes of ``values``.
+
+    Returns:
+        The operator, with the module's bias, and the output, of which an activation is frozen.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import as_heads, causal_conv
+        >>> from captum_ssm.operators import Shape
+        >>> conv = torch.nn.Conv1d(2, 2, 3, groups=2, padding=2)
+        >>> x = torch.randn(1, 5, 2)
+        >>> operator, u = causal_conv(conv, as_heads(x), None, Shape(1, 5, 2, 1))
+        >>> torch.allclose(u[..., 0], conv(x.mT)[..., :5].mT, atol=1e-6)
+        True
     """
     weight = conv.weight.flip(-1).to(values).view(*shape[2:], -1)  # (H, P, K), by lag
     bias = None if conv.bias is None else frozen(conv.bias, values).view(1, 1, *shape[2:])

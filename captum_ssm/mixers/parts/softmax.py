@@ -30,6 +30,15 @@ def softmax_attention(
 
     Returns:
         The operator, and a boolean (B, L), or None if every token is read.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.mixers import softmax_attention
+        >>> query = key = torch.zeros(1, 1, 2, 4)  # all scores are alike
+        >>> causal = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril()
+        >>> operator, _ = softmax_attention(query, key, torch.ones(1, 2, 1, 4), 0.5, causal)
+        >>> operator.dense().tolist()
+        [[[1.0, 0.0], [0.5, 0.5]]]
     """
     shape = Shape(*values.shape)
     hidden = None

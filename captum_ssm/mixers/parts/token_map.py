@@ -1,4 +1,4 @@
-"""Tokens that lie in a two-dimensional map, mixed within windows of it."""
+"""Tokens that lie in a two-dimensional map, mixed in all of it or within windows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.grad import conv2d_input
 
 from ...operators.reorder import Windows
@@ -21,11 +21,11 @@ class Reduction:
     receptive field alone.
 
     Attributes:
-        conv: the convolution.
+        conv: the convolution, or whatever has its kernel size, stride, padding and dilation.
         size: height and width of the finer map.
     """
 
-    conv: nn.Conv2d
+    conv: Any
     size: tuple[int, int]
 
     @property
@@ -64,17 +64,23 @@ class TokenMap:
 
     Attributes:
         size: height and width of the map.
-        windows: the windows that the mixer sees in place of the map.
+        windows: the windows that the mixer sees in place of the map; None if it sees the map.
         reduction: what makes the next, coarser map from this one; None for the last.
     """
 
     size: tuple[int, int]
-    windows: Windows
+    windows: Windows | None
     reduction: Reduction | None = None
 
     def in_order(self, x: Tensor) -> Tensor:
         """(B W, T, E), laid out as what the mixer returned, as (B, L, E) without padding."""
-        return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
+        if self.windows is not None:
+            return self.windows.merge(x.unsqueeze(-1)).squeeze(-1)
+        return x if x.dim() == 3 else x.flatten(1, 2)  # a stream around it may hold the map
+
+    def as_returned(self, x: Tensor) -> Tensor:
+        """(B, L, E) of the map's tokens, laid out as what the mixer returned."""
+        return x if self.windows is None else self.windows.cut(x.unsqueeze(-1)).squeeze(-1)
 
 
 def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:

@@ -124,6 +124,10 @@ class RWKV7(nn.Module):
         self.ln_out = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The layer that looks up token ids, by the name that models of transformers give it."""
+        return self.emb
+
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, L), or embeddings (B, L, E), to logits (B, L, V)."""
         x = ids if ids.is_floating_point() else self.emb(ids)

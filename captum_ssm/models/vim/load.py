@@ -68,19 +68,18 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     def anywhere(name: str) -> bool:  # so that a key that one layer lacks is found missing
         return any(name in key for key in weights)
 
-    embed_dim, channels, patch, _ = _shape(weights, "patch_embed.proj.weight", 4)
-    numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
+    embed_dim, channels, patch, _ = shape_of(weights, "patch_embed.proj.weight", 4)
     second = "v1" if anywhere(".A_b_log") else "none"
     sizes: dict[str, Any] = {
         "embed_dim": embed_dim,
         "channels": channels,
         "patch_size": patch,
-        "d_inner": _usual(weights, "in_proj.weight", 2)[0] // 2,
-        "d_state": _usual(weights, "A_log", 2)[1],
-        "d_conv": _usual(weights, "conv1d.weight", 3)[2],
-        "dt_rank": _usual(weights, "dt_proj.weight", 2)[1],
-        "depth": 1 + max((int(n) for n in numbers if n.isdigit()), default=0),
-        "num_classes": _shape(weights, "head.weight", 2)[0] if anywhere("head.") else 0,
+        "d_inner": usual_shape(weights, "in_proj.weight", 2)[0] // 2,
+        "d_state": usual_shape(weights, "A_log", 2)[1],
+        "d_conv": usual_shape(weights, "conv1d.weight", 3)[2],
+        "dt_rank": usual_shape(weights, "dt_proj.weight", 2)[1],
+        "depth": depth_of(weights),
+        "num_classes": shape_of(weights, "head.weight", 2)[0] if anywhere("head.") else 0,
         "cls_token": "double" if "cls_token_head" in weights else "middle",
         "pos_embed": True,
         "rms_norm": not anywhere("norm_f.bias"),
@@ -91,7 +90,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     sizes |= options
     if sizes["pos_embed"]:
-        tokens = _shape(weights, "pos_embed", 3)[1]
+        tokens = shape_of(weights, "pos_embed", 3)[1]
         patches = tokens - {"none": 0, "double": 2}.get(sizes["cls_token"], 1)
         sizes |= _image(patches, sizes["patch_size"], options)
     return sizes
@@ -114,16 +113,45 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
     return {"img_size": (side - 1) * strides[0] + patch, "stride": strides[0]}
 
 
-def _usual(weights: Weights, name: str, dims: int) -> torch.Size:
-    """The shape that most layers have, so that the odd one out is found wrong."""
+def depth_of(weights: Weights) -> int:
+    """The number of blocks.
+
+    Args:
+        weights: of a file.
+    """
+    numbers = [key.split(".")[1] for key in weights if key.startswith("layers.")]
+    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
+
+
+def usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
+    """The shape that most layers have, so that the odd one out is found wrong.
+
+    Args:
+        weights: of a file.
+        name: of a part of each layer's mixer.
+        dims: how many dimensions it has.
+
+    Raises:
+        CheckpointError: when no layer has one, or it has others.
+    """
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
     usual = mode(weights[key].shape for key in keys)
-    return _shape(weights, next(key for key in keys if weights[key].shape == usual), dims)
+    return shape_of(weights, next(key for key in keys if weights[key].shape == usual), dims)
 
 
-def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
+def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
+    """The shape of a weight.
+
+    Args:
+        weights: of a file.
+        key: its name.
+        dims: how many dimensions it has.
+
+    Raises:
+        CheckpointError: when it is missing, or has others.
+    """
     if key not in weights:
         raise CheckpointError(f"its weights lack {key!r}.")
     shape = weights[key].shape

@@ -84,7 +84,7 @@ class VimMixer(nn.Module):
             conv = nn.Conv1d(inner, inner, d_conv, groups=inner, padding=d_conv - 1, bias=conv_bias)
             self.add_module(f"conv1d{suffix}", conv)
             self.add_module(f"x_proj{suffix}", nn.Linear(inner, rank + 2 * d_state, bias=False))
-            self.add_module(f"dt_proj{suffix}", _dt_proj(rank, inner))
+            self.add_module(f"dt_proj{suffix}", step_projection(rank, inner))
             self.register_parameter(f"D{suffix}", nn.Parameter(torch.ones(inner)))
         for name in ("A_log",) if bimamba_type == "none" else ("A_log", "A_b_log"):
             rates = torch.arange(1, d_state + 1, dtype=torch.float32).log()
@@ -128,7 +128,7 @@ class VimMixer(nn.Module):
         """SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
         u = parts[0]
         precise = torch.promote_types(u.dtype, torch.float32)
-        scan = _scan_function(u.is_cuda and precise == torch.float32)
+        scan = scan_function(u.is_cuda and precise == torch.float32)
         # the kernel computes in float32 inside; it wants what varies over tokens as it comes
         dtype = precise if scan is selective_scan else u.dtype
         skip, dt_bias = getattr(self, f"D{suffix}"), self._modules_of(suffix)[2].bias
@@ -156,8 +156,12 @@ class VimMixer(nn.Module):
 
 
 @cache
-def _scan_function(cuda: bool) -> Callable[..., Any]:
-    """mamba_ssm's kernel where there is one, else the scan of this package."""
+def scan_function(cuda: bool) -> Callable[..., Any]:
+    """mamba_ssm's kernel where there is one, else the scan of this package.
+
+    Args:
+        cuda: whether a kernel could run.
+    """
     if not cuda:
         return selective_scan
     try:
@@ -168,7 +172,13 @@ def _scan_function(cuda: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _dt_proj(rank: int, inner: int) -> nn.Linear:
+def step_projection(rank: int, inner: int) -> nn.Linear:
+    """The projection to step sizes before their softplus, which start log-uniformly.
+
+    Args:
+        rank: what it reads.
+        inner: channels.
+    """
     layer = nn.Linear(rank, inner)
     with torch.no_grad():
         nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)

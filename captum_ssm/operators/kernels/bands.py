@@ -43,7 +43,7 @@ def add_shifted(out: Tensor, matrix: Tensor, ahead: int, lag: int) -> None:
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """The band of a short convolution (lag -> weights (H, P)) applied after ``band``."""
+    """The band of a short convolution (lag -> weights (H, P) or (L, H, P)) after ``band``."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

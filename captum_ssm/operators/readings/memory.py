@@ -2,15 +2,16 @@
 
     S[t] = sum over j <= t of K[t, j] v[j]^T,      K[t, j] = T[t] ... T[j + 1] k[j]
 
-T being what a step does to a state: a decay for each head or state, and for delta rules the
-correction that erases along a key.  All of it is found for one t, or from one j, in a time linear
-in the number of tokens.
+T being what a step does to a state: a decay for each head or state, for delta rules the correction
+that erases along a key, and for a recurrence that hears its own outputs what it hears.  All of it
+is found for one t, or from one j, in a time linear in the number of tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from ..base import Operator
 from ..chain import Chain
+from ..combine import Composite, DirectSum
 from ..heads import DenseHeads
 from ..kernels.portions import vectors_of_heads
 from ..recurrences.delta_rule import DeltaRule
 from ..recurrences.elementwise import ElementwiseRecurrence
+from ..recurrences.feedback import FeedbackRecurrence
 from ..recurrences.scalar_decay import ScalarDecayHeads
 from ..recurrences.selective_scan import SelectiveScan
 from ..recurrences.vector_decay import VectorDecayHeads
@@ -30,8 +33,14 @@ from .cache import Cache, is_causal
 from .states import products_of
 
 #: Recurrences that have a state.
-Stateful = SelectiveScan | ScalarDecayHeads | VectorDecayHeads | DeltaRule | ElementwiseRecurrence
-
+Stateful = (
+    SelectiveScan
+    | ScalarDecayHeads
+    | VectorDecayHeads
+    | DeltaRule
+    | ElementwiseRecurrence
+    | FeedbackRecurrence
+)
 
 #: The logarithm of a decay that leaves nothing.
 _RESET = -1e4
@@ -47,6 +56,8 @@ class Memory(NamedTuple):
         erases: for a delta rule what the state before each step is asked by, and along what is
             taken away that it finds, (B, L, H, N) each; else None.
         order: the token that each step reads (L,).
+        feeds: a recurrence that hears its own outputs, whose values are written along themselves,
+            as keys of the value 1. Default: None, of another kind.
     """
 
     key: Tensor
@@ -54,6 +65,12 @@ class Memory(NamedTuple):
     log_decay: Tensor
     erases: tuple[Tensor, Tensor] | None
     order: Tensor
+    feeds: FeedbackRecurrence | None = None
+
+    @property
+    def fades(self) -> bool:
+        """Whether every number of the state fades by itself."""
+        return self.erases is None and self.feeds is None
 
     @property
     def width(self) -> int:
@@ -68,7 +85,7 @@ class Memory(NamedTuple):
         """K[t, j] for all tokens j, after a token was read (B, L, H, N); 0 for those to come."""
         step = self.step_of(token)
         found = torch.zeros_like(self.key)
-        found[:, : step + 1] = self._decayed(step) if self.erases is None else self._passed(step)
+        found[:, : step + 1] = self._decayed(step) if self.fades else self._passed(step)
         return found[:, self.order.argsort()]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
@@ -83,9 +100,7 @@ class Memory(NamedTuple):
         for step in sorted(map(self.step_of, tokens)):
             steps = slice(start, step + 1)
             if step >= start:
-                state = (
-                    self._faded(state, steps) if self.erases is None else self._ran(state, steps)
-                )
+                state = self._faded(state, steps) if self.fades else self._ran(state, steps)
             found[step], start = state, step + 1
         return torch.stack([found[self.step_of(token)] for token in tokens], 1)
 
@@ -110,9 +125,7 @@ class Memory(NamedTuple):
         found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
         if last > first:
             size = self.value[:, first].norm(dim=-1)  # (B, H)
-            taken = (
-                self._by_decay(first, last) if self.erases is None else self._by_step(first, last)
-            )
+            taken = self._by_decay(first, last) if self.fades else self._by_step(first, last)
             found[..., first + 1 : last + 1] = taken * size[..., None]
         return found[..., self.order.argsort()]
 
@@ -127,7 +140,7 @@ class Memory(NamedTuple):
         between = range(first + 1, last + 1)
         each, whole = (
             self._faded_but_once(first, between)
-            if self.erases is None
+            if self.fades
             else self._corrected_but_once(first, between)
         )
         found: Tensor = whole.norm(dim=-1)[..., None].repeat(1, 1, self.key.shape[1])  # (B, H, L)
@@ -174,7 +187,7 @@ class Memory(NamedTuple):
         gone = -torch.expm1(total) * self.key[:, first : first + 1].abs()
         return (share * gone).sum(-1).transpose(1, 2)
 
-    # --- with corrections ------------------------------------------------------------------
+    # --- where numbers of a state mix --------------------------------------------------------
 
     def _passed(self, step: int) -> Tensor:
         pairs = self._backwards(step)
@@ -183,19 +196,25 @@ class Memory(NamedTuple):
 
     def _backwards(self, step: int) -> Iterator[tuple[int, Tensor]]:
         """What passes from each step up to one, the last first: T[step] ... T[j + 1]."""
-        assert self.erases is not None
-        asked, taken = self.erases
         width = self.key.shape[-1]
         through = torch.eye(width, dtype=self.key.dtype, device=self.key.device)
         through = through.expand(*self.key.shape[:1], self.key.shape[2], width, width)
         for j in range(step, -1, -1):
             yield j, through
-            erased = torch.einsum("bhmn,bhn->bhm", through, taken[:, j])
-            kept = through * self.log_decay[:, j].exp()[..., None, :]
-            through = kept - erased[..., None] * asked[:, j, :, None]
+            if self.feeds is not None:
+                unit = torch.eye(width, dtype=self.key.dtype, device=self.key.device)
+                through = through @ self.feeds.step(unit.expand_as(through), j)
+            else:
+                assert self.erases is not None
+                asked, taken = (x[:, j] for x in self.erases)
+                erased = torch.einsum("bhmn,bhn->bhm", through, taken)
+                kept = through * self.log_decay[:, j].exp()[..., None, :]
+                through = kept - erased[..., None] * asked[:, :, None]
 
     def _stepped(self, state: Tensor, step: int) -> Tensor:
         """T[step] times states (B, H, N, P)."""
+        if self.feeds is not None:
+            return self.feeds.step(state, step)
         assert self.erases is not None
         asked, taken = (x[:, step] for x in self.erases)
         found = torch.einsum("bhn,bhnp->bhp", asked, state)
@@ -220,14 +239,11 @@ class Memory(NamedTuple):
         return torch.stack(each[::-1], 2) if each else share, share[..., 0]
 
     def _by_step(self, first: int, last: int) -> Tensor:
-        assert self.erases is not None
-        asked, along = self.erases
         share = self.key[:, first]  # (B, H, N)
         unit = share / share.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
         left, taken = share, []
         for s in range(first + 1, last + 1):
-            found = (asked[:, s] * left).sum(-1, keepdim=True)
-            after = left * self.log_decay[:, s].exp() - found * along[:, s]
+            after = self._stepped(left[..., None], s)[..., 0]
             taken.append(((left - after) * unit).sum(-1))
             left = after
         return torch.stack(taken, -1)
@@ -241,6 +257,26 @@ def _summed_behind(logs: Tensor) -> Tensor:
     found = logs.flip(1).cumsum(1).flip(1).roll(-1, 1)
     found[:, -1:] = 0
     return found
+
+
+def alike(operator: Operator) -> list[range]:
+    """The heads of an operator, those of each part by themselves where parts stand side by side.
+
+    Args:
+        operator: chains and sums of any depth.
+    """
+    cuts = {0, operator.shape.heads, *_seams(operator)}
+    return [range(*ends) for ends in pairwise(sorted(cuts))]
+
+
+def _seams(operator: Operator) -> Iterator[int]:
+    """At which heads parts end that stand side by side."""
+    first = 0
+    for part in operator.parts if isinstance(operator, Composite) else ():
+        yield from (first + seam for seam in _seams(part))
+        if isinstance(operator, DirectSum):
+            first += part.shape.heads
+            yield first
 
 
 def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
@@ -282,6 +318,9 @@ def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
     if isinstance(scan, ElementwiseRecurrence):
         logs = scan.decay.log()[..., None]
         return Memory(torch.ones_like(logs), value, logs, None, order)
+    if isinstance(scan, FeedbackRecurrence):
+        written = scan.write * value
+        return Memory(written, torch.ones_like(value[..., :1]), scan.decay.log(), None, order, scan)
     if isinstance(scan, DeltaRule):
         logs = torch.zeros_like(scan.beta) if scan.log_decay is None else scan.log_decay
         logs = logs if logs.dim() == 4 else logs[..., None]

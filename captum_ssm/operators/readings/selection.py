@@ -90,7 +90,7 @@ class _Selected(NamedTuple):
 
 
 def _selected(term: Term) -> _Selected | None:
-    if any(isinstance(p, ShortConv) and any(p.lags) for p in (*term.front, *term.behind)):
+    if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.front, *term.behind)):
         return None
     scan = term.scan
     if isinstance(scan, SelectiveScan):

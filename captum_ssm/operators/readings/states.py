@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base import Operator
 from ..chain import Chain
-from ..combine import Sum
+from ..combine import DirectSum, Sum
 from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..recurrences.scalar_decay import ScalarDecayHeads
@@ -83,6 +83,8 @@ def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
         return [tuple(chain.from_iterable(choice)) for choice in choices]
     if isinstance(operator, Sum):
         return [parts for part in operator.parts for parts in products_of(part)]
+    if isinstance(operator, DirectSum) and len(operator.parts) == 1:
+        return products_of(operator.parts[0])
     return [(operator,)]
 
 

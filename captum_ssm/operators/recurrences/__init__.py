@@ -1,4 +1,4 @@
-"""Recurrences over tokens: one structure, five definitions.
+"""Recurrences over tokens: one structure, six definitions.
 
 A token writes to a state, the state is carried on, and a token reads it:
 
@@ -13,8 +13,10 @@ module                 carry                                 writes          rea
 :mod:`.vector_decay`   diag(decay), per head and key channel k               q         N, P
 :mod:`.delta_rule`     (I - beta k k^T) diag(decay), or      beta k          q         N, P
                        diag(decay) - (a e) e^T
+:mod:`.feedback`       diag(decay) + write R gate of t - 1   write           gate      P
 =====================  ====================================  ==============  ========  ==========
 
 :mod:`.base` says what follows from these: the first two tell reads, writes and products of carries
-between any two tokens, the others the same of whole chunks.
+between any two tokens, the others the same of whole chunks, but for the last, which goes from
+token to token.
 """

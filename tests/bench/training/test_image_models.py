@@ -38,6 +38,7 @@ TINY = SceneTask(size=16, lines=1, spots=2)
 SIZES = {
     "vim": ImageModelSize("vim", layers=1, hidden=16, state=4, patch=8),
     "first": ImageModelSize("vim", layers=1, hidden=16, state=4, patch=8, cls_token="head"),
+    "vmamba": ImageModelSize("vmamba", layers=1, hidden=16, state=2, patch=8),
     "vit": ImageModelSize("vit", layers=1, hidden=24, patch=8),
 }
 
@@ -144,7 +145,7 @@ def test_accuracy_counts_right_labels(right: int, seed: int) -> None:
     assert image_accuracy(Answering(), scenes) == pytest.approx(right / 7)
 
 
-@pytest.mark.parametrize("name", ["scenes-vim", "scenes-vit"])
+@pytest.mark.parametrize("name", ["scenes-vim", "scenes-vmamba", "scenes-vit"])
 def test_command_line(
     name: str,
     tmp_path: Path,

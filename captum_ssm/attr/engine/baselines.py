@@ -1,0 +1,133 @@
+"""What relevance is in comparison with, as users ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ...linear import Network
+from ..call import checks
+
+#: In comparison with what there is relevance: None, a number, ``"mean"``, embeddings or ids.
+Baseline = None | float | Literal["mean"] | Tensor
+#: The same, one for each of several inputs, or as the one in a tuple.
+Baselines = Baseline | tuple[Baseline, ...]
+
+
+def out_of_tuple(baselines: Baselines) -> Baselines:
+    """Baselines as they are where they came in a tuple, as the inputs may."""
+    if isinstance(baselines, tuple) and len(baselines) == 1:
+        return baselines[0]
+    return baselines
+
+
+def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
+    """Baselines for each of several inputs.
+
+    Args:
+        baselines: what the user asked for.
+        inputs: how many inputs there are.
+
+    Raises:
+        OptionError: when there is not one for each.
+    """
+    if inputs == 1 or baselines is None:
+        return [baselines, *[None] * (inputs - 1)]
+    if not isinstance(baselines, tuple) or len(baselines) != inputs:
+        got = f"holds {len(baselines)}" if isinstance(baselines, tuple) else f"is {baselines!r}"
+        raise OptionError(
+            f"baselines {got}, but inputs holds {inputs} tensors. Pass a tuple of one for each, "
+            "with None where it is the default."
+        )
+    return baselines
+
+
+def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
+    """What relevance of each further input is in comparison with; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: what the user asked for, one for each.
+
+    Raises:
+        OptionError: for what cannot be a baseline of that input.
+    """
+    return [
+        None if each is None else _standing_in(each, other.detach(), f"inputs[{number}]", "None")
+        for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
+    ]
+
+
+def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
+    """The input that relevance is in comparison with, as the network's root; None for 0.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: what the user asked for.
+
+    Raises:
+        OptionError: for what cannot be a baseline of this input.
+    """
+    root = network.root.detach()
+    if baselines is None:
+        return None
+    inner = network.begins is not None
+    if isinstance(baselines, str):
+        checks.choice("baselines", baselines, ("mean",))
+        return _mean(network, root)
+    looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
+    if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
+        return network.mode.looked_up(baselines)
+    if inner:
+        return _standing_in(baselines, root, "a layer", "None, 'mean'")
+    return _standing_in(
+        baselines, root, "embeddings", "None, 'mean'", ", or token ids where inputs are ids"
+    )
+
+
+def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
+    """A number or a tensor as a baseline of the shape of what it stands in for.
+
+    Args:
+        found: the number or tensor.
+        start: what it stands in for.
+        what: what that is called.
+        words: what is accepted besides.
+        ids: what else is, at the end of a sentence. Default: ``""``, nothing.
+    """
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        baseline = torch.as_tensor(found).to(start).expand_as(start)
+        if not isinstance(found, bool) and bool(baseline.isfinite().all()):
+            return baseline
+    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise OptionError(
+        f"baselines={got} cannot stand in for {what} of shape {tuple(start.shape)}. Pass {words}, "
+        f"a finite number, a tensor of that shape{ids}."
+    )
+
+
+def _mean(network: Network, root: Tensor) -> Tensor:
+    """The mean over the real tokens of each example, or over the pixels of an image."""
+    site, mask = network.begins, network.mask
+    in_heads = site is not None and site.at == "heads"
+    if root.dim() != 3 and not in_heads:
+        if site is not None:
+            raise OptionError(
+                f"baselines='mean', which some rules take where none are given, is over tokens, "
+                f"and layer {site.name!r} of shape {tuple(root.shape)} is not (B, L, E). Pass a "
+                "number, or a tensor of that shape."
+            )
+        dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
+        return root.mean(dims, keepdim=True).expand_as(root)
+    keep = root.new_ones(root.shape[:2])
+    if mask is not None and mask.shape == root.shape[:2]:
+        keep = mask.to(root)
+    each = root.flatten(2)
+    total = keep.sum(1).clamp_min(1)[:, None, None]
+    mean = (each * keep[..., None]).sum(1, keepdim=True) / total
+    return mean.expand_as(each).view_as(root)

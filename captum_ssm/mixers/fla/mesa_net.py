@@ -1,0 +1,94 @@
+"""MesaNet: fla's MesaNet.
+
+    q, k = SiLU(conv(.)), on the unit sphere       beta = sigmoid(b_proj h)      v = v_proj h
+    A[t] = decay[t] A[t-1] + beta[t] k[t] k[t]^T,  S[t] = decay[t] S[t-1] + beta[t] k[t] v[t]^T
+    q*[t] = (A[t] + diag(lambda))^-1 q[t],         s[t] = q*[t] . S[t]
+    y = RMSNorm_h(s), times SiLU(g) if there is a gate          output = o_proj(y)
+
+with one decay per head, sigmoid(a_proj h), and lambda = softplus(lambda_params) plus a bound.  The
+solution is that of some steps of conjugate gradients; each multiplies with A[t], which is linear
+attention with the keys for values.  Frozen: q*, k, beta, the decays, the norm's statistics and the
+gate.  Of q*, relevance goes back to q alone, not to the keys and decays that A is made of.
+
+The layer's kernels hold q and k in float16, so that on a GPU a float32 layer rounds by as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...operators import Operator, ScalarDecayHeads
+from ...operators.kernels.arithmetic import linear_map, unseen
+from ..base import Call, LinearMixer
+from ..parts.common import as_heads, output_gate, run
+from .common import closing, convolved, entering_unpadded, frozen_rms_norm, steps
+
+#: Added to denominators of the solver.
+_EPS = 1e-5
+
+
+def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
+    """fla's MesaNet."""
+    hidden, mask = entering_unpadded(module, call, skips="short convolution")
+    heads = module.num_heads
+    projected = ((run(getattr(module, f"{n}_proj"), hidden), f"{n}_conv1d") for n in ("q", "k"))
+    q, k = (_unit(as_heads(convolved(getattr(module, c), x), heads)) for x, c in projected)
+    beta = steps(torch.sigmoid(run(module.b_proj, hidden)), mask)
+    log_decay = steps(F.logsigmoid(run(module.a_proj, hidden)), mask)
+    keys = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
+    ridge = F.softplus(module.lambda_params.to(q)) + module.lambda_lower_bound
+    asked = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)
+    scan = ScalarDecayHeads(asked, k, log_decay, beta, module.head_v_dim)
+    return closing(module, hidden, mask, scan, _norm_and_gate)
+
+
+def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
+    """q* after some steps of conjugate gradients, as a linear function of q (B, L, H, N).
+
+    The sizes of the steps, which follow from q as well, are frozen.
+
+    Args:
+        q: (B, L, H, N).
+        keys: linear attention with the keys, of any queries.
+        ridge: lambda (H, N).
+        iterations: how many steps.
+    """
+
+    def gram(x: Tensor) -> Tensor:
+        """A[t] x[t]; A is symmetric."""
+        return keys.at({"query": x}).apply(keys.key)
+
+    found, left = torch.zeros_like(q), q
+    along, size = q, _squared(q)
+    for _ in range(iterations):
+        turned = linear_map(along, gram, gram) + ridge * along
+        with torch.no_grad(), unseen():
+            step = size / ((along * turned).sum(-1, keepdim=True) + _EPS)
+        found = found + step * along
+        left = left - step * turned
+        with torch.no_grad(), unseen():
+            new = _squared(left)
+            share = new / (size + _EPS)
+        along, size = left + share * along, new
+    return found
+
+
+def _squared(x: Tensor) -> Tensor:
+    return x.detach().square().sum(-1, keepdim=True)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _norm_and_gate(module: Any, hidden: Tensor, o: Tensor) -> list[Operator]:
+    parts: list[Operator] = [
+        frozen_rms_norm(o, module.o_norm.weight, module.o_norm.eps, whole=False)
+    ]
+    if module.use_output_gate:
+        parts.insert(0, output_gate(F.silu, as_heads(run(module.g_proj, hidden), o.shape[2])))
+    return parts

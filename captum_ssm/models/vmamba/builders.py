@@ -1,0 +1,78 @@
+"""The released sizes of VMamba, of the version with the v05_noz mixers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model import VMamba
+
+
+def vmamba_tiny(**options: Any) -> VMamba:
+    """VMamba-T (s1l8): widths from 96 to 768, 14 blocks, 30 million parameters, random weights.
+
+    Args:
+        **options: arguments of :class:`~captum_ssm.models.VMamba`; ``ssm_ratio=2.0`` and
+            ``depths=(2, 2, 5, 2)`` give the form s2l5.
+
+    Returns:
+        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import vmamba_tiny
+        >>> with torch.device("meta"):  # shapes alone, no memory
+        ...     model = vmamba_tiny()
+        >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
+        30
+    """
+    return _released(options, depths=(2, 2, 8, 2))
+
+
+def vmamba_small(**options: Any) -> VMamba:
+    """VMamba-S (s2l15): widths from 96 to 768, 21 blocks, 50 million parameters, random weights.
+
+    Args:
+        **options: arguments of :class:`~captum_ssm.models.VMamba`.
+
+    Returns:
+        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import vmamba_small
+        >>> with torch.device("meta"):
+        ...     model = vmamba_small(num_classes=10)
+        >>> tuple(model.classifier.head.weight.shape)
+        (10, 768)
+    """
+    return _released(options, depths=(2, 2, 15, 2), ssm_ratio=2.0)
+
+
+def vmamba_base(**options: Any) -> VMamba:
+    """VMamba-B (s2l15): widths from 128 to 1024, 21 blocks, 89 million parameters, random weights.
+
+    Args:
+        **options: arguments of :class:`~captum_ssm.models.VMamba`.
+
+    Returns:
+        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import vmamba_base
+        >>> with torch.device("meta"):
+        ...     model = vmamba_base()
+        >>> [len(layer.blocks) for layer in model.layers]
+        [2, 2, 15, 2]
+    """
+    return _released(options, depths=(2, 2, 15, 2), ssm_ratio=2.0, dims=128)
+
+
+def _released(options: dict[str, Any], **size: Any) -> VMamba:
+    common: dict[str, Any] = {
+        "d_state": 1,
+        "ssm_ratio": 1.0,
+        "conv_bias": False,
+        "forward_type": "v05_noz",
+    }
+    return VMamba(**(common | size | options))

@@ -1,0 +1,143 @@
+"""Loading of VMamba checkpoints, whose sizes are read off the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..checkpoints import Weights, check_fit, read_checkpoint
+from ..vim.load import shape_of
+from .mixer import form_of
+from .model import VMamba
+
+#: Names of the first release, as patterns, and what became of them.
+_RENAMED = (
+    (r"^patch_embed\.proj\.", "patch_embed.0."),
+    (r"^patch_embed\.norm\.", "patch_embed.2."),
+    (r"^(layers\.\d+\.blocks\.\d+)\.ln_1\.", r"\1.norm."),
+    (r"^(layers\.\d+\.blocks\.\d+)\.self_attention\.", r"\1.op."),
+    (r"^(norm|head)\.", r"classifier.\1."),
+)
+#: Projections, which models with channels first may hold as convolutions of one token.
+_PROJECTION = re.compile(r"\.(in_proj|out_proj|fc1|fc2|reduction)\.weight$")
+
+
+def load_vmamba(path: str | Path, **options: Any) -> VMamba:
+    """Loads a VMamba checkpoint, such as the official ones; nothing is downloaded.
+
+    All sizes are inferred from the weights, and whether there is a gate.  What weights do not tell
+    is given as options: a ``forward_type`` that scans in other orders or has another activation
+    (``"v051d_noz"``, ``"v05_noz_oact"``), and ``act``.  Weights of models with channels first and
+    with channels last are the same.
+
+    Args:
+        path: a file of safetensors, or a torch file that holds the weights or a dict with the
+            weights as ``"model"``. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.VMamba` that override what was inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a VMamba; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import VMamba, load_vmamba
+        >>> trained = VMamba(depths=(1, 1), dims=8, num_classes=5, d_state=2).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"model": trained.state_dict()}, Path(folder, "vmamba.pth"))
+        ...     model = load_vmamba(Path(folder, "vmamba.pth"))
+        >>> images = torch.rand(1, 3, 32, 32)
+        >>> torch.equal(model(images), trained(images))
+        True
+    """
+    weights = _renamed(read_checkpoint(Path(path)))
+    try:
+        with torch.device("meta"):  # the weights come from the file
+            model = VMamba(**_sizes(weights, options))
+        check_fit(model.state_dict(), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} does not fit a VMamba: {error}") from None
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval()
+
+
+def _renamed(weights: Weights) -> Weights:
+    found = {}
+    for key, weight in weights.items():
+        for pattern, new in _RENAMED:
+            key = re.sub(pattern, new, key)
+        if _PROJECTION.search(key) and weight.shape[2:] == (1, 1):
+            weight = weight.flatten(1)
+        found[key] = weight
+    return found
+
+
+def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of VMamba: what the weights tell, and the user's options."""
+    first = "layers.0.blocks.0"
+    width, inner = shape_of(weights, f"{first}.op.out_proj.weight", 2)
+    projected, _ = shape_of(weights, f"{first}.op.in_proj.weight", 2)
+    _, _, rank = shape_of(weights, f"{first}.op.dt_projs_weight", 3)
+    overlapping = "patch_embed.5.weight" in weights
+    _, channels, kernel, _ = shape_of(weights, "patch_embed.0.weight", 4)
+    blocks = {
+        (int(found[1]), int(found[2]))
+        for key in weights
+        if (found := re.match(r"layers\.(\d+)\.blocks\.(\d+)\.", key))
+    }
+    stages = 1 + max(stage for stage, _ in blocks)
+    hidden = 0
+    if any(".mlp." in key for key in weights):
+        hidden, _ = shape_of(weights, f"{first}.mlp.fc1.weight", 2)
+    conv, places = f"{first}.op.conv2d.weight", weights.get("pos_embed")
+    return {
+        "channels": channels,
+        "patch_size": 2 * (kernel - 1) if overlapping else kernel,
+        "num_classes": shape_of(weights, "classifier.head.weight", 2)[0],
+        "depths": [len({b for s, b in blocks if s == stage}) for stage in range(stages)],
+        "dims": [
+            shape_of(weights, f"layers.{stage}.blocks.0.op.out_proj.weight", 2)[0]
+            for stage in range(stages)
+        ],
+        "mlp_ratio": hidden / width,
+        "patch_norm": "patch_embed.2.weight" in weights,
+        "patch_embed": "v2" if overlapping else "v1",
+        "downsample": _downsample(weights),
+        "pos_embed": None if places is None else tuple(places.shape[2:]),
+        "d_state": shape_of(weights, f"{first}.op.A_logs", 2)[1],
+        "ssm_ratio": inner / width,
+        "dt_rank": None if rank == -(-width // 16) else rank,
+        "d_conv": shape_of(weights, conv, 4)[2] if conv in weights else 0,
+        "conv_bias": f"{first}.op.conv2d.bias" in weights,
+        "forward_type": _forward_type(weights, projected == 2 * inner, options),
+        **{name: value for name, value in options.items() if name != "forward_type"},
+    }
+
+
+def _forward_type(weights: Weights, gated: bool, options: Mapping[str, Any]) -> str:
+    """The form of the mixers; one that the user gives must have a gate if the weights have one."""
+    normed = "layers.0.blocks.0.op.out_norm.weight" in weights
+    found: str = options.get(
+        "forward_type", "v05" + "_noz" * (not gated) + "_onnone" * (not normed)
+    )
+    if form_of(found).gate != gated:
+        raise CheckpointError(
+            f"forward_type={found!r} {'lacks' if gated else 'has'} a gate, which its weights "
+            f"{'have' if gated else 'lack'}."
+        )
+    return found
+
+
+def _downsample(weights: Weights) -> str:
+    if "layers.0.downsample.reduction.weight" in weights:
+        return "v1"
+    convolution = weights.get("layers.0.downsample.1.weight")
+    return "v2" if convolution is not None and convolution.shape[-1] == 2 else "v3"

@@ -1,0 +1,207 @@
+"""VMamba's mixer: a convolution over a map of tokens, and scans of it in several orders."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from ...operators.kernels.scan_backward import selective_scan
+from ..vim.mixer import scan_function, step_projection
+
+#: How many scans there are, each with weights of its own.
+SCANS = 4
+#: What published forward types scan: row by row and column by column, each from both ends; row by
+#: row alone, from both ends; row by row from the first token.
+_CROSS = ("v0", "v01", "v02", "v03", "v04", "v05", "v2", "v3")
+_ORDERS = dict.fromkeys(_CROSS, "cross") | {"v052d": "rows both ways", "v051d": "rows"}
+
+ACTIVATIONS = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class Form(NamedTuple):
+    """What a published forward type computes.
+
+    Attributes:
+        orders: ``"cross"``, ``"rows both ways"`` or ``"rows"``.
+        gate: whether the output is multiplied with a gate z.
+        gate_act: whether z passes the activation first.
+        out_norm: whether the sum of the scans passes a LayerNorm.
+        out_act: whether it passes a GELU afterwards.
+    """
+
+    orders: str
+    gate: bool
+    gate_act: bool
+    out_norm: bool
+    out_act: bool
+
+
+def form_of(forward_type: str) -> Form:
+    """What a published forward type computes.
+
+    Args:
+        forward_type: as ``"v05_noz"``. What follows the underlines may be ``noz``, ``nozact``,
+            ``onnone``, ``oact`` and ``no32``, which says how precisely kernels compute.
+
+    Raises:
+        OptionError: for one that is not served.
+
+    Example:
+        >>> from captum_ssm.models.vmamba import form_of
+        >>> form_of("v05_noz").gate, form_of("v0").gate
+        (False, True)
+    """
+    kind, *marks = forward_type.split("_")
+    known = {"noz", "nozact", "onnone", "oact", "no32"}
+    if kind not in _ORDERS or not known.issuperset(marks):
+        raise OptionError(
+            f"forward_type={forward_type!r} is not served. Use one of {tuple(_ORDERS)}, followed "
+            f"by any of {tuple('_' + mark for mark in sorted(known))}."
+        )
+    return Form(
+        _ORDERS[kind], "noz" not in marks, "nozact" not in marks, "onnone" not in marks,
+        "oact" in marks,
+    )  # fmt: skip
+
+
+class SS2D(nn.Module):
+    """VMamba's mixer, with the parameter names of the published code.
+
+    With x, z = in_proj(h) and u = act(conv(x)) over the map, every scan k reads the tokens of u in
+    an order of its own, with weights of its own; brought back into place they are added up:
+
+        y = norm(sum over k of scan_k(u) + D_k u),    output = out_proj(act(z) y)
+
+    Args:
+        d_model: E.
+        d_state: N. Default: 16.
+        ssm_ratio: channels D, as a multiple of E. Default: 2.0.
+        dt_rank: rank of the projections to dt. Default: None, E / 16 rounded up.
+        act: ``"silu"``, ``"gelu"`` or ``"relu"``. Default: ``"silu"``.
+        d_conv: height and width of the convolution; below 2 there is none. Default: 3.
+        conv_bias: whether it has a bias. Default: True.
+        forward_type: the published name of the form; see :func:`form_of`. Default: ``"v05_noz"``.
+
+    Raises:
+        OptionError: when ``act`` or ``forward_type`` is not known.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.vmamba import SS2D
+        >>> mixer = SS2D(d_model=16)
+        >>> mixer(torch.zeros(2, 12, 16), size=(3, 4)).shape
+        torch.Size([2, 12, 16])
+        >>> [order.tolist() for order in mixer.scan_orders((2, 2), torch.device("cpu"))]
+        [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 1, 2, 0]]
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        ssm_ratio: float = 2.0,
+        dt_rank: int | None = None,
+        act: str = "silu",
+        d_conv: int = 3,
+        conv_bias: bool = True,
+        forward_type: str = "v05_noz",
+    ) -> None:
+        super().__init__()
+        if act not in ACTIVATIONS:
+            raise OptionError(f"act={act!r} is not known. Use one of {tuple(ACTIVATIONS)}.")
+        self.form = form_of(forward_type)
+        inner = int(ssm_ratio * d_model)
+        rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
+        self.in_proj = nn.Linear(d_model, inner * (2 if self.form.gate else 1), bias=False)
+        self.act: nn.Module = ACTIVATIONS[act]()
+        self.conv2d: nn.Conv2d | None = None
+        if d_conv > 1:
+            padding = (d_conv - 1) // 2
+            self.conv2d = nn.Conv2d(
+                inner, inner, d_conv, padding=padding, groups=inner, bias=conv_bias
+            )
+        selecting = [nn.Linear(inner, rank + 2 * d_state, bias=False) for _ in range(SCANS)]
+        steps = [step_projection(rank, inner) for _ in range(SCANS)]
+        rates = torch.arange(1, d_state + 1, dtype=torch.float32).log()
+        self.x_proj_weight = _stacked([layer.weight for layer in selecting])
+        self.dt_projs_weight = _stacked([layer.weight for layer in steps])
+        self.dt_projs_bias = _stacked([layer.bias for layer in steps])
+        self.A_logs = nn.Parameter(rates.expand(SCANS * inner, -1).clone())
+        self.Ds = nn.Parameter(torch.ones(SCANS * inner))
+        self.out_norm = nn.LayerNorm(inner) if self.form.out_norm else nn.Identity()
+        self.out_act = nn.GELU() if self.form.out_act else nn.Identity()
+        self.out_proj = nn.Linear(inner, d_model, bias=False)
+
+    def forward(self, hidden_states: Tensor, size: tuple[int, int]) -> Tensor:
+        """What the mixer adds to the residual stream.
+
+        Args:
+            hidden_states: the tokens of a map, row by row, (B, L, E).
+            size: height and width of the map.
+
+        Returns:
+            (B, L, E).
+        """
+        x = self.in_proj(hidden_states)
+        z = None
+        if self.form.gate:
+            x, z = x.chunk(2, dim=-1)
+            z = self.act(z) if self.form.gate_act else z
+        if self.conv2d is not None:
+            x = self.conv2d(x.mT.unflatten(-1, size)).flatten(-2).mT
+        y = self.out_act(self.out_norm(self._scans(self.act(x), size).to(x.dtype)))
+        out: Tensor = self.out_proj(y if z is None else y * z)
+        return out
+
+    def scan_orders(self, size: tuple[int, int], device: torch.device) -> list[Tensor]:
+        """Which token each step of every scan reads, (L,) each.
+
+        Args:
+            size: height and width of the map, whose tokens are numbered row by row.
+            device: of the result.
+        """
+        rows = torch.arange(math.prod(size), device=device)
+        columns = rows.view(size).T.flatten()
+        if self.form.orders == "rows":
+            return [rows] * SCANS
+        ahead = [rows, columns if self.form.orders == "cross" else rows]
+        return [*ahead, *(order.flip(0) for order in ahead)]
+
+    def _scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
+        """The sum of the scans of u (B, L, D), in float32 at least."""
+        precise = torch.promote_types(u.dtype, torch.float32)
+        scan = scan_function(u.is_cuda and precise == torch.float32)
+        rates = (-torch.exp(self.A_logs.to(precise))).chunk(SCANS)
+        skips = self.Ds.to(precise).chunk(SCANS)
+        total = torch.zeros_like(u, dtype=precise)
+        for k, order in enumerate(self.scan_orders(size, u.device)):
+            read = u.index_select(1, order)
+            rank, state = self.dt_projs_weight.shape[2], rates[k].shape[1]
+            selected = F.linear(read, self.x_proj_weight[k])
+            t, b, c = torch.split(selected, [rank, state, state], -1)
+            dt = F.linear(t, self.dt_projs_weight[k])
+            dtype = precise if scan is selective_scan else u.dtype
+            with torch.autocast(u.device.type, enabled=False):
+                parts: Any = (x.mT.to(dtype).contiguous() for x in (read, dt, b, c))
+                values, dt, b, c = parts
+                y = scan(
+                    values,
+                    dt,
+                    rates[k],
+                    b,
+                    c,
+                    skips[k],
+                    delta_bias=self.dt_projs_bias[k].to(precise),
+                    delta_softplus=True,
+                )
+                total = total.index_add(1, order, y.mT.to(precise))
+        return total
+
+
+def _stacked(weights: list[Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.stack([weight.detach() for weight in weights]))

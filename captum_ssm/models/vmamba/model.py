@@ -1,0 +1,266 @@
+"""VMamba: patches, stages of blocks over coarser and coarser maps, a head."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from .mixer import SS2D
+
+_SMALL = 0.02  # standard deviation of projections before training
+
+DOWNSAMPLES = ("v1", "v2", "v3")
+PATCH_EMBEDS = ("v1", "v2")
+
+
+class Permute(nn.Module):
+    """A map with its dimensions in another order.
+
+    Args:
+        *order: of its dimensions.
+    """
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.order)
+
+
+class Mlp(nn.Module):
+    """A perceptron of one hidden layer, for each token by itself.
+
+    Args:
+        width: E.
+        hidden: of the hidden layer.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        return out
+
+
+class PatchMerging(nn.Module):
+    """A map of half the height and width, each token made of 2 x 2, (B, h, w, E)."""
+
+    kernel_size = stride = 2, 2
+    padding, dilation = (0, 0), (1, 1)
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width)
+        self.reduction = nn.Linear(4 * width, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        corners = [x[:, down::2, right::2] for right in (0, 1) for down in (0, 1)]
+        out: Tensor = self.reduction(self.norm(torch.cat(corners, -1)))
+        return out
+
+
+class VSSBlock(nn.Module):
+    """x + op(norm(x)) on the tokens of a map (B, h, w, E), and then x + mlp(norm2(x)).
+
+    Args:
+        width: E.
+        mlp_hidden: of the perceptron; 0 for none. Default: 0.
+        **mixer_options: arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.vmamba import VSSBlock
+        >>> VSSBlock(8, mlp_hidden=16)(torch.zeros(2, 3, 4, 8)).shape
+        torch.Size([2, 3, 4, 8])
+    """
+
+    def __init__(self, width: int, mlp_hidden: int = 0, **mixer_options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.op = SS2D(width, **mixer_options)
+        self.has_mlp = mlp_hidden > 0
+        if self.has_mlp:
+            self.norm2 = nn.LayerNorm(width)
+            self.mlp = Mlp(width, mlp_hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map behind the block.
+
+        Args:
+            x: (B, h, w, E).
+        """
+        size = x.shape[1], x.shape[2]
+        x = x + self.op(self.norm(x).flatten(1, 2), size=size).unflatten(1, size)
+        return x + self.mlp(self.norm2(x)) if self.has_mlp else x
+
+
+class VMamba(nn.Module):
+    """VMamba, with the parameter names of the official checkpoints.
+
+    The published models differ in whether channels come first or last; they compute the same from
+    the same weights, which are those of this one.
+
+    Args:
+        patch_size: side of the patches. Default: 4.
+        channels: colour channels of the images. Default: 3.
+        num_classes: classes. Default: 1000.
+        depths: blocks of each stage. Default: (2, 2, 8, 2).
+        dims: E of each stage, or of the first one, doubled from stage to stage. Default: 96.
+        mlp_ratio: hidden units of the perceptrons, as a multiple of E; 0 for none. Default: 4.0.
+        patch_norm: whether patches pass a norm. Default: True.
+        patch_embed: ``"v1"``, one convolution, or ``"v2"``, two, whose patches overlap. Default:
+            ``"v2"``.
+        downsample: what makes maps coarser: ``"v1"``, 2 x 2 tokens side by side and a projection,
+            ``"v2"``, a convolution of 2 x 2, ``"v3"``, one of 3 x 3. Default: ``"v3"``.
+        pos_embed: height and width of the map that learned position embeddings are for. Default:
+            None, there are none.
+        **mixer_options: further arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
+
+    Raises:
+        OptionError: when ``patch_embed``, ``downsample`` or an option of the mixer is not known, or
+            a size is below 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import VMamba
+        >>> model = VMamba(depths=(1, 1), dims=8, num_classes=5, d_state=1)
+        >>> model(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 5])
+    """
+
+    pos_embed: nn.Parameter | None
+
+    def __init__(
+        self,
+        patch_size: int = 4,
+        channels: int = 3,
+        num_classes: int = 1000,
+        depths: Sequence[int] = (2, 2, 8, 2),
+        dims: int | Sequence[int] = 96,
+        *,
+        mlp_ratio: float = 4.0,
+        patch_norm: bool = True,
+        patch_embed: str = "v2",
+        downsample: str = "v3",
+        pos_embed: tuple[int, int] | None = None,
+        **mixer_options: Any,
+    ) -> None:
+        super().__init__()
+        for name, value, known in (
+            ("patch_embed", patch_embed, PATCH_EMBEDS),
+            ("downsample", downsample, DOWNSAMPLES),
+        ):
+            if value not in known:
+                raise OptionError(f"{name}={value!r} is not known. Use one of {known}.")
+        widths = (
+            [dims * 2**stage for stage in range(len(depths))] if isinstance(dims, int) else dims
+        )
+        if len(widths) != len(depths) or not depths or min(*depths, *widths, patch_size) < 1:
+            raise OptionError(
+                f"depths={tuple(depths)}, dims={dims} and patch_size={patch_size}: give one depth "
+                "and one width of 1 or more for each stage, and patches of 1 pixel or more."
+            )
+        embed = _patches if patch_embed == "v1" else _overlapping_patches
+        self.patch_embed = embed(channels, widths[0], patch_size, patch_norm)
+        places = None if pos_embed is None else torch.randn(1, widths[0], *pos_embed) * _SMALL
+        self.register_parameter("pos_embed", None if places is None else nn.Parameter(places))
+        self.layers = nn.ModuleList()
+        for depth, width, following in zip(depths, widths, [*widths[1:], 0], strict=True):
+            hidden = int(width * mlp_ratio)
+            blocks = [VSSBlock(width, hidden, **mixer_options) for _ in range(depth)]
+            coarser = _coarser(downsample, width, following) if following else nn.Identity()
+            stage = OrderedDict(blocks=nn.Sequential(*blocks), downsample=coarser)
+            self.layers.append(nn.Sequential(stage))
+        self.classifier = nn.Sequential(
+            OrderedDict(
+                norm=nn.LayerNorm(widths[-1]),
+                permute=Permute(0, 3, 1, 2),
+                avgpool=nn.AdaptiveAvgPool2d(1),
+                flatten=nn.Flatten(1),
+                head=nn.Linear(widths[-1], num_classes),
+            )
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=_SMALL)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images to logits.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, classes).
+        """
+        out: Tensor = self.classifier(self.forward_features(images))
+        return out
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """The map behind the last stage.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, h, w, E).
+        """
+        x: Tensor = self.patch_embed(images)
+        if self.pos_embed is not None:
+            places: Tensor = self.pos_embed
+            size = x.shape[1:3]
+            if places.shape[2:] != size:
+                places = F.interpolate(places, size=size, mode="bicubic", align_corners=False)
+            x = x + places.permute(0, 2, 3, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, patch, patch),
+        Permute(0, 2, 3, 1),
+        nn.LayerNorm(width) if normed else nn.Identity(),
+    )
+
+
+def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
+    stride, half = patch // 2, width // 2
+    return nn.Sequential(
+        nn.Conv2d(channels, half, stride + 1, stride, 1),
+        Permute(0, 2, 3, 1),
+        nn.LayerNorm(half) if normed else nn.Identity(),
+        Permute(0, 3, 1, 2),
+        nn.GELU(),
+        nn.Conv2d(half, width, stride + 1, stride, 1),
+        Permute(0, 2, 3, 1),
+        nn.LayerNorm(width) if normed else nn.Identity(),
+    )
+
+
+def _coarser(kind: str, width: int, out: int) -> nn.Module:
+    """Maps (B, h, w, E) to coarser ones."""
+    if kind == "v1":
+        return PatchMerging(width, out)
+    kernel, padding = (2, 0) if kind == "v2" else (3, 1)
+    return nn.Sequential(
+        Permute(0, 3, 1, 2),
+        nn.Conv2d(width, out, kernel, 2, padding),
+        Permute(0, 2, 3, 1),
+        nn.LayerNorm(out),
+    )

@@ -1,0 +1,66 @@
+"""What each channel passes to itself in an operator that mixes the channels of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Operator
+from .kernels.arithmetic import Map
+from .kernels.rows import in_stacks
+
+
+class OwnShares(Operator):
+    """The diagonal blocks of an operator that mixes channels: one matrix for each channel.
+
+    Of all that an operator passes from token j to token i, that from channel c to channel c, also
+    where it went through other channels in between.
+
+    Args:
+        mixed: the operator; it mixes no heads.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import FeedbackRecurrence
+        >>> none, one = torch.zeros(1, 3, 1, 2), torch.ones(1, 3, 1, 2)
+        >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # there and back takes two tokens
+        >>> FeedbackRecurrence(none, one, one, swap).per_channel().dense().int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [1, 0, 1]]], dtype=torch.int32)
+    """
+
+    def __init__(self, mixed: Operator) -> None:
+        self.mixed = mixed
+        self.shape, self.component = mixed.shape, mixed.component
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return self.mixed.mixes_tokens
+
+    @property
+    def data_dependent(self) -> bool:
+        return self.mixed.data_dependent
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.mixed.tensors()
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return OwnShares(self.mixed.select(heads))
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self._by_channel(v, self.mixed.apply)
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return self._by_channel(u, self.mixed.transpose)
+
+    def _by_channel(self, x: Tensor, mapped: Map) -> Tensor:
+        """Some channels at a time, each alone in a vector of its own."""
+        units = torch.eye(self.shape.per_head, dtype=x.dtype, device=x.device)
+        out = torch.zeros_like(x)
+        for some in in_stacks(range(len(units)), x.numel(), x.device):
+            alone = units[some.start : some.stop].view(-1, *(1,) * (x.dim() - 1), len(units))
+            out = out + (mapped(alone * x) * alone).sum(0)
+        return out

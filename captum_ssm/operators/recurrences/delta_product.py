@@ -1,0 +1,176 @@
+"""Several steps of the delta rule at every token: Gated DeltaProduct.
+
+    S = decay[t] S,   then for each step m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
+    y[t] = q[t] . S
+
+The values of a step are those of heads of their own, of which the state's reading is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..base import Operator, Role, Shape
+from ..kernels.arithmetic import with_graphs
+from ..kernels.rows import Strip
+from .delta_rule import DeltaRule
+
+
+class DeltaProduct(Operator):
+    """A state that is corrected several times at every token, and read after the last time.
+
+    The state S of a head first decays; then each step m corrects it along a key of its own,
+    S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S), and y[t] = q[t] . S.  A head of this operator
+    has the values of one step alone: what a token writes in other steps is written by other heads,
+    whose outputs are to be added.  It is the :class:`DeltaRule` over a sequence of all steps.
+
+    Args:
+        query: (B, L, H, N).
+        key: that of each of M steps (B, L, M, H, N).
+        beta: step sizes (B, L, M, H).
+        log_decay: logarithms of the decays (B, L, H); None for no decay.
+        writes: the step that writes the values of each head, counted from 0.
+        per_head: value channels of a head, P.
+        component: name of the part it stands for. Default: ``"scan"``.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import DeltaProduct
+        >>> key = torch.eye(2).view(1, 1, 2, 1, 2).expand(1, 3, 2, 2, 2)  # another one each step
+        >>> query, beta = torch.ones(1, 3, 2, 2), torch.ones(1, 3, 2, 2)
+        >>> memory = DeltaProduct(query, key, beta, None, writes=[0, 1], per_head=1)
+        >>> torch.allclose(memory.dense("heads"), torch.eye(3))  # each replaces its own
+        True
+    """
+
+    roles: Mapping[str, Role] = DeltaRule.roles
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        beta: Tensor,
+        log_decay: Tensor | None,
+        writes: Sequence[int],
+        per_head: int,
+        component: str | None = "scan",
+    ) -> None:
+        self.query, self.key, self.beta = query.detach(), key.detach(), beta.detach()
+        self.log_decay = None if log_decay is None else log_decay.detach()
+        self.writes = tuple(writes)
+        self.component = component
+        coefficients = {"query": query, "key": key, "beta": beta, "log_decay": log_decay}
+        self.live = with_graphs(coefficients)
+        batch, tokens, heads, _ = query.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"query": self.query, "key": self.key, "beta": self.beta}
+        return named if self.log_decay is None else {**named, "log_decay": self.log_decay}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        chosen = list(heads)
+        return DeltaProduct(
+            self.query[:, :, chosen],
+            self.key[..., chosen, :],
+            self.beta[..., chosen],
+            None if self.log_decay is None else self.log_decay[:, :, chosen],
+            [self.writes[head] for head in chosen],
+            self.shape.per_head,
+            self.component,
+        )
+
+    def at(self, coefficients: Mapping[str, Tensor]) -> DeltaProduct:
+        named = {**self.tensors(), **coefficients}
+        rows = named["query"], named["key"], named["beta"], named.get("log_decay")
+        return DeltaProduct(*rows, self.writes, self.shape.per_head, self.component)
+
+    def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        of_values, found = self._unrolled.backward(self._written(values), self._asked(gradient))
+        each = {name: self._by_token(x, 1) for name, x in found.items()}
+        each["query"] = each["query"][:, :, -1]
+        if "log_decay" in each:
+            each["log_decay"] = each["log_decay"][:, :, 0]
+        return self._of_own(of_values), each
+
+    # --- the sequence of all steps ---------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """How many steps each token takes, M."""
+        return self.key.shape[2]
+
+    @cached_property
+    def _unrolled(self) -> DeltaRule:
+        """The delta rule over (B, L M) steps: the first decays, the last is asked."""
+        logs = self.log_decay
+        if logs is not None:
+            logs = self._at_step(logs, 0, 2)
+        query, key, beta = self._asked(self.query), self.key.flatten(1, 2), self.beta.flatten(1, 2)
+        return DeltaRule(query, key, beta, logs, self.shape.per_head)
+
+    def _by_token(self, x: Tensor, dim: int) -> Tensor:
+        """(..., L M, ...) to (..., L, M, ...), at ``dim``."""
+        return torch.unflatten(x, dim, (self.shape.tokens, self.steps))
+
+    def _at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
+        """Numbers of tokens (B, L, ...) as those of one of their steps, 0 at others (B, L M, ...).
+
+        ``dim`` is that of the steps, behind the tokens'.
+        """
+        out = x.new_zeros(*x.shape[:dim], self.steps, *x.shape[dim:])
+        out.select(dim, step).copy_(x)
+        return out.flatten(dim - 1, dim)
+
+    def _asked(self, u: Tensor) -> Tensor:
+        """(..., B, L, H, P) at the last step of each token (..., B, L M, H, P)."""
+        return self._at_step(u, self.steps - 1, u.dim() - 2)
+
+    @cached_property
+    def _own(self) -> Tensor:
+        """Which step writes, (M, H, 1)."""
+        writes = torch.tensor(self.writes, device=self.device)
+        return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
+
+    def _written(self, v: Tensor) -> Tensor:
+        """(..., B, L, H, P) at the step that writes (..., B, L M, H, P)."""
+        return (v.unsqueeze(-3) * self._own).flatten(-4, -3)
+
+    def _of_own(self, x: Tensor) -> Tensor:
+        """The adjoint of :meth:`_written`."""
+        return (self._by_token(x, -3) * self._own).sum(-3)
+
+    # --- the map and its matrices ----------------------------------------------------------
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self._by_token(self._unrolled.apply(self._written(v)), -3)[..., -1, :, :]
+
+    def transpose(self, u: Tensor) -> Tensor:
+        return self._of_own(self._unrolled.transpose(self._asked(u)))
+
+    def contract(self, left: Tensor, right: Tensor) -> Tensor:
+        tokens = self.shape.tokens
+        return self.strip(left, right, range(tokens)).whole(tokens)
+
+    def strip(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        inside = range(rows.start * self.steps, rows.stop * self.steps)
+        found = self._unrolled.strip(*self._factors(left, right), inside)
+        whole = found.whole(self.shape.tokens * self.steps)
+        return Strip(self._of_steps(whole, len(rows)), rows, range(self.shape.tokens))
+
+    def contract_heads(self, left: Tensor, right: Tensor) -> Tensor:
+        whole = self._unrolled.contract_heads(*self._factors(left, right))
+        return self._of_steps(whole, self.shape.tokens)
+
+    def _factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column factors of steps."""
+        return self._asked(left.expand(self.shape)), self._written(right.expand(self.shape))
+
+    def _of_steps(self, matrices: Tensor, rows: int) -> Tensor:
+        """Matrices of tokens (..., R, L) from those of their steps (..., R M, L M)."""
+        read = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
+        return self._by_token(read, -1).sum(-1)

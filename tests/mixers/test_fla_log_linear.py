@@ -1,0 +1,113 @@
+"""Log-linear Mamba-2 of flash-linear-attention: the operator is the layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import fla_checks
+from helpers.fla_checks import EPS, FLOAT32, Formula, conv_parts, convolved, record, rms_factors
+from torch import Tensor
+from zoo.fla_cpu import FLA
+from zoo.fla_references import MODELS
+
+from captum_ssm import LatimFlow
+
+WIDTH = 12
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups": {"n_groups": 2, "use_conv_bias": True, "norm_before_gate": True},
+    "no norm": {"rmsnorm": False, "use_bias": False},
+}
+
+
+def make(fla: FLA, case: str, **options: Any) -> Any:
+    small = {"hidden_size": WIDTH, "num_heads": 4, "head_dim": 6, "state_size": 3, "norm_eps": EPS}
+    return fla.layer("LogLinearMamba2", **small | CASES[case] | options)
+
+
+@torch.no_grad()
+def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
+    heads, width, tokens = layer.num_heads, layer.intermediate_size, hidden.shape[1]
+    real = keep.double()[..., None]
+    z, stream, dt, level = layer.in_proj(hidden * real).split(
+        [width, layer.conv_dim, heads, heads * layer.num_lambda_dims], -1
+    )
+    weight = layer.conv1d.weight.detach()
+    bias = layer.conv1d.bias
+    whole = SimpleNamespace(weight=weight, bias=bias, activation="silu")
+    activated = convolved(whole, stream * real) * real
+    _, key, query = activated.split([width, *[(layer.conv_dim - width) // 2] * 2], -1)
+    key, query = (
+        x.unflatten(-1, (layer.n_groups, -1)).repeat_interleave(heads // layer.n_groups, 2)
+        for x in (key, query)
+    )
+    dt = torch.log1p(torch.exp(dt + layer.dt_bias))
+    log_decay = -layer.A_log.exp() * dt
+    scales = torch.log1p(torch.exp(layer.L * level.unflatten(-1, (heads, -1))))  # (B, L, H, levels)
+    core = torch.zeros(len(hidden), heads, tokens, tokens, dtype=torch.float64)
+    for i in range(tokens):
+        for j in range(i + 1):
+            apart = len(f"{i ^ j:b}".lstrip("0"))
+            read = (query[:, i] * key[:, j]).sum(-1) * log_decay[:, j + 1 : i + 1].sum(1).exp()
+            core[:, :, i, j] = scales[:, i, :, apart] * read * dt[:, j]
+    values = stream[..., :width].unflatten(-1, (heads, -1))
+    own = SimpleNamespace(weight=weight[:width], bias=None if bias is None else bias[:width])
+    conv, bias = conv_parts(own, heads, values.shape[-1], tokens)
+    ratio = torch.sigmoid(fla_checks.oracles.times(conv, values * real[..., None]) + bias)
+    gate = F.silu(z).view_as(values)
+
+    def factors(o: Tensor) -> Tensor:
+        if layer.norm is None:
+            return torch.ones_like(o)
+        entering = o if layer.norm_before_gate else o * gate
+        groups = entering.flatten(2).unflatten(-1, (layer.n_groups, -1))
+        norm = rms_factors(None, layer.norm.eps, whole=False)(groups)
+        return (norm.flatten(2) * layer.norm.weight).view_as(o)
+
+    return Formula(
+        values, conv, bias, ratio, core, factors, gate, keep.double(), skip=layer.D.detach()
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_reproduces_the_layer(fla: FLA, case: str) -> None:
+    fla_checks.reproduces(lambda: make(fla, case), WIDTH)
+
+
+@pytest.mark.full
+def test_skips_of_channels(fla: FLA) -> None:
+    fla_checks.reproduces(lambda: make(fla, "groups", D_has_hdim=True), WIDTH)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_matrices(fla: FLA, case: str) -> None:
+    fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=False)
+
+
+@pytest.mark.full
+def test_typical_error(fla: FLA) -> None:
+    fla_checks.typical_error(lambda: make(fla, "plain"), WIDTH, 1e-6)
+
+
+@pytest.mark.full
+def test_half_precision(fla: FLA) -> None:
+    fla_checks.half_precision(lambda: make(fla, "plain"), WIDTH)
+
+
+def test_whole_model(fla: FLA) -> None:
+    model = fla.model("LogLinearMamba2", norm_eps=EPS, **MODELS["LogLinearMamba2"])
+    ids, mask = torch.randint(19, (3, 11)), fla_checks.side_mask([11, 6, 2], 11)
+    layers = record(model, ids, attention_mask=mask)
+    assert len(layers) == 2
+    assert all(layer.reconstruction_error() <= FLOAT32 for layer in layers)
+    relevance, delta = LatimFlow(model).attribute(
+        ids, target=(-1, 3), additional_forward_args=(mask,), return_convergence_delta=True
+    )
+    assert delta.abs().max() <= FLOAT32
+    assert not relevance[mask == 0].any() and bool(relevance.any(1).all())

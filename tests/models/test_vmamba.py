@@ -1,0 +1,165 @@
+"""VMamba: the released checkpoints load, and sizes are read off the weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import vmamba as oracle
+from torch import Tensor
+
+from captum_ssm.errors import CheckpointError, OptionError
+from captum_ssm.models import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
+from captum_ssm.models.vmamba import form_of
+
+#: What makes them, width, depths, channels of mixers as a multiple of the width, and millions of
+#: parameters as published.
+RELEASED: list[Any] = [
+    (vmamba_tiny, 96, (2, 2, 8, 2), 1, 30),
+    (vmamba_small, 96, (2, 2, 15, 2), 2, 50),
+    (vmamba_base, 128, (2, 2, 15, 2), 2, 89),
+]
+SMALL: dict[str, Any] = {"depths": (1, 2), "dims": 6, "num_classes": 5, "d_state": 2}
+#: Those of the first version.
+FIRST = {"forward_type": "v0", "patch_embed": "v1", "downsample": "v1", "mlp_ratio": 0.0}
+
+
+def small(**options: Any) -> Any:
+    return oracle.randomise(VMamba(**SMALL | options))
+
+
+def saved(weights: dict[str, Tensor], folder: Path) -> Path:
+    torch.save({"model": weights}, folder / "vmamba.pth")
+    return folder / "vmamba.pth"
+
+
+@pytest.mark.parametrize(("make", "width", "depths", "ratio", "millions"), RELEASED)
+def test_the_released_names_and_shapes(
+    make: Any, width: int, depths: tuple[int, ...], ratio: int, millions: int
+) -> None:
+    with torch.device("meta"):
+        model = make()
+    wanted = oracle.released_shapes(width, depths, ratio)
+    assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == wanted
+    assert round(sum(w.numel() for w in model.parameters()) / 1e6) == millions
+
+
+def test_a_released_file_loads(tmp_path: Path) -> None:
+    """Of the released names and form, at a small width."""
+    shapes = oracle.released_shapes(8, (1, 2, 1), 2)
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    model = load_vmamba(saved(weights, tmp_path))
+    assert not model.training and model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    FIRST,
+    {"patch_size": 2, "patch_embed": "v1", "downsample": "v2", "dims": (4, 10)},
+    {"forward_type": "v05", "conv_bias": False, "dt_rank": 3, "ssm_ratio": 1.5},
+    {"forward_type": "v05_noz_onnone", "d_conv": 0, "patch_norm": False, "pos_embed": (4, 6)},
+    {"patch_size": 8, "channels": 1, "d_conv": 5, "depths": (1,), "mlp_ratio": 3.0},
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sizes_are_read_off_the_weights(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = small(**options).to(dtype)
+    loaded = load_vmamba(saved(model.state_dict(), tmp_path))
+    images = torch.randn(2, options.get("channels", 3), 16, 24, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+
+
+def test_what_weights_do_not_tell(tmp_path: Path) -> None:
+    model = small(forward_type="v051d_noz_oact", act="gelu")
+    path = saved(model.state_dict(), tmp_path)
+    images = torch.randn(1, 3, 16, 24)
+    with torch.no_grad():
+        assert not torch.allclose(load_vmamba(path)(images), model(images))
+        told = load_vmamba(path, forward_type="v051d_noz_oact", act="gelu")
+        assert torch.equal(told(images), model(images))
+    with pytest.raises(CheckpointError, match=r"forward_type='v05' has a gate, which its weights"):
+        load_vmamba(path, forward_type="v05")
+
+
+def test_names_of_the_first_release_and_convolutions_of_one_token(tmp_path: Path) -> None:
+    model = small(**FIRST)
+    old: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        for new, was in (
+            ("patch_embed.0", "patch_embed.proj"),
+            ("patch_embed.2", "patch_embed.norm"),
+            (".norm.", ".ln_1." if ".blocks." in name else ".norm."),
+            (".op.", ".self_attention."),
+            ("classifier.", ""),
+        ):
+            name = name.replace(new, was)
+        is_projection = name.endswith("_proj.weight")
+        old[name] = weight[:, :, None, None] if is_projection else weight
+    assert "head.weight" in old and "layers.0.blocks.0.self_attention.A_logs" in old
+    images = torch.randn(1, 3, 16, 24)
+    with torch.no_grad():
+        assert torch.equal(load_vmamba(saved(old, tmp_path))(images), model(images))
+
+
+@pytest.mark.parametrize("key", [
+    "patch_embed.0.weight",
+    "layers.0.blocks.0.op.out_proj.weight",
+    "layers.1.blocks.1.norm.weight",
+    "layers.0.downsample.3.bias",
+    "classifier.head.bias",
+])  # fmt: skip
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    weights = dict(small().state_dict())
+    weights.pop(key)
+    with pytest.raises(CheckpointError, match=rf"vmamba\.pth does not fit .*{re.escape(key)}"):
+        load_vmamba(saved(weights, tmp_path))
+
+
+@pytest.mark.parametrize("key", ["layers.0.blocks.0.op.A_logs", "layers.1.blocks.0.op.Ds"])
+def test_a_wrong_shape_is_named(key: str, tmp_path: Path) -> None:
+    weights = dict(small().state_dict())
+    weights[key] = weights[key][..., None]
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        load_vmamba(saved(weights, tmp_path))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"patch_embed": "v3"}, "patch_embed='v3' is not known"),
+    ({"downsample": "none"}, "downsample='none' is not known"),
+    ({"depths": (1, 0)}, "give one depth"),
+    ({"dims": (4, 8, 16)}, "give one depth"),
+    ({"forward_type": "v052dc"}, "forward_type='v052dc' is not served"),
+    ({"forward_type": "xv1a_act"}, "is not served"),
+    ({"forward_type": "m0_noz"}, "is not served"),
+    ({"act": "tanh"}, "act='tanh' is not known"),
+])  # fmt: skip
+def test_options_that_are_not_known(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        VMamba(**SMALL | options)
+
+
+def test_forms() -> None:
+    assert form_of("v2") == form_of("v05_no32") == form_of("v0")
+    assert form_of("v3_noz") == form_of("v2")._replace(gate=False)
+    assert form_of("v04_nozact_onnone").out_norm is form_of("v04_nozact").gate_act is False
+
+
+def test_position_embeddings_of_other_sizes() -> None:
+    model = small(pos_embed=(4, 6))
+    with torch.no_grad():
+        same, other = model(torch.randn(1, 3, 16, 24)), model(torch.randn(1, 3, 32, 32))
+    assert same.shape == other.shape == (1, 5)
+
+
+def test_an_untrained_model_learns() -> None:
+    model = VMamba(**SMALL)
+    loss = model(torch.randn(2, 3, 16, 16)).square().sum()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
