@@ -34,8 +34,6 @@ _MOST = {
 #: Keys that an error names at most.
 _SHOWN = 8
 
-Weights = Mapping[str, Tensor]
-
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:
     """The settings, unless they ask for more modules than any model has.

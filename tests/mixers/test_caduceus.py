@@ -62,6 +62,7 @@ def test_half_precision(both: bool) -> None:
     check_half(record_one(module, torch.randn(2, 9, width(both)).to(torch.bfloat16)), 8e-2)
 
 
+@pytest.mark.full
 def test_the_directions_are_mambas_of_mamba_ssm(mamba_ssm: Any) -> None:
     module = mixer(both=False)
     hidden = torch.randn(2, 9, 5)

@@ -156,6 +156,7 @@ def released(width: int, vocab: int, inner: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.full
 def test_the_released_names_and_shapes() -> None:
     with torch.device("meta"):
         made = StripedHyena(
