@@ -117,6 +117,19 @@ def test_the_towers_adapters(family: str, grids: str, monkeypatch: pytest.Monkey
             layer.verify()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_towers_in_other_precisions(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS["several"])
+    with torch.no_grad(), trace(model.to(dtype), verify=True) as record:
+        given.of(model)(given.ids, given.pixels.to(dtype), *given.others.values())
+    for layer in record.layers[:2]:
+        layer.verify(1e-6 if dtype == torch.float32 else None)
+
+
 @every_seeing
 @with_images
 @pytest.mark.parametrize("rule", thorough(["frozen", "half", "centred"], ("centred",)))
