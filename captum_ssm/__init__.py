@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TransformerAttribution,
         compare,
     )
-    from .edges import EdgeEffects, Edges, knock_out
+    from .edges import EdgeEffects, Edges, knock_out, variant_effects
     from .inside import (
         Feature,
         LayerLatimFlow,
@@ -66,6 +66,7 @@ _WHERE = {
     "report": "viz",
     "supported_architectures": "mixers",
     "trace": "tracing",
+    "variant_effects": "edges",
 }
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "report",
     "supported_architectures",
     "trace",
+    "variant_effects",
 ]
 
 

@@ -35,6 +35,7 @@ OWN_PAGES = (
     "answers",
     "erasers",
     "forgotten-passkeys",
+    "motifs",
 )
 
 Results = Mapping[str, Sequence[Result]]
@@ -54,8 +55,8 @@ _TEXT = """\
 What `captum-ssm evaluate` measured on the small trained models that come with the package, whose
 right answers are known, and what that says of the orderings of methods that the papers publish.
 Pages of their own have [interventions](results/causal.md), [roles](results/roles.md),
-[knock-outs](results/knockout.md), [graphs](results/graphs.md) and
-[whole answers](results/answers.md).
+[knock-outs](results/knockout.md), [graphs](results/graphs.md), [whole answers](results/answers.md)
+and [motifs in DNA](results/motifs.md).
 
 Made on {date} with {machine}.
 

@@ -6,6 +6,7 @@ from .effects import Edge, Effects
 from .experiments import KnockoutWindows, PartScores, knockout_windows, parts_off
 from .pairs import Edges
 from .truth import Truth
+from .variants import mutagenesis, variant_effects
 
 __all__ = [
     "Edge",
@@ -17,5 +18,7 @@ __all__ = [
     "Truth",
     "knock_out",
     "knockout_windows",
+    "mutagenesis",
     "parts_off",
+    "variant_effects",
 ]

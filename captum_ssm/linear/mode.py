@@ -298,9 +298,11 @@ class Linearising(TorchFunctionMode):
         if origin is not None and places:
             return self._of_given(out, within_examples(places[0], origin.sizes[0]), table)
         if self._found:
+            if table.data_ptr() == self._table and ids.shape == explained.shape:
+                raise _other_tokens()
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
-            self._found = True
+            self._found, self._table = True, table.data_ptr()
             if self.start is not None:  # what came before was not the input
                 self.ledger.noted(self.start, self.start.detach())
             return self.begin(out)
@@ -336,6 +338,8 @@ class Linearising(TorchFunctionMode):
         places = match.long().argmax(-1)[..., None].expand(*given.shape, out.shape[-1])
         constant = torch.where((given >= 0)[..., None], torch.zeros_like(out), out).detach()
         again = torch.where((given >= 0)[..., None], self.root.gather(1, places), constant)
+        if not torch.equal(again.detach(), out.detach()):
+            raise _other_tokens()
         self.ledger.noted(again, constant)
         return again
 
@@ -347,3 +351,11 @@ class Linearising(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._without_weights(v) for v in value)
         return value
+
+
+def _other_tokens() -> InputError:
+    return InputError(
+        "The model looks up the tokens it was given and, in the same table, others that it makes "
+        "of them, such as their complements, so that the embeddings it reads are not one input. "
+        "Pass embeddings (B, L, E) as inputs; of DNA, captum_ssm.models.OneHot makes them."
+    )

@@ -90,6 +90,33 @@ BUILT_IN = (
         lacks=_IMAGES,
     ),
     Line(
+        "Caduceus",
+        "captum-ssm",
+        "captum_ssm.models.dna.caduceus.BiMamba",
+        "caduceus:bi_mamba",
+        lacks={"generated text": "reads both ways"},
+    ),
+    Line(
+        "Caduceus",
+        "captum-ssm",
+        "captum_ssm.models.dna.caduceus.StrandsMixer",
+        "caduceus:both_strands",
+        lacks={"generated text": "reads both ways"},
+    ),
+    Line("HyenaDNA", "captum-ssm", "captum_ssm.models.dna.hyena.HyenaOperator", "hyena:hyena"),
+    Line(
+        "StripedHyena 2",
+        "captum-ssm",
+        "captum_ssm.models.dna.striped_hyena.HyenaCascade",
+        "striped_hyena:cascade",
+    ),
+    Line(
+        "StripedHyena 2",
+        "captum-ssm",
+        "captum_ssm.models.dna.striped_hyena.StripedAttention",
+        "striped_hyena:attention",
+    ),
+    Line(
         "VMamba",
         "captum-ssm",
         "captum_ssm.models.vmamba.mixer.SS2D",

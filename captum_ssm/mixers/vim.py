@@ -63,24 +63,20 @@ def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> Line
     x, z = projected.chunk(2, dim=-1)
     values = as_heads(x)  # (B, L, D, 1)
     shape = Shape(*values.shape)
-    ahead = _direction(module, "", values, run_projections)
-    flip = torch.arange(shape.tokens - 1, -1, -1, device=values.device)
+    ahead = direction(module, values, run_projections=run_projections)
     both: tuple[Operator, ...]
     if module.bimamba_type == "v2":
-        back = _direction(module, "_b", values.flip(1), run_projections)
-        turn = Permute(flip, shape)
-        # structural, so that the share of each direction outlives every ablation
-        share = Diagonal(values.new_full((1, 1, 1, 1), 0.5 if _halves(module) else 1.0), shape)
-        ahead_part = Chain(share, *ahead.operators())
-        both = (Sum(ahead_part, Chain(turn, share, *back.operators(), turn)),)
+        back = direction(module, values.flip(1), "_b", run_projections=run_projections)
+        both = (both_ways(ahead, back, 0.5 if _halves(module) else 1.0),)
     elif module.bimamba_type == "v1":
-        scan = ahead.scan
         a_b = -torch.exp(module.A_b_log.to(values))
-        back_scan = SelectiveScan(scan.dt.flip(1), a_b, scan.b.flip(1), scan.c.flip(1))
+        scan = SelectiveScan(ahead.dt, ahead.a, ahead.b, ahead.c)
+        back_scan = SelectiveScan(ahead.dt.flip(1), a_b, ahead.b.flip(1), ahead.c.flip(1))
+        flip = torch.arange(shape.tokens - 1, -1, -1, device=values.device)
         turn = Permute(flip, shape, "scan")
-        skip = Diagonal(2 * ahead.skip.weight, shape, "skip")
+        skip = Diagonal(2 * ahead.skip, shape, "skip")
         core = Sum(scan, Chain(turn, back_scan, turn), skip)
-        both = (core, ahead.activation, ahead.conv)
+        both = (core, *ahead.operators()[1:])
     else:
         both = ahead.operators()
     operator = Chain(Diagonal(as_heads(F.silu(z)), shape, "gate"), *both)
@@ -93,20 +89,63 @@ def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> Line
     return LinearMixer(values, operator, project)
 
 
-class _Direction(NamedTuple):
-    """One direction's parts, without the gate."""
+class Direction(NamedTuple):
+    """What one direction reads its tokens with, without the gate.
 
-    scan: SelectiveScan
-    skip: Diagonal
-    activation: Diagonal
+    Attributes:
+        dt, b, c: step sizes (B, L, D), input and output vectors (B, L, N) or (B, L, G, N), with
+            their graphs.
+        a: decay rates (D, N).
+        skip: weights (1, 1, D, 1).
+        ratio: of the activation, (B, L, D, 1).
+        conv: the short convolution.
+    """
+
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    skip: Tensor
+    ratio: Tensor
     conv: ShortConv
 
     def operators(self) -> tuple[Operator, ...]:
-        return Sum(self.scan, self.skip), self.activation, self.conv
+        """Scan and skip, activation, convolution: the last acts first."""
+        shape = self.conv.shape
+        scan = SelectiveScan(self.dt, self.a, self.b, self.c)
+        return (
+            Sum(scan, Diagonal(self.skip, shape, "skip")),
+            Diagonal(self.ratio, shape, "activation"),
+            self.conv,
+        )
 
 
-def _direction(module: Any, suffix: str, values: Tensor, run_projections: bool) -> _Direction:
-    """The parts for values in the order in which this direction reads them."""
+def both_ways(ahead: Direction, back: Direction, share: float = 1.0) -> Operator:
+    """The sum of two directions, share (f + P f_b P).
+
+    Args:
+        ahead: that from the first token on.
+        back: that from the last token on, which has read them in this order.
+        share: a factor on each. Default: 1.0.
+    """
+    shape, like = ahead.conv.shape, ahead.ratio
+    turn = Permute(torch.arange(shape.tokens - 1, -1, -1, device=like.device), shape)
+    # structural, so that the share of each direction outlives every ablation
+    part = Diagonal(like.new_full((1, 1, 1, 1), share), shape)
+    return Sum(Chain(part, *ahead.operators()), Chain(turn, part, *back.operators(), turn))
+
+
+def direction(
+    module: Any, values: Tensor, suffix: str = "", *, run_projections: bool = True
+) -> Direction:
+    """A Mamba's parts for values in the order in which it reads them.
+
+    Args:
+        module: a Mamba, or one of two directions.
+        values: (B, L, D, 1).
+        suffix: behind the names of its parameters. Default: ``""``.
+        run_projections: whether its projections are called, or their weights read. Default: True.
+    """
     shape = Shape(*values.shape)
     conv, u = causal_conv(getattr(module, f"conv1d{suffix}"), values, None, shape)
     ratio = torch.sigmoid(u)
@@ -118,12 +157,7 @@ def _direction(module: Any, suffix: str, values: Tensor, run_projections: bool) 
     t, b, c = torch.split(selected, [rank, state, state], dim=-1)
     dt = F.softplus(linear(t, dt_proj.weight, dt_proj.bias))
     skip = frozen(getattr(module, f"D{suffix}"), values).view(1, 1, -1, 1)
-    return _Direction(
-        SelectiveScan(dt, a, b, c),
-        Diagonal(skip, shape, "skip"),
-        Diagonal(ratio, shape, "activation"),
-        conv,
-    )
+    return Direction(dt, a, b, c, skip, ratio, conv)
 
 
 def _halves(module: Any) -> bool:

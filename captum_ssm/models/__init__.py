@@ -1,6 +1,15 @@
-"""Models: Vision Mamba and its kin, RWKV-7, the small trained ones, and what they read."""
+"""Models in plain PyTorch, the small trained ones that ship, and what they read."""
 
 from .bundled import load_bundled, load_dictionary
+from .dna import (
+    Caduceus,
+    HyenaDNA,
+    OneHot,
+    StripedHyena,
+    load_caduceus,
+    load_hyenadna,
+    load_striped_hyena,
+)
 from .rwkv7 import RWKV7, load_rwkv7
 from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
 from .vim import VideoMamba, VisionMamba, load_video_mamba, load_vim, vim_small, vim_tiny
@@ -11,6 +20,10 @@ __all__ = [
     "CLASS_WORDS",
     "CLS",
     "RWKV7",
+    "Caduceus",
+    "HyenaDNA",
+    "OneHot",
+    "StripedHyena",
     "TextReader",
     "VMamba",
     "VideoMamba",
@@ -18,8 +31,11 @@ __all__ = [
     "WordVocabulary",
     "class_vocabulary",
     "load_bundled",
+    "load_caduceus",
     "load_dictionary",
+    "load_hyenadna",
     "load_rwkv7",
+    "load_striped_hyena",
     "load_video_mamba",
     "load_vim",
     "load_vmamba",

@@ -59,6 +59,8 @@ def load_bundled(
             front, ``"scenes-vmamba"``, a :class:`~captum_ssm.models.VMamba`, and
             ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes of
             ``SCENES``.
+            ``"motifs-caduceus"`` and ``"motifs-hyenadna"`` tell which motifs of
+            :class:`~captum_ssm.bench.tasks.MotifTask` a sequence of DNA holds.
             ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
             positive sentences, see :class:`~captum_ssm.models.TextReader`.
             Default: ``"recall-mamba"``.
@@ -68,7 +70,7 @@ def load_bundled(
     Returns:
         The model in evaluation mode on the CPU, and its key: the vocabulary
         (:class:`~captum_ssm.models.WordVocabulary`) of what a language model or a classifier of
-        sentences reads, or the names of an image classifier's classes, in order.
+        sentences reads, or the names of the classes of images or DNA, in order.
 
     Raises:
         OptionError: when there is no such model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -61,22 +62,26 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The weights of a file, by name; no code in it is run.
+    """The weights in a file, without running any code in it.
 
     Args:
         path: a file of safetensors, or a torch file that holds the weights or a dict with the
-            weights as ``"model"``.
+            weights as ``"model"`` or ``"state_dict"``.
+
+    Returns:
+        Tensors on the CPU, by name.
 
     Raises:
-        CheckpointError: when it cannot be read so, or holds something else.
+        CheckpointError: when the file is broken, would run code, or holds something else.
     """
     content: Any
     if path.suffix == ".safetensors":
         content = read_safetensors(path, str(path))
     else:
-        # checkpoints of the published training script hold its command line beside the weights
+        # checkpoints of published scripts hold a command line or plain bytes beside the weights
         allow = getattr(torch.serialization, "safe_globals", None)
-        with nullcontext() if allow is None else allow([argparse.Namespace]):
+        harmless: list[Any] = [argparse.Namespace, io.BytesIO]
+        with nullcontext() if allow is None else allow(harmless):
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
@@ -89,8 +94,11 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
                     f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
                     "or save it again."
                 ) from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
+    for name in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    if isinstance(content, dict):  # how a kernel scaled numbers of eight bits, which are no weights
+        content = {k: w for k, w in content.items() if not str(k).endswith("._extra_state")}
     if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise CheckpointError(
             f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
@@ -102,6 +110,22 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
                 "holds. Save the weights as they are, not expanded."
             )
     return content
+
+
+def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that are not stored, each with the stored one that shares its parameter.
+
+    Args:
+        model: what the weights are of; it may be on the meta device.
+        weights: those of a file, by name.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    stored = {id(own[name]): name for name in weights if name in own}
+    return {
+        name: stored[id(parameter)]
+        for name, parameter in own.items()
+        if name not in weights and id(parameter) in stored
+    }
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Folders of small models, which say themselves what is in them.
 
-- ``config.json`` names the class, of transformers or of this package, and what it is made of; of an
-  image classifier it names the classes.
+- ``config.json`` names the class, of transformers or of this package, and what it is made of; of a
+  classifier of images or DNA it names the classes.
 - ``model.safetensors`` holds the weights, tied ones once.
 - ``vocab.json``, of a model that reads texts, holds the words.
 """
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from .._files import make_folder, read_json, read_safetensors, write_whole, writing
 from .._optional import optional
 from ..errors import CheckpointError
-from .checkpoints import check_counts, check_fit, naming
+from .checkpoints import check_counts, check_fit, naming, tied_names
+from .dna import Caduceus, HyenaDNA
 from .small import model_of
 from .vim import VisionMamba
 from .vmamba import VMamba
@@ -28,7 +29,9 @@ from .vocabulary import WordVocabulary
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
 #: The classes that are not of transformers.
-_PLAIN: dict[str, Callable[..., nn.Module]] = {"VisionMamba": VisionMamba, "VMamba": VMamba}
+_PLAIN: dict[str, Callable[..., nn.Module]] = {
+    each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
+}
 #: Classes whose weights transformers saves under the names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
@@ -94,7 +97,7 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     weights = read_weights(folder)
     with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
         wanted = make()
-    for name, stored in _tied(wanted, weights).items():
+    for name, stored in tied_names(wanted, weights).items():
         weights[name] = weights[stored]
     try:
         check_fit(wanted.state_dict(), weights)
@@ -103,17 +106,6 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     model = make()
     model.load_state_dict(weights, strict=True)
     return model.eval()
-
-
-def _tied(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Names that are not stored, each with the stored one that shares its parameter."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    stored = {id(own[name]): name for name in weights if name in own}
-    return {
-        name: stored[id(parameter)]
-        for name, parameter in own.items()
-        if name not in weights and id(parameter) in stored
-    }
 
 
 def _renamed(folder: Path, model_class: Any) -> nn.Module:
@@ -138,7 +130,7 @@ def save_plain(model: nn.Module, settings: dict[str, Any], folder: Path) -> None
         folder: where the files go; made if missing.
     """
     make_folder(folder)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.contiguous() for name, value in _stored_once(model).items()}
     write_whole(folder / WEIGHTS, _safetensors("Saving a bundled model").save(weights))
     write_config({"architectures": [type(model).__name__], **settings}, folder)
 

@@ -9,10 +9,17 @@ import torch
 from helpers.sessions import thorough
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from zoo.vision_language import FAMILIES, IMAGE, Pictured, pictured, vision_language_model
+from zoo.vision_language import (
+    FAMILIES,
+    IMAGE,
+    SEEING,
+    Pictured,
+    pictured,
+    vision_language_model,
+)
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, MambaLRP, trace
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import InputError, OptionError, UnsupportedMixerError
 from captum_ssm.tracing import find_mixers
 
 #: Norms and rotations are computed in float32 whatever the model is in.
@@ -20,10 +27,11 @@ FLOAT32 = 1e-5
 
 pytestmark = pytest.mark.transformers5
 
-every = pytest.mark.parametrize("family", thorough(FAMILIES, ("qwen3_5", "lfm2_vl")))
+every = pytest.mark.parametrize("family", thorough(FAMILIES, ("lfm3_vl",)))
+every_seeing = pytest.mark.parametrize("family", thorough(SEEING, ("lfm2_vl",)))
 #: Those whose towers have no gates, which share relevance with what they let through.
 ungated = pytest.mark.parametrize(
-    "family", thorough([f for f in FAMILIES if f != "glm5_next"], ("qwen3_5", "lfm2_vl"))
+    "family", thorough([f for f in SEEING if f != "glm5_next"], ("lfm2_vl",))
 )
 
 
@@ -61,6 +69,7 @@ def test_a_text_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not found[0, :3].any() and found[0, 3:].any()
 
 
+@pytest.mark.full
 def test_a_text_that_is_classified(monkeypatch: pytest.MonkeyPatch) -> None:
     model = vision_language_model("qwen3_5", monkeypatch, "ForSequenceClassification")
     ids, mask = padded_text()
@@ -76,7 +85,7 @@ def test_a_text_that_is_classified(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Grids of the images of each text: of one alone, and of both, of several sizes.
 GRIDS = {"one": [[(4, 4)], []], "several": [[(2, 4), (4, 2)], [(2, 2)]]}
 
-with_images = pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
+with_images = pytest.mark.parametrize("grids", thorough(GRIDS, ("several",)))
 TARGET = (-1, 5)
 
 
@@ -91,10 +100,10 @@ def flow(model: Any, given: Pictured, method: Any = LatimFlow, **options: Any) -
     )
 
 
-@every
+@every_seeing
 @with_images
-def test_the_towers_adapters(family: str, grids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = vision_language_model(family, monkeypatch), pictured(family, grids)
+def test_the_towers_adapters(family: str, grids: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS[grids])
     with torch.no_grad(), trace(model) as record:
         given.of(model)(given.ids, given.pixels, *given.others.values())
     tower = record.layers[:2]
@@ -108,13 +117,26 @@ def test_the_towers_adapters(family: str, grids: Any, monkeypatch: pytest.Monkey
             layer.verify()
 
 
-@every
-@with_images
-@pytest.mark.parametrize("rule", ["frozen", "half", "centred"])
-def test_a_text_and_its_images(
-    family: str, grids: Any, rule: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.full
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_towers_in_other_precisions(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, given = vision_language_model(family, monkeypatch), pictured(family, grids)
+    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS["several"])
+    with torch.no_grad(), trace(model.to(dtype), verify=True) as record:
+        given.of(model)(given.ids, given.pixels.to(dtype), *given.others.values())
+    for layer in record.layers[:2]:
+        layer.verify(1e-6 if dtype == torch.float32 else None)
+
+
+@every_seeing
+@with_images
+@pytest.mark.parametrize("rule", thorough(["frozen", "half", "centred"], ("centred",)))
+def test_a_text_and_its_images(
+    family: str, grids: str, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS[grids])
     (words, patches), delta = flow(model, given, rule=rule)
     assert words.shape == given.ids.shape and patches.shape == given.pixels.shape
     assert delta.shape == (2,) and delta.abs().max() <= FLOAT32
@@ -211,7 +233,7 @@ def test_relevance_of_patches_is_that_of_a_tower_that_holds_still(
     assert torch.allclose(patches, gradient * given.pixels, atol=FLOAT32)
 
 
-@every
+@every_seeing
 def test_a_text_whose_images_are_given(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As constants to LatimFlow; to folds as tokens like others, where the layers are named."""
     model, given = vision_language_model(family, monkeypatch), pictured(family, GRIDS["several"])
@@ -235,6 +257,14 @@ def test_a_text_whose_images_are_given(family: str, monkeypatch: pytest.MonkeyPa
         )
         assert torch.allclose(found, wanted, atol=FLOAT32)
         assert found[given.ids == IMAGE].any()
+
+
+def test_a_tower_without_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused where it sees an image; a text alone is explained."""
+    model, given = vision_language_model("lfm3_vl", monkeypatch), pictured("lfm3_vl", GRIDS["one"])
+    message = r"vision_tower\.layers\.0\.conv' of class .* has no adapter, and it ran.*layers="
+    with pytest.raises(UnsupportedMixerError, match=message):
+        flow(model, given)
 
 
 def test_options_of_several_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ MODELS = """
     chains-mamba chains-mamba2
     copying-bamba translation-gated-deltanet translation-rwkv passkey-gated-deltanet
     two-passkeys-gated-deltanet scenes-vim scenes-vim-first scenes-vmamba scenes-vit valence-mamba
-    valence-rwkv valence-bert
+    valence-rwkv valence-bert motifs-caduceus motifs-hyenadna
 """
 
 

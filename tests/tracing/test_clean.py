@@ -112,9 +112,9 @@ def test_after_an_error_from_the_hooked_mixer(model: Any, snapshot: Any, graph: 
 
 def test_after_a_refusal(model: Any, snapshot: Any) -> None:
     model.backbone.layers[1].mixer = nn.LSTM(5, 5)
-    before = snapshot(model)
+    tokens, before = ids(), snapshot(model)
     with pytest.raises(TypeError), trace(model):
-        pass
+        model(tokens)
     before.check()
     with pytest.raises(ValueError), trace(model, layers=["nowhere"]):
         pass

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import vim as vim_oracle
 
+from captum_ssm.models import Caduceus, HyenaDNA, StripedHyena
 from zoo import (
     architectures,
     delta,
@@ -41,6 +43,23 @@ def of_sigmoids(patch: pytest.MonkeyPatch) -> architectures.Case:
     options = {"num_heads": 2, "head_dim": 6, "output_gate_activation": "sigmoid"}
     layer = fla_cpu.install(patch).layer("GatedDeltaNet", hidden_size=16, **options)
     return architectures.Case(layer, torch.randn(2, 9, 16))
+
+
+def caduceus(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
+    small = {"d_model": 6, "n_layer": 2, "vocab_size": 16, "d_state": 3}
+    return architectures.language(vim_oracle.randomise(Caduceus(**small | options)))
+
+
+def hyenadna(patch: pytest.MonkeyPatch) -> architectures.Case:
+    model = HyenaDNA(d_model=6, n_layer=2, l_max=16, filter_order=5)
+    return architectures.language(randomise(model))
+
+
+def striped_hyena(patch: pytest.MonkeyPatch) -> architectures.Case:
+    layout = ("se", "mr", "li", "attention")
+    sizes = {"heads": 2, "inner_mlp_size": 6, "se_length": 3, "mr_length": 130, "state_size": 3}
+    model = StripedHyena(layout, 8, 16, se_groups=2, mr_groups=4, eps=0.05, **sizes)
+    return architectures.language(randomise(model))
 
 
 def mamba_ssm_attention(patch: pytest.MonkeyPatch) -> architectures.Case:
@@ -97,6 +116,10 @@ ADAPTERS: dict[str, architectures.Make] = {
     "xlstm large": xlstm_large,
     "xlstm blocks": xlstm_blocks,
     "gated delta net with a sigmoid": of_sigmoids,
+    "caduceus of both strands": caduceus,
+    "caduceus of one strand": partial(caduceus, rcps=False),
+    "hyenadna": hyenadna,
+    "striped hyena": striped_hyena,
     "simple gla": partial(of_fla, name="SimpleGatedLinearAttention", norm_eps=0.05),
     "based": partial(of_fla, name="BasedLinearAttention", num_key_value_heads=2, feature_dim=3),
     **{f"fla {family}": partial(networks.fla, family=family) for family in fla_cpu.MODELS},

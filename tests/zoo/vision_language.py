@@ -75,6 +75,14 @@ _SIGLIP: dict[str, Any] = {
     "num_patches": 16,
     "vision_use_head": False,
 }
+_LFM3_TOWER: dict[str, Any] = {
+    **_TOWER,
+    **_CONV,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "temporal_patch_size": 1,
+}
 
 #: By family: stem of the class names, options of the text's and the tower's configuration.
 _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -82,8 +90,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", {**_QWEN, **_EXPERTS}, _QWEN_TOWER),
     "glm5_next": ("Glm5Next", _GLM, _GLM_TOWER),
     "lfm2_vl": ("Lfm2Vl", {**_TEXT, **_CONV}, _SIGLIP),
+    "lfm3_vl": ("Lfm3Vl", {**_TEXT, **_CONV}, _LFM3_TOWER),
 }
 FAMILIES = tuple(_MODELS)
+#: Whose towers have an adapter.
+SEEING = tuple(family for family in FAMILIES if family != "lfm3_vl")
 
 
 def vision_language_model(

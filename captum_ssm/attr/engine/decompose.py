@@ -156,7 +156,9 @@ def decompose(
             streams.append(sum(entering[1:], entering[0]))
         mixers.append(tokens(step.output))
     if len(output) > 1 and (others or apart):
-        each, biases = _apart(ledger, output, constant, root, others)
+        # the root with them: constants are met where gradients pass
+        own, biases = _apart(ledger, output, constant, (*others, root, *passing))
+        each = [gradients[: len(others)] for gradients in own]
     if baseline is not None:
         biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
         inputs = gradient * (value.detach() - baseline)
@@ -190,22 +192,17 @@ def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _apart(
-    ledger: Ledger,
-    output: Tensor,
-    constant: Tensor | None,
-    root: Tensor,
-    others: Sequence[Tensor],
+    ledger: Ledger, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """By example the gradients of further inputs, and what each constant adds (B,)."""
+    """By example the gradients of all that the network begins at, and what constants add (B,)."""
     passes = []
     for i in range(len(output)):
         own = None if constant is None else constant[i : i + 1]
-        # that of the root, too, for a backward pass needs something to go to
-        passes.append(account(ledger, output[i : i + 1], own, [root, *others]))
+        passes.append(account(ledger, output[i : i + 1], own, starts))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
     biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
-    return [gradients[1:] for gradients, _ in passes], biases
+    return [gradients for gradients, _ in passes], biases
 
 
 def _with_others(

@@ -20,6 +20,7 @@ from .knockout.experiment import Knockout
 from .knockout.graphs import Graphs
 from .knockout.parts import HybridParts
 from .masks import PseudoMasks, Segmenting
+from .motifs import Motifs
 from .passkeys import Retrieval
 from .pixel_removal import ImagePerturbation
 from .repeated_words import RepeatedWords
@@ -115,6 +116,8 @@ _ON_SCENES: tuple[Experiment, ...] = (
     Oversmoothing(),
 )
 
+_ON_DNA: tuple[Experiment, ...] = (Motifs(),)
+
 #: On texts and on scenes.
 _ON_BOTH: tuple[Experiment, ...] = (Knockout(),)
 
@@ -125,5 +128,5 @@ _ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
 #: All experiments that the package brings, by the names under which ``captum-ssm evaluate`` knows
 #: them.
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_DNA, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
 }

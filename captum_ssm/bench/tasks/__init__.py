@@ -4,6 +4,7 @@ from .answers import Accuracy, SwapCheck, answer_accuracy, swap_check
 from .chains import CHAINS, ChainsTask
 from .copying import LONG_COPIES, SHORT_COPIES, CopyAccuracy, CopyBatch, CopyingTask, copy_accuracy
 from .linked import LinkedBatch, LinkedTask, LinkedText, Links, Targets
+from .motifs import MotifBatch, MotifTask
 from .pairs import FEW_PAIRS, PAIRS, PairsTask
 from .recall import Example, Fact, generate, parse_prompt, recall_vocabulary, with_value
 from .recall_batch import Batch, accuracy, collate, predict
@@ -36,6 +37,8 @@ __all__ = [
     "LinkedTask",
     "LinkedText",
     "Links",
+    "MotifBatch",
+    "MotifTask",
     "PairsTask",
     "PasskeyTask",
     "RecallTask",

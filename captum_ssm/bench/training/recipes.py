@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...errors import OptionError
 from .dictionary_recipes import DICTIONARY_RECIPES
+from .dna_recipes import DNA_RECIPES
 from .image_recipes import IMAGE_RECIPES
 from .language_recipes import ANSWER_RECIPES, FURTHER_RECIPES, LANGUAGE_RECIPES, ROLE_RECIPES
 from .recipe import Recipe
@@ -17,6 +18,7 @@ RECIPES: dict[str, Recipe] = {
     **ANSWER_RECIPES,
     **IMAGE_RECIPES,
     **TEXT_RECIPES,
+    **DNA_RECIPES,
 }
 
 

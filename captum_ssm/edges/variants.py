@@ -1,0 +1,191 @@
+"""What another base at a position does to an output: to first order for all of them, or by trying.
+
+    effect[a, p] = gradient[a, p] - gradient[r, p],       r the base that is at p
+
+One forward run and one backward pass give the 3 L of them.  The gradient is the model's own, or
+that of the linear network of :class:`~captum_ssm.LatimFlow` by one of its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attr import LatimFlow
+from ..attr.call import checks
+from ..attr.call.inputs import BatchPart, as_tuple, call_model, single_input
+from ..attr.call.targets import contrasted, logits_of
+from ..errors import GradientModeError, InputError
+from ..linear import FAMILY
+from ..tracing import find_model, repaired_scans
+
+
+def variant_effects(
+    forward_func: Callable[..., Any],
+    one_hot: Tensor,
+    target: Any = None,
+    additional_forward_args: Any = None,
+    *,
+    contrast: Any = None,
+    rule: str | None = "centred",
+    model: nn.Module | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
+) -> Tensor:
+    """What every single-base variant does to the target, to first order, from one backward pass.
+
+    :func:`mutagenesis` is the truth that it estimates, at one run for each variant.
+
+    Args:
+        forward_func: the model, which reads one-hot sequences, such as
+            :class:`~captum_ssm.models.OneHot`; or a function that runs it.
+        one_hot: the reference sequences, (B, 4, L) or (B, L, 4): at each position one base, or
+            zeros where there is none.
+        target: in Captum's forms. Default: None, for models that return one number per example.
+        additional_forward_args: further positional arguments of forward_func. Default: None.
+        contrast: what the target is held against; see :meth:`.LatimFlow.attribute`. Default: None.
+        rule: the rule of the linear network whose gradient is read, ``"frozen"``, ``"half"``,
+            ``"equal"`` or ``"centred"``; None for the model's own gradient, which is about 0 where
+            the model is sure. Default: ``"centred"``, the best by evidence.
+        model: the module, where forward_func does not reveal it. Default: None.
+        layers: of its mixers those to use, where there is a rule. Default: None, all.
+
+    Returns:
+        The estimated change of the target for each base in place of the one that is there, in the
+        shape of ``one_hot``; 0 for the base itself, and where there is none.
+
+    Raises:
+        InputError: when ``one_hot`` holds anything else than one base, or none, at a position.
+        OptionError: for a rule or a contrast that is not known.
+        GradientModeError: when the target does not depend on the inputs.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import variant_effects
+        >>> from captum_ssm.models import Caduceus, OneHot
+        >>> model = OneHot(Caduceus(d_model=16, n_layer=2, num_classes=3).eval())
+        >>> x = torch.nn.functional.one_hot(torch.randint(4, (2, 10)), 4).mT.float()  # (B, 4, L)
+        >>> effects = variant_effects(model, x, target=1)
+        >>> effects.shape, bool((effects * x).any())
+        (torch.Size([2, 4, 10]), False)
+    """
+    one_hot, dim = _checked(one_hot)
+    if rule is None:
+        gradient = _own_gradient(
+            forward_func, one_hot, target, additional_forward_args, contrast, model
+        )
+    else:
+        chosen: Any = checks.choice("rule", rule, FAMILY)
+        # relevance in comparison with what is 1 less everywhere is the gradient itself
+        gradient = LatimFlow(forward_func, model, layers).attribute(
+            one_hot, target, additional_forward_args,
+            contrast=contrast, rule=chosen, baselines=one_hot - 1,
+        )  # fmt: skip
+    held = one_hot.sum(dim, keepdim=True)
+    there = (gradient * one_hot).sum(dim, keepdim=True)
+    return ((gradient - there) * (held - one_hot)).to(one_hot)
+
+
+def mutagenesis(
+    forward_func: Callable[..., Any],
+    one_hot: Tensor,
+    target: Any = None,
+    additional_forward_args: Any = None,
+    *,
+    contrast: Any = None,
+    at_a_time: int = 64,
+) -> Tensor:
+    """What every single-base variant does to the target, by running each: 3 L runs of an example.
+
+    Args:
+        forward_func, one_hot, target, additional_forward_args, contrast: as in
+            :func:`variant_effects`; additional arguments serve all examples alike.
+        at_a_time: how many variants run together. Default: 64.
+
+    Returns:
+        The change of the target, in the shape of ``one_hot``.
+
+    Raises:
+        InputError: when ``one_hot`` holds anything else than one base, or none, at a position.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.edges import mutagenesis
+        >>> x = torch.eye(4)[:, [0, 2, 2]][None]  # A G G
+        >>> weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> mutagenesis(lambda x: (x * weights[:, None]).sum((1, 2)), x)[0].int()
+        tensor([[ 0, -2, -2],
+                [ 1, -1, -1],
+                [ 2,  0,  0],
+                [ 3,  1,  1]], dtype=torch.int32)
+    """
+    one_hot, dim = _checked(one_hot)
+    together = checks.count("at_a_time", at_a_time) or one_hot.numel()
+    bases = one_hot.mT if dim == 1 else one_hot  # (B, L, 4)
+    effects = torch.zeros_like(bases)
+    other = torch.eye(4).to(bases)
+    for example, sequence in enumerate(bases):
+        cut = BatchPart(slice(example, example + 1), len(bases))
+        asked = cut.target(target), cut.target(contrast)
+
+        def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
+            given = sequences.mT if dim == 1 else sequences
+            with torch.no_grad(), repaired_scans():
+                output = logits_of(
+                    call_model(forward_func, given, as_tuple(additional_forward_args))
+                )
+            return torch.cat([contrasted(each[None], *asked)[0] for each in output])
+
+        before = numbers(sequence[None])
+        variants = ((sequence == 0) & (sequence.sum(-1, keepdim=True) > 0)).nonzero()  # (n, 2)
+        for some in variants.split(together):
+            places, becomes = some.unbind(1)
+            changed = sequence.repeat(len(some), 1, 1)
+            changed[torch.arange(len(some)), places] = other[becomes]
+            effects[example, places, becomes] = (numbers(changed) - before).to(effects)
+    return effects.mT if dim == 1 else effects
+
+
+def _checked(one_hot: Any) -> tuple[Tensor, int]:
+    """Sequences, and the dimension of the bases."""
+    x, _ = single_input(one_hot, "one_hot")
+    for dim in (1, 2):
+        if x.dim() != 3 or x.shape[dim] != 4:
+            continue
+        sums = x.sum(dim)
+        if bool(((x == 0) | (x == 1)).all() and ((sums == 0) | (sums == 1)).all()):
+            return (x if x.is_floating_point() else x.float()), dim
+    raise InputError(
+        f"one_hot of shape {tuple(x.shape)} is not (B, 4, L) or (B, L, 4) with a single 1, or "
+        "zeros, at each position. Pass the sequences one-hot."
+    )
+
+
+def _own_gradient(
+    forward_func: Callable[..., Any],
+    one_hot: Tensor,
+    target: Any,
+    additional: Any,
+    contrast: Any,
+    model: nn.Module | None,
+) -> Tensor:
+    """The gradient of the target at the sequences, in their shape."""
+    find_model(forward_func, model)  # refuses what leads to none, as by a rule
+    if torch.is_inference_mode_enabled():
+        raise GradientModeError(
+            "variant_effects needs gradients, which torch.inference_mode() forbids. Leave it, or "
+            "use torch.no_grad()."
+        )
+    x = one_hot.detach().clone().requires_grad_()
+    with torch.enable_grad(), repaired_scans():
+        output = logits_of(call_model(forward_func, x, as_tuple(additional)))
+        numbers, _ = contrasted(output, target, contrast)
+        if not numbers.requires_grad:
+            raise GradientModeError(
+                "The target does not depend on one_hot, so there is no gradient. Does forward_func "
+                "detach, or run the model under no_grad?"
+            )
+        (gradient,) = torch.autograd.grad(numbers.sum(), x)
+    return gradient

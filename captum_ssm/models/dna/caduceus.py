@@ -1,0 +1,447 @@
+"""Caduceus: a bidirectional Mamba over DNA, one strand at a time or both alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import InputError, OptionError
+from ..vim import VimMixer
+
+#: By id, the token that stands on the other strand: of A, C, G, T and N, which the tokenizers of
+#: Caduceus and HyenaDNA number 7 to 11, the complement; of all other tokens themselves.
+COMPLEMENTS = (0, 1, 2, 3, 4, 5, 6, 10, 9, 8, 7, 11, 12, 13, 14, 15)
+
+#: What is read of the tokens by a classifier.
+Pool = Literal["mean", "max", "first", "last"]
+POOLS = ("mean", "max", "first", "last")
+
+_SMALL = 0.02  # standard deviation of embeddings and head before training
+
+
+class BiMamba(nn.Module):
+    """Two Mambas that read the tokens from either end and share the projections in and out.
+
+    It returns fwd(h) + flip(rev(flip h)).
+
+    Args:
+        d_model: width E of the tokens.
+        **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import BiMamba
+        >>> BiMamba(d_model=16)(torch.zeros(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(self, d_model: int, **mixer_options: Any) -> None:
+        super().__init__()
+        self.mamba_fwd = VimMixer(d_model, bimamba_type="none", **mixer_options)
+        self.mamba_rev = VimMixer(d_model, bimamba_type="none", **mixer_options)
+        self.mamba_rev.in_proj = self.mamba_fwd.in_proj
+        self.mamba_rev.out_proj = self.mamba_fwd.out_proj
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """What the mixer adds to the residual stream.
+
+        Args:
+            hidden_states: (B, L, E).
+
+        Returns:
+            (B, L, E).
+        """
+        out: Tensor = self.mamba_fwd(hidden_states)
+        back: Tensor = self.mamba_rev(hidden_states.flip(1))
+        return out + back.flip(1)
+
+
+class StrandsMixer(nn.Module):
+    """A mixer on both strands: on the first half of the channels, and on the other reversed.
+
+    The second half of the channels holds the reverse complement, tokens and channels flipped.
+
+    Args:
+        submodule: the mixer of one strand.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import BiMamba, StrandsMixer
+        >>> mixer, x = StrandsMixer(BiMamba(d_model=8)), torch.randn(1, 5, 16)
+        >>> torch.allclose(mixer(x.flip(1, 2)), mixer(x).flip(1, 2), atol=1e-6)
+        True
+    """
+
+    def __init__(self, submodule: nn.Module) -> None:
+        super().__init__()
+        self.submodule = submodule
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """What the mixer adds to the residual stream.
+
+        Args:
+            hidden_states: (B, L, 2 E).
+
+        Returns:
+            (B, L, 2 E).
+        """
+        one, other = hidden_states.chunk(2, -1)
+        # side by side as examples: one call of the mixer takes half the time of two
+        one, other = self.submodule(torch.cat([one, other.flip(1, 2)])).chunk(2)
+        return torch.cat([one, other.flip(1, 2)], -1)
+
+
+class StrandsNorm(nn.Module):
+    """A norm on both strands, under the names of checkpoints that were trained unfused.
+
+    Args:
+        submodule: the norm of one strand.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import StrandsNorm
+        >>> StrandsNorm(torch.nn.RMSNorm(8))(torch.ones(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
+    """
+
+    def __init__(self, submodule: nn.Module) -> None:
+        super().__init__()
+        self.submodule = submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each half of the channels normed by itself.
+
+        Args:
+            x: (B, L, 2 E).
+
+        Returns:
+            (B, L, 2 E).
+        """
+        return _on_both(self.submodule, x)
+
+
+class StrandsEmbedding(nn.Module):
+    """Embeds tokens beside their complements, whose channels are flipped.
+
+    Args:
+        vocab_size: number of tokens.
+        d_model: width E of one strand.
+        complements: by id, the token on the other strand.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import COMPLEMENTS, StrandsEmbedding
+        >>> embedding, a, t = StrandsEmbedding(16, 8, COMPLEMENTS), *torch.tensor([[[7]], [[10]]])
+        >>> torch.equal(embedding(t), embedding(a).flip(-1))
+        True
+    """
+
+    complement_map: Tensor
+
+    def __init__(self, vocab_size: int, d_model: int, complements: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("complement_map", torch.tensor(complements))
+        self.embedding = nn.Embedding(vocab_size, d_model)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Tokens to vectors.
+
+        Args:
+            input_ids: (B, L).
+
+        Returns:
+            (B, L, 2 E).
+        """
+        weight = self.embedding.weight
+        # looked up once, so that what explains the model finds one input
+        table = torch.cat([weight, weight[self.complement_map].flip(-1)], -1)
+        return F.embedding(input_ids, table)
+
+
+class StrandsHead(nn.Module):
+    """Logits of tokens from both strands: a token's is added to that of its complement there.
+
+    Args:
+        d_model: width E of one strand.
+        vocab_size: number of tokens.
+        complements: by id, the token on the other strand.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import COMPLEMENTS, StrandsHead
+        >>> StrandsHead(8, 16, COMPLEMENTS)(torch.zeros(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
+    """
+
+    complement_map: Tensor
+
+    def __init__(self, d_model: int, vocab_size: int, complements: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("complement_map", torch.tensor(complements))
+        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors to logits.
+
+        Args:
+            x: (B, L, 2 E).
+
+        Returns:
+            (B, L, V).
+        """
+        one, other = x.chunk(2, -1)
+        weight = self.lm_head.weight
+        of_other = F.linear(other.flip(-1), weight[self.complement_map])
+        return F.linear(one, weight) + of_other
+
+
+class CaduceusBlock(nn.Module):
+    """x + mixer(norm(x)); the fused form exchanges the strands in x before.
+
+    Args:
+        norm: of one strand, or a :class:`StrandsNorm`.
+        mixer: mixes the tokens.
+        exchange: whether the halves of the channels change places, which the published code does
+            where norm and sum are fused and both strands are read. Default: False.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import BiMamba, CaduceusBlock
+        >>> block = CaduceusBlock(torch.nn.RMSNorm(16), BiMamba(d_model=16))
+        >>> block(torch.zeros(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(self, norm: nn.Module, mixer: nn.Module, exchange: bool = False) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+        self.exchange = exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream behind the block.
+
+        Args:
+            x: (B, L, E), of both strands (B, L, 2 E).
+
+        Returns:
+            The same shape.
+        """
+        if not self.exchange:
+            out: Tensor = x + self.mixer(self.norm(x))
+            return out
+        x = torch.cat([*reversed(x.chunk(2, -1))], -1)
+        out = x + self.mixer(_on_both(self.norm, x))
+        return out
+
+
+class CaduceusEmbeddings(nn.Module):
+    """Embeddings of tokens by their published name; see :class:`Caduceus` for the arguments.
+
+    Args:
+        word_embeddings: what embeds the tokens.
+    """
+
+    def __init__(self, word_embeddings: nn.Module) -> None:
+        super().__init__()
+        self.word_embeddings = word_embeddings
+
+
+class CaduceusBackbone(nn.Module):
+    """Embeddings, blocks and the last norm; see :class:`Caduceus` for the arguments.
+
+    Args:
+        embeddings: what embeds the tokens.
+        layers: the blocks.
+        norm_f: the last norm, of one strand or a :class:`StrandsNorm`.
+        by_strand: whether ``norm_f`` is of one strand while both are read.
+    """
+
+    def __init__(
+        self, embeddings: nn.Module, layers: list[nn.Module], norm_f: nn.Module, by_strand: bool
+    ) -> None:
+        super().__init__()
+        self.embeddings = CaduceusEmbeddings(embeddings)
+        self.layers = nn.ModuleList(layers)
+        self.norm_f = norm_f
+        self.by_strand = by_strand
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the head reads.
+
+        Args:
+            x: embeddings, (B, L, E) or (B, L, 2 E).
+
+        Returns:
+            The same shape.
+        """
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = _on_both(self.norm_f, x) if self.by_strand else self.norm_f(x)
+        return out
+
+
+class DNAModel(nn.Module):
+    """Base of the models of DNA: they read tokens, or what these are embedded as."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that embeds the tokens."""
+        raise NotImplementedError
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        """Tokens to logits.
+
+        Args:
+            input_ids: (B, L). Default: None, where embeddings are given.
+            inputs_embeds: what :meth:`get_input_embeddings` makes of tokens, (B, L, ...).
+                Default: None.
+
+        Returns:
+            (B, L, V), or of a classifier (B, classes).
+
+        Raises:
+            InputError: unless exactly one of the two is given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("Give either input_ids or inputs_embeds, not both and not neither.")
+        embedded = (
+            self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        )
+        return self._logits(embedded)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Caduceus(DNAModel):
+    """Caduceus, with the parameter names of the released checkpoints.
+
+    Both kinds read the tokens from both ends.  Ph reads one strand.  PS (``rcps=True``) reads a
+    strand and its reverse complement with the same weights, so that what it says of the reverse
+    complement is the reverse complement of what it says.
+
+    Args:
+        d_model: width E of one strand. Default: 256.
+        n_layer: number of blocks. Default: 16.
+        vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
+        rcps: whether both strands are read. Default: True.
+        num_classes: of a classifier of sequences; None for logits of masked tokens. Default: None.
+        pool: what the classifier reads of the tokens: their ``"mean"``, ``"max"``, the ``"first"``
+            or the ``"last"``. Default: ``"mean"``.
+        fused: whether the model was trained with norm and sum fused, as the released ones were; the
+            published code exchanges the strands then. Default: True.
+        rms_norm: RMSNorm if True, else LayerNorm. Default: True.
+        norm_epsilon: their epsilon. Default: 1e-5.
+        complements: by id, the token on the other strand. Default: :data:`COMPLEMENTS`.
+        **mixer_options: further arguments of :class:`BiMamba`.
+
+    Raises:
+        OptionError: when ``pool`` is not known, a size is below 1, or there are not as many
+            complements as tokens.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import Caduceus
+        >>> model = Caduceus(d_model=16, n_layer=2).eval()
+        >>> model(torch.tensor([[7, 8, 9, 10]])).shape
+        torch.Size([1, 4, 16])
+    """
+
+    def __init__(
+        self,
+        d_model: int = 256,
+        n_layer: int = 16,
+        vocab_size: int = 16,
+        *,
+        rcps: bool = True,
+        num_classes: int | None = None,
+        pool: Pool = "mean",
+        fused: bool = True,
+        rms_norm: bool = True,
+        norm_epsilon: float = 1e-5,
+        complements: Sequence[int] = COMPLEMENTS,
+        **mixer_options: Any,
+    ) -> None:
+        super().__init__()
+        if pool not in POOLS:
+            raise OptionError(f"pool={pool!r} is not known. Use one of {POOLS}.")
+        for name, size in (("d_model", d_model), ("n_layer", n_layer), ("vocab_size", vocab_size)):
+            if size < 1:
+                raise OptionError(f"{name}={size}: use 1 or more.")
+        if rcps and len(complements) != vocab_size:
+            raise OptionError(
+                f"complements names {len(complements)} tokens, but vocab_size={vocab_size}. Give "
+                "the token on the other strand for each id."
+            )
+        self.rcps = rcps
+        self.pool = pool
+
+        def norm() -> nn.Module:
+            return (nn.RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon)
+
+        def both(norm: nn.Module) -> nn.Module:
+            return StrandsNorm(norm) if rcps and not fused else norm
+
+        def block() -> nn.Module:
+            one = BiMamba(d_model, **mixer_options)
+            with torch.no_grad():
+                one.mamba_fwd.out_proj.weight /= math.sqrt(n_layer)
+            mixer = StrandsMixer(one) if rcps else one
+            return CaduceusBlock(both(norm()), mixer, exchange=rcps and fused)
+
+        embeddings: Any = nn.Embedding(vocab_size, d_model)
+        if rcps:
+            embeddings = StrandsEmbedding(vocab_size, d_model, complements)
+        layers = [block() for _ in range(n_layer)]
+        backbone = CaduceusBackbone(embeddings, layers, both(norm()), by_strand=rcps and fused)
+        self.caduceus: Any = nn.ModuleDict({"backbone": backbone})
+        table = embeddings.embedding if rcps else embeddings
+        nn.init.normal_(table.weight, std=_SMALL)
+        if num_classes is not None:
+            self.score = nn.Linear(d_model, num_classes, bias=False)
+            nn.init.normal_(self.score.weight, std=_SMALL)
+        elif rcps:
+            self.lm_head: Any = StrandsHead(d_model, vocab_size, complements)
+            self.lm_head.lm_head.weight = table.weight
+        else:
+            self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+            self.lm_head.weight = table.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that embeds the tokens."""
+        found: nn.Module = self.caduceus["backbone"].embeddings.word_embeddings
+        return found
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.caduceus["backbone"](x)
+        if not hasattr(self, "score"):
+            logits: Tensor = self.lm_head(x)
+            return logits
+        if not self.rcps:
+            logits = self.score(self._pooled(x))
+            return logits
+        one, other = x.chunk(2, -1)
+        both = self._pooled(one) + self._pooled(other.flip(1, 2))
+        logits = self.score(both) / 2
+        return logits
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """(B, L, E) to (B, E)."""
+        if self.pool == "mean":
+            return x.mean(1)
+        if self.pool == "max":
+            return x.amax(1)
+        return x[:, 0 if self.pool == "first" else -1]
+
+
+def _on_both(module: nn.Module, x: Tensor) -> Tensor:
+    """A module on each half of the channels, the second as its reverse complement."""
+    one, other = x.chunk(2, -1)
+    return torch.cat([module(one), module(other.flip(1, 2)).flip(1, 2)], -1)

@@ -1,0 +1,385 @@
+"""HyenaDNA: gated convolutions as long as the sequence, whose filters a small network draws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import InputError, OptionError
+from .caduceus import DNAModel
+
+#: Standard deviation of weights before training.
+_SMALL = 0.02
+
+#: The window of the released models' filters: it falls to this share of its height ...
+_FALLS_TO = 1e-2
+#: ... within these shares of the longest sequence, of the first channel and of the last ...
+_SLOWEST, _FASTEST = 1.5, 0.3
+#: ... and stands on this.
+_FLOOR = 0.05
+#: The lowest frequency of the features of positions.
+_LOWEST = 1e-4
+
+
+class Sine(nn.Module):
+    """sin(freq x), with a frequency for each channel.
+
+    Args:
+        width: channels.
+        freq: what all frequencies are at first.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna.hyena import Sine
+        >>> Sine(2, freq=0.0)(torch.ones(2)).tolist()
+        [[0.0, 0.0]]
+    """
+
+    def __init__(self, width: int, freq: float) -> None:
+        super().__init__()
+        self.freq = nn.Parameter(torch.full((1, width), float(freq)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as ``x`` (..., width)."""
+        return torch.sin(self.freq * x)
+
+
+class Positions(nn.Module):
+    """Features of the positions: time from 0 to 1, and waves of rising frequency.
+
+    Args:
+        features: how many, an odd number from 3 on.
+        l_max: positions.
+
+    Example:
+        >>> from captum_ssm.models.dna.hyena import Positions
+        >>> tuple(Positions(5, l_max=10).z.shape)
+        (1, 10, 5)
+    """
+
+    t: Tensor
+
+    def __init__(self, features: int, l_max: int) -> None:
+        super().__init__()
+        bands = (features - 1) // 2
+        t = torch.linspace(0, 1, l_max)[None, :, None]  # (1, L, 1)
+        angle = 2 * math.pi * torch.arange(l_max)[None, :, None] / l_max
+        wave = torch.linspace(_LOWEST, bands - 1, bands) * angle  # (1, L, bands)
+        self.z = nn.Parameter(torch.cat([t, torch.cos(wave), -torch.sin(wave)], -1))
+        self.register_buffer("t", t)
+
+
+class Window(nn.Module):
+    """A window that falls off with time, exp(-t |delta|) + floor, faster from channel to channel.
+
+    Args:
+        width: channels.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna.hyena import Window
+        >>> Window(4)(torch.zeros(1, 1, 1)).flatten().tolist()[0] == 1 + 0.05
+        True
+    """
+
+    deltas: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        slow, fast = math.log(_FALLS_TO) / _SLOWEST, math.log(_FALLS_TO) / _FASTEST
+        self.register_buffer("deltas", torch.linspace(slow, fast, width)[None, None])
+
+    def forward(self, t: Tensor) -> Tensor:
+        """Times (1, L, 1) to factors (1, L, width)."""
+        return torch.exp(-t * self.deltas.abs()) + _FLOOR
+
+
+class HyenaFilter(nn.Module):
+    """The long filters: features of the positions, a network of sines, a window; and the bias.
+
+    Args:
+        width: filters.
+        l_max: their length.
+        features: of the positions, an odd number from 3 on. Default: 5.
+        filter_order: width of the network. Default: 64.
+        inner: its layers between the first and the last. Default: 2.
+        freq: of its sines at first. Default: 10.
+
+    Example:
+        >>> from captum_ssm.models.dna.hyena import HyenaFilter
+        >>> HyenaFilter(4, l_max=10).kernel(tokens=7).shape
+        torch.Size([4, 7])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        l_max: int,
+        features: int = 5,
+        filter_order: int = 64,
+        inner: int = 2,
+        freq: float = 10.0,
+    ) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width))
+        self.pos_emb = Positions(features, l_max)
+        sine = Sine(filter_order, freq)  # one for all layers
+        layers: list[nn.Module] = [nn.Linear(features, filter_order), sine]
+        for _ in range(inner):
+            layers += [nn.Linear(filter_order, filter_order), sine]
+        self.implicit_filter = nn.Sequential(*layers, nn.Linear(filter_order, width, bias=False))
+        self.modulation = Window(width)
+
+    def kernel(self, tokens: int) -> Tensor:
+        """Entry k is the weight of the token k steps back.
+
+        Args:
+            tokens: length of the sequence.
+
+        Returns:
+            (width, tokens).
+        """
+        z, t = self.pos_emb.z[:, :tokens], self.pos_emb.t[:, :tokens]
+        filters: Tensor = self.implicit_filter(z) * self.modulation(t)
+        return filters[0].T
+
+
+class HyenaOperator(nn.Module):
+    """Hyena's mixer, with the parameter names of the published code.
+
+    With x0, x1, v = conv(in_proj(u)), conv short and h the long filter, it returns
+
+        out_proj(x0 (h * (x1 v) + b x1 v))
+
+    and of a higher order has more gates, each followed by a filter of its own.
+
+    Args:
+        d_model: width E of the tokens.
+        l_max: tokens of the longest sequence.
+        order: gates, 2 or more. Default: 2.
+        short_filter_order: taps of the short convolution. Default: 3.
+        **filter_options: further arguments of :class:`HyenaFilter`.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import HyenaOperator
+        >>> HyenaOperator(d_model=8, l_max=16)(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        l_max: int,
+        order: int = 2,
+        short_filter_order: int = 3,
+        **filter_options: Any,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.l_max, self.order = d_model, l_max, order
+        inner = d_model * (order + 1)
+        self.in_proj = nn.Linear(d_model, inner)
+        self.out_proj = nn.Linear(d_model, d_model)
+        self.short_filter = nn.Conv1d(
+            inner, inner, short_filter_order, padding=short_filter_order - 1, groups=inner
+        )
+        self.filter_fn = HyenaFilter(d_model * (order - 1), l_max, **filter_options)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """What the mixer adds to the residual stream.
+
+        Args:
+            hidden_states: (B, L, E).
+
+        Returns:
+            (B, L, E).
+
+        Raises:
+            InputError: for more tokens than the filters are long.
+        """
+        tokens = hidden_states.shape[1]
+        if tokens > self.l_max:
+            raise InputError(
+                f"{tokens} tokens were given, but the filters reach over l_max={self.l_max}. Pass "
+                "at most so many."
+            )
+        projected = self.in_proj(hidden_states).mT  # (B, (order + 1) E, L)
+        x, *gates, v = self.short_filter(projected)[..., :tokens].split(self.d_model, 1)
+        kernels = torch.split(self.filter_fn.kernel(tokens), self.d_model)
+        biases = torch.split(self.filter_fn.bias, self.d_model)
+        for gate, kernel, bias in zip(reversed(gates), kernels, biases, strict=True):
+            v = gate * v
+            v = long_conv(v, kernel) + bias[:, None] * v
+        out: Tensor = self.out_proj((x * v).mT)
+        return out
+
+
+class Mlp(nn.Module):
+    """Two layers with a GELU between.
+
+    Args:
+        width: of the tokens.
+        inner: of the layer between.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as ``x`` (B, L, E)."""
+        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return out
+
+
+class HyenaBlock(nn.Module):
+    """x + mixer(norm1(x)), and mlp(norm2) of that added to it.
+
+    Args:
+        mixer: mixes the tokens.
+        d_model: width E of the tokens.
+        d_inner: of the layer between those of the mlp.
+        eps: of the norms.
+    """
+
+    def __init__(self, mixer: nn.Module, d_model: int, d_inner: int, eps: float) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm1 = nn.LayerNorm(d_model, eps=eps)
+        self.mlp = Mlp(d_model, d_inner)
+        self.norm2 = nn.LayerNorm(d_model, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream behind the block, (B, L, E) to (B, L, E)."""
+        x = x + self.mixer(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class HyenaBackbone(nn.Module):
+    """Embeddings, blocks and the last norm, by their published names.
+
+    Args:
+        word_embeddings: what embeds the tokens.
+        layers: the blocks.
+        ln_f: the last norm.
+    """
+
+    def __init__(
+        self, word_embeddings: nn.Module, layers: list[nn.Module], ln_f: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"word_embeddings": word_embeddings})
+        self.layers = nn.ModuleList(layers)
+        self.ln_f = ln_f
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the head reads, (B, L, E) to (B, L, E)."""
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.ln_f(x)
+        return out
+
+
+class HyenaDNA(DNAModel):
+    """HyenaDNA, with the parameter names of the released checkpoints.
+
+    Args:
+        d_model: width E of the tokens. Default: 128.
+        n_layer: number of blocks. Default: 2.
+        d_inner: width within the mlps. Default: None, 4 E.
+        vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
+        l_max: tokens of the longest sequence. Default: 1026.
+        num_classes: of a classifier of sequences; None for logits of the next token. Default: None.
+        pool: what the classifier reads of the tokens: the ``"last"``, or their ``"mean"``.
+            Default: ``"last"``.
+        norm_epsilon: of the norms. Default: 1e-5.
+        tie_embeddings: whether logits are told by the embeddings themselves. Default: True.
+        **mixer_options: further arguments of :class:`HyenaOperator`.
+
+    Raises:
+        OptionError: when ``pool`` is not known, or a size is below 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import HyenaDNA
+        >>> model = HyenaDNA(d_model=16, l_max=32).eval()
+        >>> model(torch.tensor([[7, 8, 9, 10]])).shape
+        torch.Size([1, 4, 16])
+    """
+
+    def __init__(
+        self,
+        d_model: int = 128,
+        n_layer: int = 2,
+        d_inner: int | None = None,
+        vocab_size: int = 16,
+        l_max: int = 1026,
+        *,
+        num_classes: int | None = None,
+        pool: Literal["last", "mean"] = "last",
+        norm_epsilon: float = 1e-5,
+        tie_embeddings: bool = True,
+        **mixer_options: Any,
+    ) -> None:
+        super().__init__()
+        if pool not in ("last", "mean"):
+            raise OptionError(f"pool={pool!r} is not known. Use 'last' or 'mean'.")
+        for name, size in (("d_model", d_model), ("n_layer", n_layer), ("l_max", l_max)):
+            if size < 1:
+                raise OptionError(f"{name}={size}: use 1 or more.")
+        self.pool = pool
+        inner = 4 * d_model if d_inner is None else d_inner
+
+        def block() -> nn.Module:
+            mixer = HyenaOperator(d_model, l_max, **mixer_options)
+            return HyenaBlock(mixer, d_model, inner, norm_epsilon)
+
+        embeddings = nn.Embedding(vocab_size, d_model)
+        layers = [block() for _ in range(n_layer)]
+        backbone = HyenaBackbone(embeddings, layers, nn.LayerNorm(d_model, eps=norm_epsilon))
+        self.hyena: Any = nn.ModuleDict({"backbone": backbone})
+        self._start(n_layer)
+        if num_classes is None:
+            self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+            if tie_embeddings:
+                self.lm_head.weight = embeddings.weight
+        else:
+            self.score = nn.Linear(d_model, num_classes, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that embeds the tokens."""
+        found: nn.Module = self.hyena["backbone"].embeddings["word_embeddings"]
+        return found
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.hyena["backbone"](x)
+        if not hasattr(self, "score"):
+            logits: Tensor = self.lm_head(x)
+            return logits
+        logits = self.score(x[:, -1] if self.pool == "last" else x.mean(1))
+        return logits
+
+    @torch.no_grad()
+    def _start(self, n_layer: int) -> None:
+        """Small weights, those of layers that add to the stream by the number of these layers."""
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2 or "filter" in name:
+                continue
+            adds = name.endswith(("out_proj.weight", "fc2.weight"))
+            nn.init.normal_(weight, std=_SMALL / math.sqrt(2 * n_layer) if adds else _SMALL)
+
+
+def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
+    """The causal convolution of x (B, C, L) with a kernel (C, K) for each channel."""
+    tokens = x.shape[-1]
+    size = tokens + kernel.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    spectrum = torch.fft.rfft(x.to(wide), size) * torch.fft.rfft(kernel.to(wide), size)
+    out: Tensor = torch.fft.irfft(spectrum, size)[..., :tokens]
+    return out.to(x.dtype)

@@ -1,0 +1,282 @@
+"""Loading of checkpoints of DNA models, whose sizes are read off the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from ..checkpoints import check_fit, read_checkpoint, tied_names
+from .caduceus import Caduceus
+from .hyena import HyenaDNA
+from .striped_hyena import LONG, StripedHyena
+
+Weights = dict[str, Tensor]
+
+
+def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
+    """Loads a Caduceus checkpoint, Ph or PS, such as the official ones; nothing is downloaded.
+
+    All sizes are inferred from the weights, and whether it was trained with norm and sum fused.
+    What weights do not tell is given as options: ``pool`` of a classifier and ``norm_epsilon``.
+    Both directions are taken to be added, as in all released models.
+
+    Args:
+        path: a file of safetensors, or a torch file. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.Caduceus` that override what was
+            inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a Caduceus; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import Caduceus, load_caduceus
+        >>> trained = Caduceus(d_model=16, n_layer=2).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "caduceus.pt"))
+        ...     model = load_caduceus(Path(folder, "caduceus.pt"))
+        >>> ids = torch.tensor([[7, 8, 9, 10]])
+        >>> torch.equal(model(ids), trained(ids))
+        True
+    """
+    weights = _under("caduceus.", read_checkpoint(Path(path)))
+    model = _filled(path, weights, Caduceus, lambda: {**_sizes_of_caduceus(weights), **options})
+    assert isinstance(model, Caduceus)
+    return model
+
+
+def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
+    """Loads a HyenaDNA checkpoint, such as the official ones; nothing is downloaded.
+
+    All sizes are inferred from the weights, whose names are those of the model in the Hugging Face
+    hub, or of the first release.  What weights do not tell is given as options: ``pool`` of a
+    classifier and ``norm_epsilon``.
+
+    Args:
+        path: a file of safetensors, or a torch file. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.HyenaDNA` that override what was
+            inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtype of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a HyenaDNA; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import HyenaDNA, load_hyenadna
+        >>> trained = HyenaDNA(d_model=16, l_max=32).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "hyenadna.pt"))
+        ...     model = load_hyenadna(Path(folder, "hyenadna.pt"))
+        >>> ids = torch.tensor([[7, 8, 9, 10]])
+        >>> torch.equal(model(ids), trained(ids))
+        True
+    """
+    weights = {_plain_hyena(key): w for key, w in read_checkpoint(Path(path)).items()}
+    weights = _under("hyena.", weights)
+    model = _filled(path, weights, HyenaDNA, lambda: {**_sizes_of_hyenadna(weights), **options})
+    assert isinstance(model, HyenaDNA)
+    return model
+
+
+def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
+    """Loads a StripedHyena 2 checkpoint, such as those of Evo 2; nothing is downloaded.
+
+    All sizes are inferred from the weights.  What weights do not tell is given as options: ``eps``
+    and ``rotary_scaling``, by which the models for the longest sequences divide positions.
+
+    Args:
+        path: a file of safetensors, or a torch file. It is read without running any code in it.
+        **options: arguments of :class:`~captum_ssm.models.StripedHyena` that override what was
+            inferred.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the dtypes of the file.
+
+    Raises:
+        CheckpointError: when the weights are not those of a StripedHyena 2; it names the keys.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from captum_ssm.models import StripedHyena, load_striped_hyena
+        >>> trained = StripedHyena(("se", "li"), 16, heads=2, inner_mlp_size=24, se_groups=4,
+        ...                        mr_groups=4).eval()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(trained.state_dict(), Path(folder, "evo2.pt"))
+        ...     model = load_striped_hyena(Path(folder, "evo2.pt"))
+        >>> ids = torch.tensor([list(b"ACGT")])
+        >>> torch.equal(model(ids), trained(ids))
+        True
+    """
+    weights = read_checkpoint(Path(path))
+    model = _filled(path, weights, StripedHyena, lambda: {**_sizes_of_striped(weights), **options})
+    assert isinstance(model, StripedHyena)
+    return model
+
+
+def _filled(
+    path: str | Path,
+    weights: Weights,
+    model_class: Callable[..., nn.Module],
+    sizes: Callable[[], Mapping[str, Any]],
+) -> nn.Module:
+    """A model with the weights, once they are known to be its."""
+    try:
+        with torch.device("meta"):  # the weights come from the file
+            model = model_class(**sizes())
+        for name, stored in tied_names(model, weights).items():
+            weights[name] = weights[stored]
+        check_fit(model.state_dict(), weights)
+        _check_tied(model, weights)
+    except CheckpointError as error:
+        name = getattr(model_class, "__name__", "model")
+        raise CheckpointError(f"{path} does not fit a {name}: {error}") from None
+    model.load_state_dict(weights, strict=True, assign=True)
+    return model.eval()
+
+
+def _check_tied(model: nn.Module, weights: Weights) -> None:
+    """Raise where the file has two for what is one parameter of the model."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        one = first.setdefault(id(parameter), name)
+        if not torch.equal(weights[one], weights[name]):
+            raise CheckpointError(
+                f"{one!r} and {name!r} are different, but the model shares them; models that do "
+                "not are not served."
+            )
+
+
+def _under(prefix: str, weights: Weights) -> Weights:
+    """The weights of a backbone saved by itself under the names that a whole model gives them."""
+    return {prefix + key if key.startswith("backbone.") else key: w for key, w in weights.items()}
+
+
+def _plain_hyena(key: str) -> str:
+    """The hub's name of a weight of the first release, which wrapped what it checkpointed."""
+    key = key.removeprefix("model.")
+    return key.replace(".mixer.layer.", ".mixer.").replace(".mlp.layer.", ".mlp.")
+
+
+def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
+    """The arguments that the weights tell."""
+
+    def anywhere(name: str) -> bool:
+        return any(name in key for key in weights)
+
+    embeddings = "caduceus.backbone.embeddings.word_embeddings."
+    rcps = anywhere(".mixer.submodule.")
+    vocab, width = _shape(weights, f"{embeddings}{'embedding.' if rcps else ''}weight", 2)
+    mixer = f"caduceus.backbone.layers.0.mixer.{'submodule.' if rcps else ''}mamba_fwd."
+    inner, state = _shape(weights, f"{mixer}A_log", 2)
+    sizes: dict[str, Any] = {
+        "d_model": width,
+        "n_layer": _layers(weights, "caduceus.backbone.layers."),
+        "vocab_size": vocab,
+        "rcps": rcps,
+        "num_classes": _classes(weights),
+        "fused": not anywhere(".norm.submodule."),
+        "rms_norm": not anywhere("norm_f.bias") and not anywhere("norm_f.submodule.bias"),
+        "d_inner": inner,
+        "d_state": state,
+        "d_conv": _shape(weights, f"{mixer}conv1d.weight", 3)[2],
+        "dt_rank": _shape(weights, f"{mixer}dt_proj.weight", 2)[1],
+        "bias": anywhere("in_proj.bias"),
+        "conv_bias": anywhere("conv1d.bias"),
+    }
+    if rcps:
+        _shape(weights, f"{embeddings}complement_map", 1)
+        sizes["complements"] = weights[f"{embeddings}complement_map"].tolist()
+    return sizes
+
+
+def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
+    """The arguments that the weights tell."""
+    embeddings, first = (
+        "hyena.backbone.embeddings.word_embeddings.weight",
+        "hyena.backbone.layers.0.",
+    )
+    vocab, width = _shape(weights, embeddings, 2)
+    mixer, filters = f"{first}mixer.", f"{first}mixer.filter_fn."
+    layers = [key for key in weights if key.startswith(f"{filters}implicit_filter.")]
+    linear = sum(key.endswith(".weight") for key in layers)  # the first, those within, the last
+    head = weights.get("lm_head.weight")
+    _, l_max, features = _shape(weights, f"{filters}pos_emb.z", 3)
+    return {
+        "d_model": width,
+        "n_layer": _layers(weights, "hyena.backbone.layers."),
+        "d_inner": _shape(weights, f"{first}mlp.fc1.weight", 2)[0],
+        "vocab_size": vocab,
+        "l_max": l_max,
+        "num_classes": _classes(weights),
+        "tie_embeddings": head is None or torch.equal(head, weights[embeddings]),
+        "order": _shape(weights, f"{mixer}in_proj.weight", 2)[0] // max(1, width) - 1,
+        "short_filter_order": _shape(weights, f"{mixer}short_filter.weight", 3)[2],
+        "features": features,
+        "filter_order": _shape(weights, f"{filters}implicit_filter.0.weight", 2)[0],
+        "inner": max(0, linear - 2),
+    }
+
+
+def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
+    """The arguments that the weights tell."""
+    vocab, width = _shape(weights, "embedding_layer.weight", 2)
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "vocab_size": vocab,
+        "inner_mlp_size": _shape(weights, "blocks.0.mlp.l1.weight", 2)[0],
+        "heads": 1,
+        "se_groups": 1,
+        "mr_groups": 1,
+    }
+    layout = []
+    for i in range(_layers(weights, "blocks.")):
+        stem = f"blocks.{i}."
+        if f"{stem}inner_mha_cls.Wqkv.weight" in weights:
+            layout.append("attention")
+            frequencies = _shape(weights, f"{stem}inner_mha_cls.rotary_emb.inv_freq", 1)
+            sizes["heads"] = max(1, width // max(1, 2 * frequencies[0]))
+            continue
+        short = _shape(weights, f"{stem}filter.short_filter_weight", 3)
+        sizes["short_filter_length"] = short[2]
+        if f"{stem}filter.h" in weights:
+            groups, _, length = _shape(weights, f"{stem}filter.h", 3)
+            kind = "mr" if length >= LONG else "se"
+            sizes |= {f"{kind}_length": length, f"{kind}_groups": groups}
+        else:
+            kind = "li"
+            sizes["state_size"] = _shape(weights, f"{stem}filter.residues", 2)[1]
+        layout.append(kind)
+    return {"layout": layout, **sizes}
+
+
+def _layers(weights: Weights, prefix: str) -> int:
+    """How many layers there are, by the greatest number among the names."""
+    numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
+    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
+
+
+def _classes(weights: Weights) -> int | None:
+    return _shape(weights, "score.weight", 2)[0] if "score.weight" in weights else None
+
+
+def _shape(weights: Weights, key: str, dims: int) -> torch.Size:
+    if key not in weights:
+        raise CheckpointError(f"its weights lack {key!r}.")
+    shape = weights[key].shape
+    if len(shape) != dims:
+        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
+    return shape

@@ -1,0 +1,106 @@
+"""DNA as the packages of genomics have it, one-hot, in front of a model that reads tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InputError, OptionError
+
+#: The ids of A, C, G and T in the tokenizers of Caduceus and HyenaDNA.
+BASE_IDS = (7, 8, 9, 10)
+
+
+class OneHot(nn.Module):
+    """A model that reads one-hot DNA: the mixture of the bases' embeddings at each position.
+
+    It is linear in its input up to the model, so that relevance reaches each base of each position:
+    ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x.  A position with a
+    zero for every base is none of them.
+
+    Args:
+        model: looks up tokens in the layer that ``get_input_embeddings()`` returns, and takes what
+            this makes of them as ``inputs_embeds``: the models of this package, and most of
+            transformers.
+        base_ids: the tokens of A, C, G and T. Default: ``(7, 8, 9, 10)``, those of Caduceus and
+            HyenaDNA.
+        bases_first: whether inputs are (B, 4, L), as tangermeme has them, or (B, L, 4).
+            Default: True.
+        before: tokens in front of the sequence. Default: none.
+        after: tokens behind it, such as the ``[SEP]`` that the tokenizers add. Default: none.
+
+    Raises:
+        OptionError: when the model has no such layer, or there are not four bases.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import LatimFlow
+        >>> from captum_ssm.models import Caduceus, OneHot
+        >>> model = OneHot(Caduceus(d_model=16, n_layer=2, num_classes=3).eval())
+        >>> x = torch.nn.functional.one_hot(torch.randint(4, (2, 10)), 4).mT.float()  # (B, 4, L)
+        >>> LatimFlow(model).attribute(x, target=1).shape
+        torch.Size([2, 4, 10])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base_ids: Sequence[int] = BASE_IDS,
+        *,
+        bases_first: bool = True,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        if not hasattr(model, "get_input_embeddings"):
+            raise OptionError(
+                f"model is a {type(model).__name__} without get_input_embeddings(), so the "
+                "embeddings of the bases are not known. Pass a model that has it, or explain its "
+                "embeddings."
+            )
+        if len(base_ids) != 4:
+            raise OptionError(f"base_ids={tuple(base_ids)}: give the four ids of A, C, G and T.")
+        self.model = model
+        self.base_ids = tuple(base_ids)
+        self.bases_first = bases_first
+        self.before, self.after = tuple(before), tuple(after)
+
+    def forward(self, one_hot: Tensor) -> Tensor:
+        """What the model returns.
+
+        Args:
+            one_hot: (B, 4, L), or (B, L, 4) unless ``bases_first``.
+
+        Raises:
+            InputError: for another shape.
+        """
+        bases = one_hot.mT if self.bases_first and one_hot.dim() == 3 else one_hot  # (B, L, 4)
+        if bases.dim() != 3 or bases.shape[-1] != 4:
+            wanted = "(B, 4, L)" if self.bases_first else "(B, L, 4)"
+            raise InputError(
+                f"inputs of shape {tuple(one_hot.shape)} are no one-hot DNA {wanted}. Say by "
+                "bases_first in which of both layouts they are."
+            )
+        table = self._embedded(self.base_ids, one_hot.device)  # (4, E)
+        parts = []
+        for vectors in (self._around(self.before, bases), bases.to(table) @ table,
+                        self._around(self.after, bases)):  # fmt: skip
+            parts += [] if vectors is None else [vectors]
+        embedded = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        out: Tensor = self.model(inputs_embeds=embedded)
+        return out
+
+    def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
+        """The same tokens for each example, (B, n, E); None where there are none."""
+        if not ids:
+            return None
+        vectors = self._embedded(ids, like.device)
+        return vectors.expand(len(like), *vectors.shape)
+
+    def _embedded(self, ids: Sequence[int], device: torch.device) -> Tensor:
+        """The vectors of tokens, each looked up as a sequence by itself, (n, E)."""
+        layer = self.model.get_input_embeddings()  # type: ignore[operator]
+        vectors: Tensor = layer(torch.tensor(ids, device=device)[:, None])
+        return vectors[:, 0]

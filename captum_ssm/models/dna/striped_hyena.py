@@ -1,0 +1,343 @@
+"""StripedHyena 2, of Evo 2: gated convolutions of three lengths, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import OptionError
+from .caduceus import DNAModel
+from .hyena import long_conv
+
+#: What mixes the tokens of a block: short explicit, medium regularised or long implicit filters,
+#: or softmax attention.
+BlockKind = Literal["se", "mr", "li", "attention"]
+KINDS = ("se", "mr", "li", "attention")
+#: Explicit filters as long as this, or longer, are read from the token itself back, and have a
+#: weight for the token beside them; shorter ones are read towards the token.
+LONG = 128
+
+
+class ScaleNorm(nn.Module):
+    """x / (root mean square of x + eps), times a scale.
+
+    Args:
+        width: channels.
+        eps: added to the root.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna.striped_hyena import ScaleNorm
+        >>> ScaleNorm(2, eps=1.0)(torch.ones(1, 2)).tolist()
+        [[0.5, 0.5]]
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as ``x`` (..., width)."""
+        size = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+        out: Tensor = self.scale * (x / (size + self.eps))
+        return out
+
+
+class HyenaCascade(nn.Module):
+    """The convolutions of a block, with the parameter names of the published code.
+
+    It is given the projected stream u, in which channels 3 i, 3 i + 1 and 3 i + 2 are those of x2,
+    x1 and v, and returns, with conv short and h the filter of the block,
+
+        x2 (h * (x1 v) + D x1 v)        where x2, x1, v = conv(u)
+
+    Args:
+        width: channels E of the stream.
+        kind: ``"se"``, ``"mr"`` or ``"li"``.
+        length: taps of an explicit filter.
+        groups: explicit filters, each of which serves neighbouring channels.
+        state_size: exponentials that an implicit filter is a sum of.
+        short_filter_length: taps of conv.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import HyenaCascade
+        >>> HyenaCascade(8, "li", state_size=4)(torch.zeros(2, 5, 24)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    h: nn.Parameter | None
+    D: nn.Parameter | None
+
+    def __init__(
+        self,
+        width: int,
+        kind: str,
+        length: int = 7,
+        groups: int = 1,
+        state_size: int = 16,
+        short_filter_length: int = 3,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.short_filter_weight = nn.Parameter(torch.randn(3 * width, 1, short_filter_length))
+        if kind == "li":
+            self.log_poles = nn.Parameter(-torch.rand(width, state_size, 1))
+            self.residues = nn.Parameter(torch.randn(width, state_size))
+            self.h = None
+        else:
+            self.h = nn.Parameter(torch.randn(groups, 1, length))
+        has_weight = kind == "li" or length >= LONG
+        self.register_parameter("D", nn.Parameter(torch.zeros(width)) if has_weight else None)
+
+    def kernel(self, tokens: int) -> Tensor:
+        """Entry k is the weight of the token k steps back.
+
+        Args:
+            tokens: length of the sequence.
+
+        Returns:
+            (width, K).
+        """
+        if self.h is None:
+            time = torch.arange(tokens, device=self.log_poles.device)
+            poles = torch.exp(self.log_poles * time)  # (width, state, tokens)
+            return (self.residues[..., None] * poles).sum(1)
+        taps: Tensor = self.h[:, 0] if self.h.shape[-1] >= LONG else self.h[:, 0].flip(-1)
+        return taps.repeat_interleave(self.width // len(taps), 0)[:, :tokens]
+
+    def forward(self, projected: Tensor) -> Tensor:
+        """What the gated convolution makes of the projected stream.
+
+        Args:
+            projected: (B, L, 3 E).
+
+        Returns:
+            (B, L, E).
+        """
+        taps = self.short_filter_weight
+        padded = F.pad(projected.mT, (taps.shape[-1] - 1, 0))
+        short = F.conv1d(padded, taps, groups=len(taps))
+        x2, x1, v = (short[:, i::3] for i in range(3))
+        v = x1 * v
+        mixed = long_conv(v, self.kernel(v.shape[-1]))
+        if self.D is not None:
+            mixed = mixed + self.D[:, None] * v
+        out: Tensor = x2 * mixed
+        return out.mT
+
+
+class Rotary(nn.Module):
+    """Angles of the positions, by frequency.
+
+    Args:
+        width: channels of a head.
+        base: of the frequencies.
+        scaling: positions are divided by it.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, width: int, base: float, scaling: float) -> None:
+        super().__init__()
+        self.scaling = scaling
+        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+        self.register_buffer("inv_freq", frequencies)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both halves of the channels of x (B, L, H, P) turned by the angles."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        time = torch.arange(x.shape[1], device=x.device).to(wide) / self.scaling
+        angle = time[:, None, None] * self.inv_freq.to(wide)  # (L, 1, P / 2)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+
+
+class StripedAttention(nn.Module):
+    """Causal softmax attention, with the parameter names of the published code.
+
+    The rows of ``Wqkv`` stand as in the checkpoints: for each head those of its queries, keys and
+    values.
+
+    Args:
+        width: channels E of the stream.
+        heads: how many.
+        base: of the rotary frequencies. Default: 1e4.
+        scaling: positions are divided by it. Default: 1.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models.dna import StripedAttention
+        >>> StripedAttention(8, heads=2)(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, width: int, heads: int, base: float = 1e4, scaling: float = 1.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.Wqkv = nn.Linear(width, 3 * width, bias=False)
+        self.out_proj = nn.Linear(width, width)
+        self.rotary_emb = Rotary(width // heads, base, scaling)
+
+    def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned, and values, (B, L, H, P) each.
+
+        Args:
+            qkv: what ``Wqkv`` returns, (B, L, 3 E).
+        """
+        query, key, values = qkv.view(*qkv.shape[:2], self.heads, 3, -1).unbind(3)
+        return self.rotary_emb(query), self.rotary_emb(key), values
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """What the mixer adds to the residual stream, (B, L, E) to (B, L, E)."""
+        query, key, values = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
+        found = F.scaled_dot_product_attention(query, key, values, is_causal=True)
+        out: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
+        return out
+
+
+class GatedMlp(nn.Module):
+    """l3(act(l1 x) l2 x).
+
+    Args:
+        width: channels of the stream.
+        inner: channels within.
+        bends: whether act is a GELU, or nothing.
+    """
+
+    def __init__(self, width: int, inner: int, bends: bool) -> None:
+        super().__init__()
+        self.bends = bends
+        self.l1 = nn.Linear(width, inner, bias=False)
+        self.l2 = nn.Linear(width, inner, bias=False)
+        self.l3 = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as ``x`` (B, L, E)."""
+        gate = F.gelu(self.l1(x)) if self.bends else self.l1(x)
+        out: Tensor = self.l3(gate * self.l2(x))
+        return out
+
+
+class StripedBlock(nn.Module):
+    """x + mixer(norm(x)), and the mlp of that added to it, by the names of the published code.
+
+    Args:
+        mixer: a :class:`HyenaCascade` or a :class:`StripedAttention`.
+        mlp: the mlp.
+        width: channels E of the stream.
+        eps: of the norms.
+    """
+
+    def __init__(self, mixer: nn.Module, mlp: nn.Module, width: int, eps: float) -> None:
+        super().__init__()
+        self.pre_norm, self.post_norm = ScaleNorm(width, eps), ScaleNorm(width, eps)
+        self.mlp = mlp
+        self.filter: nn.Module | None = None
+        if isinstance(mixer, HyenaCascade):
+            self.filter = mixer
+            self.projections = nn.Linear(width, 3 * width, bias=False)
+            self.out_filter_dense = nn.Linear(width, width)
+        else:
+            self.inner_mha_cls = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream behind the block, (B, L, E) to (B, L, E)."""
+        normed = self.pre_norm(x)
+        if self.filter is None:
+            mixed = self.inner_mha_cls(normed)
+        else:
+            mixed = self.out_filter_dense(self.filter(self.projections(normed)))
+        x = x + mixed
+        out: Tensor = x + self.mlp(self.post_norm(x))
+        return out
+
+
+class StripedHyena(DNAModel):
+    """StripedHyena 2, with the parameter names of the released checkpoints of Evo 2.
+
+    Args:
+        layout: what mixes the tokens, block by block: ``"se"``, ``"mr"``, ``"li"`` or
+            ``"attention"``.
+        hidden_size: width E of the stream. Default: 4096.
+        vocab_size: number of tokens, which are bytes. Default: 512.
+        heads: of attention. Default: 32.
+        inner_mlp_size: width within the mlps. Default: 11008.
+        se_length: taps of a short filter. Default: 7.
+        mr_length: those of a medium one. Default: 128.
+        se_groups: short filters of a block. Default: 256.
+        mr_groups: medium ones. Default: 256.
+        state_size: exponentials of a long filter. Default: 16.
+        short_filter_length: taps of the convolution behind the projection. Default: 3.
+        rotary_base: of attention's frequencies. Default: 1e4.
+        rotary_scaling: positions are divided by it there. Default: 1.
+        eps: of the norms. Default: 1e-6.
+
+    Raises:
+        OptionError: for a block that is not known, or widths that do not divide.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.models import StripedHyena
+        >>> sizes = {"hidden_size": 16, "heads": 2, "inner_mlp_size": 24}
+        >>> model = StripedHyena(("se", "mr", "li", "attention"), **sizes, se_groups=4, mr_groups=4)
+        >>> model(torch.tensor([list(b"ACGT")])).shape
+        torch.Size([1, 4, 512])
+    """
+
+    def __init__(
+        self,
+        layout: Sequence[BlockKind],
+        hidden_size: int = 4096,
+        vocab_size: int = 512,
+        *,
+        heads: int = 32,
+        inner_mlp_size: int = 11008,
+        se_length: int = 7,
+        mr_length: int = 128,
+        se_groups: int = 256,
+        mr_groups: int = 256,
+        state_size: int = 16,
+        short_filter_length: int = 3,
+        rotary_base: float = 1e4,
+        rotary_scaling: float = 1.0,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if not layout or any(kind not in KINDS for kind in layout):
+            raise OptionError(f"layout={tuple(layout)!r}: use one of {KINDS} for each block.")
+        for name, size in (("heads", heads), ("se_groups", se_groups), ("mr_groups", mr_groups)):
+            if size < 1 or hidden_size % size:
+                raise OptionError(f"{name}={size} does not divide hidden_size={hidden_size}.")
+        explicit = {"se": (se_length, se_groups), "mr": (mr_length, mr_groups)}
+
+        def mixer(kind: str) -> nn.Module:
+            if kind == "attention":
+                return StripedAttention(hidden_size, heads, rotary_base, rotary_scaling)
+            length, groups = explicit.get(kind, (0, 1))
+            return HyenaCascade(hidden_size, kind, length, groups, state_size, short_filter_length)
+
+        self.embedding_layer = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(
+            StripedBlock(
+                mixer(kind), GatedMlp(hidden_size, inner_mlp_size, i == 0), hidden_size, eps
+            )
+            for i, kind in enumerate(layout)
+        )
+        self.norm = ScaleNorm(hidden_size, eps)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that embeds the tokens."""
+        return self.embedding_layer
+
+    def _logits(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x) @ self.embedding_layer.weight.T
+        return out

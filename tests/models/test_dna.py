@@ -1,0 +1,349 @@
+"""Models of DNA: the released names load, the logits are those of plain loops, one-hot inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import dna, relative_error
+from oracles import vim as vim_oracle
+from torch import Tensor, nn
+from zoo.mamba import randomise
+
+from captum_ssm import LatimFlow
+from captum_ssm.errors import CheckpointError, InputError, OptionError
+from captum_ssm.models import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
+from captum_ssm.models.dna import COMPLEMENTS, BiMamba
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"fused": False},
+    {"rcps": False},
+    {"num_classes": 3},
+    {"rcps": False, "num_classes": 3},
+]
+NAMES = ["PS", "PS unfused", "Ph", "PS classifier", "Ph classifier"]
+
+
+def small(**options: Any) -> Any:
+    return vim_oracle.randomise(Caduceus(**({"d_model": 6, "n_layer": 3, "d_state": 3} | options)))
+
+
+def small_hyena(**options: Any) -> Any:
+    sizes = {"d_model": 6, "n_layer": 2, "l_max": 12, "filter_order": 5, "features": 7}
+    return randomise(HyenaDNA(**(sizes | options)))
+
+
+def some_ids(batch: int = 2, tokens: int = 9) -> Tensor:
+    return torch.randint(7, 12, (batch, tokens))
+
+
+def released_caduceus(rcps: bool, width: int, depth: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the released checkpoints."""
+    inner, rank, state = 2 * width, -(-width // 16), 16
+    stem, one = "caduceus.backbone", "submodule." if rcps else ""
+    embeddings = f"{stem}.embeddings.word_embeddings"
+    shapes: dict[str, tuple[int, ...]] = {f"{stem}.norm_f.weight": (width,)}
+    if rcps:
+        shapes[f"{embeddings}.complement_map"] = shapes["lm_head.complement_map"] = (16,)
+        shapes[f"{embeddings}.embedding.weight"] = shapes["lm_head.lm_head.weight"] = (16, width)
+    else:
+        shapes[f"{embeddings}.weight"] = shapes["lm_head.weight"] = (16, width)
+    for i in range(depth):
+        shapes[f"{stem}.layers.{i}.norm.weight"] = (width,)
+        for way in ("mamba_fwd", "mamba_rev"):
+            mixer = f"{stem}.layers.{i}.mixer.{one}{way}"
+            shapes |= {
+                f"{mixer}.A_log": (inner, state),
+                f"{mixer}.D": (inner,),
+                f"{mixer}.in_proj.weight": (2 * inner, width),
+                f"{mixer}.conv1d.weight": (inner, 1, 4),
+                f"{mixer}.conv1d.bias": (inner,),
+                f"{mixer}.x_proj.weight": (rank + 2 * state, inner),
+                f"{mixer}.dt_proj.weight": (inner, rank),
+                f"{mixer}.dt_proj.bias": (inner,),
+                f"{mixer}.out_proj.weight": (width, inner),
+            }
+    return shapes
+
+
+def released_hyenadna(width: int, depth: int, l_max: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the released checkpoints."""
+    stem = "hyena.backbone"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{stem}.embeddings.word_embeddings.weight": (16, width),
+        f"{stem}.ln_f.weight": (width,),
+        f"{stem}.ln_f.bias": (width,),
+        "lm_head.weight": (16, width),
+    }
+    for i in range(depth):
+        layer, mixer = f"{stem}.layers.{i}", f"{stem}.layers.{i}.mixer"
+        filters = f"{mixer}.filter_fn"
+        shapes |= {
+            f"{mixer}.in_proj.weight": (3 * width, width),
+            f"{mixer}.in_proj.bias": (3 * width,),
+            f"{mixer}.out_proj.weight": (width, width),
+            f"{mixer}.out_proj.bias": (width,),
+            f"{mixer}.short_filter.weight": (3 * width, 1, 3),
+            f"{mixer}.short_filter.bias": (3 * width,),
+            f"{filters}.bias": (width,),
+            f"{filters}.pos_emb.z": (1, l_max, 5),
+            f"{filters}.pos_emb.t": (1, l_max, 1),
+            f"{filters}.implicit_filter.0.weight": (64, 5),
+            f"{filters}.implicit_filter.0.bias": (64,),
+            **{f"{filters}.implicit_filter.{k}.freq": (1, 64) for k in (1, 3, 5)},
+            **{f"{filters}.implicit_filter.{k}.weight": (64, 64) for k in (2, 4)},
+            **{f"{filters}.implicit_filter.{k}.bias": (64,) for k in (2, 4)},
+            f"{filters}.implicit_filter.6.weight": (width, 64),
+            f"{filters}.modulation.deltas": (1, 1, width),
+            f"{layer}.mlp.fc1.weight": (4 * width, width),
+            f"{layer}.mlp.fc1.bias": (4 * width,),
+            f"{layer}.mlp.fc2.weight": (width, 4 * width),
+            f"{layer}.mlp.fc2.bias": (width,),
+            **{f"{layer}.norm{k}.{what}": (width,) for k in (1, 2) for what in ("weight", "bias")},
+        }
+    return shapes
+
+
+# --- Caduceus ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rcps", [True, False], ids=["PS", "Ph"])
+def test_caduceus_has_the_released_names_and_shapes(rcps: bool) -> None:
+    with torch.device("meta"):
+        model = Caduceus(d_model=256, n_layer=16, rcps=rcps)
+    found = {name: tuple(w.shape) for name, w in model.state_dict().items()}
+    assert found == released_caduceus(rcps, 256, 16)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 7.7  # as published
+
+
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+def test_caduceus_computes_the_formula(options: dict[str, Any]) -> None:
+    model, ids = small(**options).double(), some_ids()
+    weights = vim_oracle.double_weights(model)
+    rcps, fused = options.get("rcps", True), options.get("fused", True)
+    wanted = [dna.caduceus(weights, each, 3, rcps, fused) for each in ids]
+    assert relative_error(model(ids), torch.stack(wanted)) <= 1e-12
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_other_strand_is_told_alike(fused: bool) -> None:
+    ids = some_ids()
+    other = torch.tensor(COMPLEMENTS)[ids].flip(1)
+    model = small(fused=fused)
+    assert relative_error(model(other).flip(1)[..., list(COMPLEMENTS)], model(ids)) <= 1e-5
+    classifier = small(fused=fused, num_classes=3)
+    assert relative_error(classifier(other), classifier(ids)) <= 1e-5
+    one_way = small(rcps=False, num_classes=3)
+    assert relative_error(one_way(other), one_way(ids)) > 1e-2
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "first", "last"])
+def test_pools(pool: Any) -> None:
+    model, ids = small(rcps=False, num_classes=3, pool=pool), some_ids()
+    seen: list[Tensor] = []
+    model.caduceus["backbone"].register_forward_hook(lambda *args: seen.append(args[2]))
+    found = model(ids)
+    read = {"mean": seen[0].mean(1), "max": seen[0].max(1).values,
+            "first": seen[0][:, 0], "last": seen[0][:, -1]}  # fmt: skip
+    assert torch.equal(found, read[pool] @ model.score.weight.T)
+
+
+@pytest.mark.parametrize("options", [*KINDS, {"rms_norm": False}, {"bias": True, "d_conv": 3}])
+def test_caduceus_is_read_off_its_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = small(**options), some_ids()
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "caduceus.pt")
+    loaded = load_caduceus(tmp_path / "caduceus.pt")
+    assert not loaded.training
+    assert torch.equal(loaded(ids), model(ids))
+
+
+def test_what_is_shared_may_be_stored_once(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, ids = small(), some_ids()
+    weights = model.state_dict()
+    stored = {
+        name: w
+        for name, w in weights.items()
+        if "mamba_rev.in_proj" not in name
+        and "mamba_rev.out_proj" not in name
+        and name != "lm_head.lm_head.weight"
+    }
+    assert len(stored) == len(weights) - 7
+    safetensors.save_file(stored, tmp_path / "model.safetensors")
+    assert torch.equal(load_caduceus(tmp_path / "model.safetensors")(ids), model(ids))
+
+
+def test_directions_that_share_nothing_are_refused(tmp_path: Path) -> None:
+    weights = {name: w.clone() for name, w in small().state_dict().items()}
+    weights["caduceus.backbone.layers.0.mixer.submodule.mamba_rev.in_proj.weight"] += 1
+    torch.save(weights, tmp_path / "caduceus.pt")
+    with pytest.raises(CheckpointError, match=r"mamba_fwd.in_proj.* are different"):
+        load_caduceus(tmp_path / "caduceus.pt")
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    weights = small().state_dict()
+    del weights["caduceus.backbone.layers.1.norm.weight"]
+    torch.save(weights, tmp_path / "caduceus.pt")
+    with pytest.raises(CheckpointError, match=r"lacks 'caduceus.backbone.layers.1.norm.weight'"):
+        load_caduceus(tmp_path / "caduceus.pt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
+    for load in (load_caduceus, load_hyenadna):
+        with pytest.raises(CheckpointError, match="its weights lack"):
+            load(tmp_path / "other.pt")
+
+
+def test_a_backbone_saved_alone_needs_its_head(tmp_path: Path) -> None:
+    weights = small(rcps=False).caduceus.state_dict()
+    torch.save(weights, tmp_path / "backbone.pt")
+    loaded, ids = load_caduceus(tmp_path / "backbone.pt"), some_ids()
+    assert loaded(ids).shape == (2, 9, 16)  # its head is the embeddings
+
+
+def test_bad_options() -> None:
+    for options, what in (
+        ({"pool": "sum"}, "pool='sum' is not known"),
+        ({"n_layer": 0}, "n_layer=0: use 1 or more"),
+        ({"vocab_size": 12}, "complements names 16 tokens, but vocab_size=12"),
+    ):
+        with pytest.raises(OptionError, match=what):
+            Caduceus(**options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="pool='max' is not known"):
+        HyenaDNA(pool="max")  # type: ignore[arg-type]
+    for given in ({}, {"input_ids": some_ids(), "inputs_embeds": torch.zeros(2, 9, 12)}):
+        with pytest.raises(InputError, match="either input_ids or inputs_embeds"):
+            small()(**given)
+
+
+def test_both_directions_share_their_projections() -> None:
+    mixer = BiMamba(8)
+    assert mixer.mamba_rev.in_proj is mixer.mamba_fwd.in_proj
+    assert mixer.mamba_rev.out_proj is mixer.mamba_fwd.out_proj
+    assert mixer.mamba_rev.conv1d is not mixer.mamba_fwd.conv1d
+
+
+# --- HyenaDNA ---------------------------------------------------------------------------------
+
+
+def test_hyenadna_has_the_released_names_and_shapes() -> None:
+    with torch.device("meta"):
+        model = HyenaDNA(d_model=128, n_layer=2, l_max=1026)
+    found = {name: tuple(w.shape) for name, w in model.state_dict().items()}
+    assert found == released_hyenadna(128, 2, 1026)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_classes": 3}, {"order": 3}, {"inner": 1}])
+def test_hyenadna_computes_the_formula(options: dict[str, Any]) -> None:
+    model, ids = small_hyena(**options).double(), some_ids()
+    weights = vim_oracle.double_weights(model)
+    wanted = torch.stack([dna.hyenadna(weights, each, 2) for each in ids])
+    assert relative_error(model(ids), wanted) <= 1e-12
+
+
+def test_features_of_positions() -> None:
+    """exp(-i f w) in real and imaginary part, beside the time."""
+    positions = HyenaDNA(d_model=4, l_max=11, features=9).hyena["backbone"].layers[0]
+    found = positions.mixer.filter_fn.pos_emb.z[0]
+    frequency = torch.linspace(1e-4, 3, 4).double()
+    wave = torch.exp(-1j * frequency * 2 * torch.pi * torch.arange(11)[:, None] / 11)
+    time = torch.linspace(0, 1, 11)[:, None]
+    assert relative_error(found, torch.cat([time, wave.real, wave.imag], 1)) <= 1e-5
+    window = positions.mixer.filter_fn.modulation(torch.ones(1, 1, 1)).flatten()
+    assert window[0] == pytest.approx(0.01 ** (1 / 1.5) + 0.05)
+    assert window[-1] == pytest.approx(0.01 ** (1 / 0.3) + 0.05)
+
+
+@pytest.mark.parametrize("form", ["hub", "first release", "checkpointed", "stored once"])
+def test_forms_of_hyenadna(form: str, tmp_path: Path) -> None:
+    model, ids = small_hyena(), some_ids()
+    weights = model.state_dict()
+    if form in ("first release", "checkpointed"):
+        weights = {f"model.{name.removeprefix('hyena.')}": w for name, w in weights.items()}
+    if form == "checkpointed":
+        weights = {
+            name.replace(".mixer.", ".mixer.layer.").replace(".mlp.", ".mlp.layer."): w
+            for name, w in weights.items()
+        }
+    if form == "stored once":
+        weights = {
+            name: w
+            for name, w in weights.items()
+            if not name.endswith(("3.freq", "5.freq", "lm_head.weight"))
+        }
+    torch.save({"state_dict": weights}, tmp_path / "weights.ckpt")
+    assert torch.equal(load_hyenadna(tmp_path / "weights.ckpt")(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tie_embeddings": False}, {"num_classes": 3}, {"order": 3, "inner": 1}, {"d_inner": 7}],
+)
+def test_hyenadna_is_read_off_its_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = small_hyena(**options), some_ids()
+    torch.save(model.state_dict(), tmp_path / "hyenadna.pt")
+    assert torch.equal(load_hyenadna(tmp_path / "hyenadna.pt")(ids), model(ids))
+
+
+# --- one-hot ----------------------------------------------------------------------------------
+
+
+def one_hot(ids: Tensor) -> Tensor:
+    """(B, 4, L); of N all zeros."""
+    return torch.nn.functional.one_hot(ids - 7, 5)[..., :4].mT.float()
+
+
+@pytest.mark.parametrize("make", [small, small_hyena], ids=["caduceus", "hyenadna"])
+@pytest.mark.parametrize("bases_first", [True, False])
+def test_one_hot_inputs_are_the_tokens(make: Any, bases_first: bool) -> None:
+    model, ids = make(num_classes=3), torch.randint(7, 11, (2, 9))
+    x = one_hot(ids) if bases_first else one_hot(ids).mT
+    wrapped = OneHot(model, bases_first=bases_first)
+    assert relative_error(wrapped(x), model(ids)) <= 1e-6
+    relevance, delta = LatimFlow(wrapped).attribute(x, 1, return_convergence_delta=True)
+    assert relevance.shape == x.shape and delta.abs().max() <= 1e-5
+    assert not relevance[x == 0].any()
+    of_tokens = LatimFlow(model).attribute(ids, 1)
+    assert relative_error(relevance.sum(1 if bases_first else 2), of_tokens) <= 1e-4
+
+
+def test_tokens_around_one_hot_inputs() -> None:
+    model, ids = small(num_classes=3), torch.randint(7, 11, (2, 9))
+    whole = torch.cat([torch.tensor([[2, 3]]).expand(2, 2), ids, torch.ones(2, 1).long()], 1)
+    wrapped = OneHot(model, before=[2, 3], after=[1])
+    assert relative_error(wrapped(one_hot(ids)), model(whole)) <= 1e-6
+    relevance, delta = LatimFlow(wrapped).attribute(one_hot(ids), 1, return_convergence_delta=True)
+    assert relevance.shape == (2, 4, 9) and delta.abs().max() <= 1e-5
+
+
+def test_two_lookups_of_one_table_are_no_one_input() -> None:
+    """As in the published code, where the relevance of one of them would be taken for a bias."""
+    model = small(num_classes=3)
+    embeddings = model.caduceus["backbone"].embeddings
+    own = embeddings.word_embeddings
+
+    class Twice(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            reverse = torch.gather(own.complement_map.expand(len(ids), -1), 1, ids.flip(-1))
+            return torch.cat([own.embedding(ids), own.embedding(reverse).flip(-1, -2)], -1)
+
+    ids = torch.randint(7, 11, (2, 9))
+    wanted = model(ids)
+    embeddings.word_embeddings = Twice()
+    assert torch.equal(model(ids), wanted)
+    with pytest.raises(InputError, match=r"such as their complements.*OneHot makes them"):
+        LatimFlow(model).attribute(ids, 1)
+    assert LatimFlow(OneHot(model)).attribute(one_hot(ids), 1).any()
+
+
+def test_bad_one_hot_inputs() -> None:
+    model = small(num_classes=3)
+    for shape in ((2, 9, 4), (2, 5, 9), (4, 9)):
+        with pytest.raises(InputError, match=r"no one-hot DNA \(B, 4, L\)"):
+            OneHot(model)(torch.zeros(shape))
+    with pytest.raises(OptionError, match="give the four ids"):
+        OneHot(model, base_ids=[7, 8, 9])
+    with pytest.raises(OptionError, match=r"Linear without get_input_embeddings"):
+        OneHot(nn.Linear(2, 2))
