@@ -95,7 +95,8 @@ and the usual methods, and does the unified formulation of implicit attention be
 Maps of models of equal size that learned the same scenes, beside what finds the objects without a
 model. The papers' transformer is DeiT (UN, tables 1, 3 and 6; HA, tables 1 and 2). The transformer
 here was trained to tell what each pixel shows as well, and Vision Mamba was not: that one finds
-objects better than the other says nothing of their architectures.
+objects better than the other says nothing of their architectures. VMamba, in two stages, was
+trained as Vision Mamba was; it has no gate, so that LatimFlow and MambaLRP say the same of it.
 
 {counterparts}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hybrid_checks import check, record
+from helpers.sessions import full
 from oracles import relative_error
 from oracles import vmamba as oracle
 from torch import Tensor, nn
@@ -178,7 +179,7 @@ class Reference:
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("downsample", COARSER)
+@pytest.mark.parametrize("downsample", ["v3", *full("v1", "v2")])
 def test_rollouts_go_through_all_stages(downsample: str) -> None:
     network, pictures = model(downsample), images()
     reference = Reference(network, pictures, target=1)
@@ -222,6 +223,7 @@ def test_relevance_and_biases_add_up(method: Any, options: dict[str, Any]) -> No
     assert (delta.abs() <= 1e-12 * size).all()
 
 
+@pytest.mark.full
 def test_one_example_or_several() -> None:
     network, pictures = model().double(), images(3).double()
     for method in (LatimFlow, MambaAttribution):
