@@ -13,7 +13,8 @@ from torch import nn
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
 from .likeness import nearest, parts_of
-from .table import BUILT_IN, VERSIONS, Ability, Joins
+from .line import VERSIONS, Ability, Joins
+from .table import BUILT_IN
 
 HOW_TO = "docs/howto/adding_an_architecture.md"
 

@@ -3,72 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal, NamedTuple
 
-from .. import __version__
-
-#: How a mixer's output joins the residual stream of its block: added to it; added together with
-#: other mixers of the same block that read the same stream; or added only to the input of the
-#: mixer that runs next.
-Joins = Literal["residual", "parallel", "feeds"]
-
-#: What models of a mixer may be explained by: the decomposition; the methods that fold the layers'
-#: operators (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution); and the decomposition
-#: of what a model generates.
-Ability = Literal["LatimFlow", "fold methods", "generated text"]
-
-
-class Line(NamedTuple):
-    """One mixer class and its adapter.
-
-    Attributes:
-        family: the common name of the architecture.
-        package: distribution the class comes from.
-        path: the class; for transformers short, ``"mamba.MambaMixer"`` standing for
-            ``transformers.models.mamba.modeling_mamba.MambaMixer``.
-        adapter: module of this package and function.
-        joins: how the mixer's output joins the residual stream.
-        tested: version of the package that the tests run against, where it is an older one.
-            Default: None, that of :data:`VERSIONS`.
-        lacks: what models of the mixer are refused, by the reason why. Default: nothing.
-        alone: whether the tests know the mixer by itself, and no model around it. Default: False.
-    """
-
-    family: str
-    package: str
-    path: str
-    adapter: str
-    joins: Joins = "residual"
-    tested: str | None = None
-    lacks: Mapping[Ability, str] = MappingProxyType({})
-    alone: bool = False
-
-    @property
-    def class_path(self) -> str:
-        """The fully qualified class name."""
-        if self.package != "transformers":
-            return self.path
-        model, name = self.path.split(".")
-        return f"transformers.models.{model}.modeling_{model}.{name}"
-
-
-#: The last version 4, of which some classes were replaced.
-TRANSFORMERS_4 = "4.57.6"
-
-#: Versions that the tests run against.
-VERSIONS = {
-    "captum-ssm": __version__,
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "mamba-ssm": "2.3.2",
-    "timm": "1.0.31",
-    "mambavision": "1.2.0",
-    "flash-linear-attention": "0.6.0",
-    "xlstm": "2.0.6",
-    "mambapy": "1.2.0",
-    "deeptab": "2.1.0",
-}
+from .line import TRANSFORMERS_4, Ability, Line
 
 _IMAGES: Mapping[Ability, str] = {"generated text": "reads images"}
 #: The model's embeddings of n-grams; models that are configured without them are folded.

@@ -31,7 +31,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError, NoMixerError, OptionError, UnsupportedMixerError
 from captum_ssm.mixers import Architecture, Call, LinearMixer, registry
-from captum_ssm.mixers.table import VERSIONS
+from captum_ssm.mixers.line import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
 
 

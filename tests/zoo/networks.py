@@ -56,7 +56,7 @@ _VMAMBA: dict[str, dict[str, Any]] = {
 
 def vmamba(patch: pytest.MonkeyPatch, **options: Any) -> architectures.Case:
     model = VMamba(**{"dims": 6, "num_classes": 5, "d_state": 2} | options)
-    size = (16, 24) if options["downsample"] == "v3" else (16, 20)
+    size = (16, 24)
     return architectures.pictures(vmamba_oracle.randomise(model), size)
 
 
