@@ -45,8 +45,10 @@ def _apply(
 ) -> Tensor:
     """What an operator makes of values, taken out of a list so that nobody else holds them."""
     if isinstance(operator, Chain):
+        # LRP's half is of products of two, one after the other
+        together = mode.divides and mode.rule != "half"
         for place in reversed(range(len(operator.parts))):
-            if mode.divides and is_shared(operator.parts[place], mode.rule):
+            if together and is_shared(operator.parts[place], mode.rule):
                 outer = Chain(*operator.parts[: place + 1])
                 with unseen():
                     return shared(outer, given.pop(), mode.rule, mode.ledger, mode.labels, mask)

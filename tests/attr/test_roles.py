@@ -36,6 +36,8 @@ def test_roles_add_up(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert relative_error(total, found.tokens) <= 1e-5
     if rule == "frozen":
         assert torch.equal(found.roles["content"], found.tokens)
+    without = LatimFlow(case.model).decompose(case.inputs, rule=rule, roles=False, **case.target)
+    assert relative_error(found.tokens, without.tokens) <= 1e-5  # nested gates among them
 
 
 def test_who_asked_who_was_matched_who_answered(
