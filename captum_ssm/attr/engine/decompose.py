@@ -319,13 +319,17 @@ def _per_example(x: Tensor, batch: int) -> Tensor:
     return (x.sum() / batch).expand(batch)
 
 
-def exact(found: Decomposition) -> bool:
+def exact(found: Decomposition, apart: bool = False) -> bool:
     """Whether inputs and biases sum to the output for every example.
 
     In a batch a tenth of the tolerance holds: constants may stand with the wrong example, and
     each can be explained by itself.
+
+    Args:
+        found: the decomposition.
+        apart: whether each was. Default: False.
     """
-    share = 1 if len(found.output) == 1 else 0.1
+    share = 1 if apart or len(found.output) == 1 else 0.1
     return sums_up(found, found.inputs, share, past=found.past)
 
 

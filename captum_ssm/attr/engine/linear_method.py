@@ -156,11 +156,12 @@ def decompositions(
     """
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
-        if not all(map(exact, found)) and len(output) > 1:
+        apart = not all(map(exact, found))
+        if apart and len(output) > 1:
             # constants that cannot be told apart by example, such as the biases of experts
             arguments = (network, output, kept, questions, rules, baselines)
             found = _each_decomposed(*arguments, apart=True)
-    if not all(map(exact, found)):
+    if not all(exact(each, apart) for each in found):
         raise not_linear(output)
     return found
 
