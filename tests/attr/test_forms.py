@@ -259,6 +259,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", unk_token="w0")
 
 
+@pytest.mark.full
 def test_a_pipeline_that_generates_text():
     model, words = mamba_lm(), tokenizer()
     pipe = TextGenerationPipeline(model=model, tokenizer=words, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sessions import sampled
 from torch import nn
 from zoo.small import (
     WIDTH,
@@ -123,12 +124,14 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", sampled(TARGETS, 3))
 def test_parts_of_a_batch_of_sequences(method, target):
     same_in_parts(method, mamba_lm(), token_ids(5, 6), TARGETS[target])
 
 
-@pytest.mark.parametrize("form", [list, tuple, torch.tensor, lambda t: torch.tensor(t).numpy()])
+@pytest.mark.parametrize(
+    "form", sampled([list, tuple, torch.tensor, lambda t: torch.tensor(t).numpy()], 3)
+)
 def test_parts_with_a_class_for_each_example(method, form):
     if form is tuple:
         same_in_parts(method, classifier("mean"), token_ids(5, 6), (3,))
@@ -143,6 +146,7 @@ def test_parts_with_queries(method, query):
     same_in_parts(method, mamba_lm(), token_ids(5, 6), (5, 1), query=query)
 
 
+@pytest.mark.full
 def test_parts_with_masks(method):
     mask = torch.ones(5, 6).long()
     mask[1, 4:] = 0

@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.sessions import sampled
 from oracles import latim as oracle
 from oracles import relative_error
 from torch import Tensor
@@ -102,7 +103,7 @@ def test_a_padded_batch_is_its_examples() -> None:
 # --- relevance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"p": 1}, {"activation": "silu"}])
+@pytest.mark.parametrize("options", sampled([{}, {"p": 1}, {"activation": "silu"}], 3))
 def test_attribute_is_the_mean_of_the_querys_rows(options: dict[str, Any]) -> None:
     model, ids = mamba_lm(), token_ids(2, 7)
     method = LatimNorm(model, **options)

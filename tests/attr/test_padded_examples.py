@@ -51,6 +51,7 @@ def test_by_every_method(name: str) -> None:
         every_method.call(name, model, padded(0, batch=1), (-1, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thorough(networks.MASKED, QUICK))
 def test_in_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = networks.make(name, monkeypatch)

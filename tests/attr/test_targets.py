@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from captum._utils.common import _select_targets
+from helpers.sessions import sampled
 from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
@@ -63,7 +64,7 @@ def by_hand(model, ids, pick):
     return MambaAttribution(chosen, model=model)
 
 
-@pytest.mark.parametrize("name", CLASS_TARGETS)
+@pytest.mark.parametrize("name", sampled(CLASS_TARGETS, 4))
 def test_classes(name):
     target, classes = CLASS_TARGETS[name]
     model, ids = classifier(), token_ids(BATCH, 6)

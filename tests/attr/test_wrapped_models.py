@@ -182,6 +182,7 @@ COMPILED = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "backend, blockwise",
     [

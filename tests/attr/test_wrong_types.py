@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.sessions import spread
+from helpers.sessions import sampled
 from torch import nn
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.language import word_tokenizer
@@ -260,7 +260,7 @@ def _refused(call: Callable[[], Any], option: str) -> None:
     assert str(caught.value).rstrip().endswith((".", "?", ")"))
 
 
-@pytest.mark.parametrize(("method", "call", "option"), spread(CASES))
+@pytest.mark.parametrize(("method", "call", "option"), sampled(CASES, 12))
 def test_options(method, call, option):
     """Each wrong value is refused by an error that names the option, each other one accepted."""
     model = _model()

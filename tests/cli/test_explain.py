@@ -12,6 +12,7 @@ import pytest
 import torch
 from captum.attr import LayerAttribution, NeuronAttribution
 from helpers.pages import read_page
+from helpers.sessions import sampled
 from matplotlib.image import imread
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -84,6 +85,7 @@ def test_numbers_are_those_of_the_methods(
             printed = printed.replace(line, "", 1)  # the next example's comes first
 
 
+@pytest.mark.full
 def test_numbers_are_whole_and_add_up(tmp_path: Path) -> None:
     out, texts = tmp_path / "numbers.json", [PROMPT, "bob owns the kite"]
     decomposing: list[Any] = [LatimFlow, MambaLRP, LatimLogit]
@@ -272,7 +274,7 @@ def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
     assert sum(shares) + sums["bias"] + sums["delta"] == pytest.approx(sums["output"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["valence-mamba", "valence-rwkv", "valence-bert"])
+@pytest.mark.parametrize("name", sampled(["valence-mamba", "valence-rwkv", "valence-bert"], 3))
 def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
     out = tmp_path / "sentence.json"
     words = ["explain", name, "--text", "a truly wonderful film", "--target", "positive"]

@@ -155,6 +155,7 @@ def test_a_classifier_of_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert "What it loses" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_patches_of_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "one.png", tmp_path / "other.png"]
     for file in files:

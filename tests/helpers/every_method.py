@@ -70,7 +70,6 @@ MODELS = (architectures.mamba, architectures.jamba, architectures.vim)
 QUICK = {
     ("mamba", "LatimFlow"),
     ("mamba", "matrices"),
-    ("jamba", "LatimLogit"),
     ("jamba", "TransformerAttribution"),
     ("vim", "MambaAttribution"),
 }

@@ -37,6 +37,22 @@ def thorough_rows(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, 
     return [row if row in quick else pytest.param(*row, marks=pytest.mark.full) for row in rows]
 
 
+def sampled(rows: Iterable[Any], step: int) -> list[Any]:
+    """Values of a parameter, or rows of values, of which the quick session tries each ``step``-th.
+
+    Args:
+        rows: values, tuples of them, or what ``pytest.param`` makes of either.
+        step: how many are passed over, and one more.
+    """
+    found = []
+    for number, row in enumerate(rows):
+        plain = row if type(row) is tuple else (row,)
+        param = row if hasattr(row, "marks") else pytest.param(*plain)
+        marks = [pytest.mark.full] if number % step else []
+        found.append(pytest.param(*param.values, id=param.id, marks=[*param.marks, *marks]))
+    return found
+
+
 def spread(rows: Iterable[Any]) -> list[Any]:
     """Rows of values, of which the quick session tries those that bring a new one to a column.
 

@@ -103,6 +103,7 @@ def test_a_language_model_begins_with_a_method_of_ours():
         assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("word", "baselines"), [(None, None), ("mean", "mean"), ("0", 0.0)])
 def test_the_words_of_a_text_by_role(word, baselines):
     model, ids = mamba_lm(), token_ids(2, 6)

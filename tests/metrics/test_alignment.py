@@ -88,6 +88,7 @@ def test_perfect_and_empty():
     assert all(x.isnan() for x in alignment_rates(link_counts(nothing, nothing)))
 
 
+@pytest.mark.full
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
 def test_bounds_and_order_of_words(count, targets, sources):
     maps = torch.randint(3, (count, targets, sources)).float()

@@ -87,6 +87,7 @@ def _is(value: ast.expr | None, wanted: object) -> bool:
     return isinstance(value, ast.Constant) and value.value is wanted
 
 
+@pytest.mark.full
 def test_the_package_runs_no_code_that_it_reads() -> None:
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 200

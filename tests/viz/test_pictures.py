@@ -130,6 +130,7 @@ def test_depths_are_shares_of_the_layers() -> None:
         plot_depths([])
 
 
+@pytest.mark.full
 def test_channels_are_laid_out_in_a_grid() -> None:
     matrix = torch.randn(1, 7, 4, 4)
     figure, axes = plot_channels(matrix, columns=3, absolute=False)

@@ -76,6 +76,7 @@ def test_a_language_model(path: Path) -> None:
             assert layer["module"] == f"backbone.layers.{index}.mixer"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pool", ["last", "mean"])
 def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
     """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
@@ -98,6 +99,7 @@ def test_the_identity_stands_where_a_language_model_predicts(path: Path) -> None
     assert not any(example["methods"][0]["values"][5:])
 
 
+@pytest.mark.full
 def test_padding_is_left_out_on_either_side(path: Path) -> None:
     model = classifier("mean")
     ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
@@ -276,6 +278,7 @@ def test_other_precisions(path: Path, dtype: torch.dtype) -> None:
     assert len(read_page(path).facts["examples"][0]["methods"]) == 2
 
 
+@pytest.mark.full
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
