@@ -40,7 +40,7 @@ class Architecture:
     Example:
         >>> from captum_ssm.mixers import supported_architectures
         >>> sorted({a.package for a in supported_architectures() if a.family == "Mamba"})
-        ['mamba-ssm', 'mambapy', 'transformers']
+        ['flash-linear-attention', 'mamba-ssm', 'mambapy', 'transformers']
     """
 
     family: str

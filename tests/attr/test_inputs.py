@@ -139,6 +139,7 @@ def test_parts_with_a_class_for_each_example(method, form):
         same_in_parts(method, classifier("mean"), token_ids(5, 6), form([3, 1, 0, 4, 2]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "query", [torch.tensor([3, 0, 5, 2, 1]), torch.tensor([[1, 2]] * 4 + [[0, 5]]), [1, 0, 2, 3, 4]]
 )

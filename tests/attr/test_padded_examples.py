@@ -41,6 +41,7 @@ def padded(*examples: int, batch: int = 4) -> Tensor:
     return ids
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*every_method.CALLS, *(m.__name__ for m in every_method.METHODS)])
 def test_by_every_method(name: str) -> None:
     model = Masking(mamba_lm())

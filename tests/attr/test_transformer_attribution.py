@@ -32,6 +32,7 @@ def a_transformer(family, batch=2, tokens=7):
 TRANSFORMERS = ["bert", "vit", "gpt_neox", *full("gpt2")]
 
 
+@pytest.mark.full
 @forms
 @pytest.mark.parametrize("family", TRANSFORMERS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])

@@ -82,6 +82,7 @@ def with_adapters(model: nn.Module, names: list[str], **options: Any) -> Any:
     return wrapped.double().eval()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapters", ["one", "two", "DoRA"])
 @every(ADAPTABLE)
 def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:

@@ -73,6 +73,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the estimate beforehand was" in last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "edges", "replace"),
     [

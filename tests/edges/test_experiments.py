@@ -23,6 +23,7 @@ def chance(model: Any, ids: Tensor, token: int, *cut: Edges) -> Tensor:
         return model(ids).logits[:, -1].double().softmax(-1)[:, token]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("window", "spans"),
     [

@@ -71,6 +71,7 @@ def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: An
                     assert close(found[1][place - 1][example], behind * stream, EXACT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
 def test_heads(network: Any) -> None:
     """They are what enters the output projection; one of them zeroed changes the output by its

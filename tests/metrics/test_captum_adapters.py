@@ -91,6 +91,7 @@ def test_infidelity_is_the_mean_over_subsets():
     assert abs(found.item() - errors.mean()) < 6 * errors.std() / 3000**0.5 + 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method, embedded):

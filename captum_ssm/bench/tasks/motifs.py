@@ -59,7 +59,7 @@ class MotifTask:
         >>> from captum_ssm.bench.tasks import MotifTask
         >>> batch = MotifTask().draw(4, seed=0)
         >>> batch.ids.shape, batch.labels.tolist(), batch.gold.sum(1).tolist()
-        (torch.Size([4, 96]), [1, 1, 0, 0], [16, 16, 8, 0])
+        (torch.Size([4, 64]), [3, 3, 0, 2], [14, 14, 0, 7])
     """
 
     length: int = 64
