@@ -140,7 +140,7 @@ def timm(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install(session, "--no-deps", "timm", "torchvision", "mambavision")
     mixers = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
-    files = (*mixers, "tests/fuzz/test_vision_mixers.py")
+    files = (*mixers, "tests/mixers/test_table.py", "tests/fuzz/test_vision_mixers.py")
     pytest(session, "-m", "timm or mambavision", files=files, CAPTUM_SSM_NO_SKIPS="1")
 
 

@@ -63,7 +63,7 @@ def mambavision(patch: pytest.MonkeyPatch) -> Case:
     package = timm_cpu.mambavision(patch)
     small = {"dim": 4, "in_dim": 6, "depths": [1, 1, 3, 2], "num_heads": [1, 1, 2, 4]}
     model = package.mamba_vision_T(window_size=[8, 8, 3, 3], num_classes=5, **small)
-    return pictures(model, (96, 96))
+    return pictures(model.eval(), (96, 96))
 
 
 KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
