@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from captum.attr import TextTemplateInput
-from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
+)
 from zoo import language
 from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm import CaptumSSMError, ImplicitAttentionRollout, LatimFlow, SSMLLMAttribution
+from captum_ssm.models import Caduceus, HyenaDNA
 
 PROMPT = "anna owns the"
 
@@ -174,6 +180,35 @@ def test_models_that_return_classes():
 def test_models_that_cannot_generate():
     fragments = ["target=None", "Classifier", "generate()"]
     check(lambda: explainer(model=classifier("last")).attribute(PROMPT), ValueError, fragments)
+
+
+def dna_lm(kind):
+    torch.manual_seed(0)
+    if kind == "caduceus":
+        return Caduceus(d_model=6, n_layer=2, vocab_size=16, d_state=3).eval()
+    return HyenaDNA(d_model=6, n_layer=2, l_max=96, filter_order=5).eval()
+
+
+def masked_lm():
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+    return BertForMaskedLM(
+        BertConfig(vocab_size=19, num_hidden_layers=1, initializer_range=0.5, **sizes)
+    ).eval()
+
+
+@pytest.mark.parametrize("make", [masked_lm, lambda: dna_lm("caduceus")], ids=["bert", "caduceus"])
+@pytest.mark.parametrize("options", [{}, {"spans": "all"}, {"spans": "token", "hops": 1}])
+def test_models_that_read_both_ways(make, options):
+    explain = SSMLLMAttribution(LatimFlow(make()), language.word_tokenizer())
+    fragments = ["reads both ways", "word by word"]
+    check(lambda: explain.attribute([3, 4, 5], [4, 3, 5], **options), ValueError, fragments)
+
+
+@pytest.mark.parametrize("spans", [None, "token"])
+def test_what_fourier_transforms_leave_is_no_reading(spans):
+    explain = SSMLLMAttribution(LatimFlow(dna_lm("hyenadna").float()), language.word_tokenizer())
+    ids = torch.randint(7, 11, (80,)).tolist()
+    assert explain.attribute(ids[:5], ids[5:], spans=spans).token_attr.shape == (75, 5)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
         seeds=[0],
         device_map=None,
         against=None,
+        data=None,
     )
     found = {
         (plan.experiment.name, *cell, subject.name, plan.examples)

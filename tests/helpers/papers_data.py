@@ -62,6 +62,11 @@ def _models(folder: Path) -> None:
     heads = {"num_attention_heads": 2}
     deit = ViTConfig(**small, **heads, image_size=SIDE, patch_size=PATCH, num_labels=CLASSES)
     ViTForImageClassification(deit).save_pretrained(folder / "deit-small")
+    prepares = {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": SIDE, "width": SIDE},
+    }
+    (folder / "deit-small" / "preprocessor_config.json").write_text(json.dumps(prepares), "utf-8")
     words = _tokenizer()
     known = {"vocab_size": len(words), "num_hidden_layers": 2, "eos_token_id": None}
     made = {

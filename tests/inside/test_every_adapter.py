@@ -84,7 +84,8 @@ def test_neurons_around_blocks_and_mixers(case: Case) -> None:
         selector: Any = chosen if len(values) > 1 else place
         explain = NeuronLatimFlow(case.model, name)
         found = explain.decompose(case.inputs, selector, None, at_input)
-        assert close(found.output, chosen(values)) <= FLOAT32, name
+        scale = max(float(x.abs().max()) for x in values)  # a single neuron may be near 0
+        assert float((found.output - chosen(values)).abs().max()) <= FLOAT32 * scale, name
         assert left_over(found) <= FLOAT32 and not found.virtual.any(), name
 
 

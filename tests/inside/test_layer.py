@@ -329,6 +329,8 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     target = (8 if side == "left" else 5, 3)
     found = explain.attribute(case.inputs, target, mask)
     alone = explain.attribute(case.inputs[:1, real], (5, 3), mask[:1, real])
+    if isinstance(found, tuple):  # a block that passes something on beside the stream
+        found, alone = torch.cat(found, -1), torch.cat(alone, -1)
     assert close(found[:1, real], alone, 1e-4)
     padded = mask[0] == 0
     assert not found[0, padded].any() and found[1, : target[0]].any()

@@ -19,6 +19,7 @@ from ..call import checks
 from ..call.inputs import call_model
 from ..call.targets import Against, Total, logits_of
 from ..engine.linear_method import LinearMethod, answered
+from ..engine.method import SSMAttribution
 from .codec import Codec
 from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
@@ -28,6 +29,11 @@ from .spans import Spans, read_spans, with_spans
 
 #: How many tokens are generated if nothing else is said.
 _NEW_TOKENS = 25
+
+#: Tokens of the run that tells whether a model reads ahead, where a text's own does not.
+_FEW = 8
+#: How much of relevance on later tokens is rounding, which Fourier transforms leave.
+_ROUNDING = 1e-3
 
 #: What is set for the method and cannot be set by the user.
 _FIXED = ("inputs", "targets", "per_token", "return_convergence_delta")
@@ -71,6 +77,7 @@ class SSMLLMAttribution(Attribution):
         self.model = find_model(self.forward_func, getattr(attr_method, "model", None))
         if isinstance(self.forward_func, nn.Module):
             _check_head(self.forward_func)
+        self._reads_ahead: bool | None = None
 
     @classmethod
     def get_name(cls) -> str:
@@ -143,8 +150,9 @@ class SSMLLMAttribution(Attribution):
         Raises:
             InputError: for a prompt or text without tokens, or with ids that the model does not
                 embed.
-            OptionError: for options that are set here, spans of no known form, hops with a method
-                whose parts have no sum, or a ``generate`` that adds nothing.
+            OptionError: for a model that reads both ways, options that are set here, spans of no
+                known form, hops with a method whose parts have no sum, or a ``generate`` that adds
+                nothing.
             TargetError: when the model's output has no logits (B, L, vocabulary).
         """
         for name in _FIXED:
@@ -210,6 +218,7 @@ class SSMLLMAttribution(Attribution):
                 f"{error} The model must return logits (B, L, vocabulary)."
             ) from error
         relevance = found[:, 0].detach().cpu()
+        self._check_order(relevance, [length + i for i in range(len(text))])
         token_attr = prompt.features(relevance[:, :length]).float()
         return SSMLLMAttributionResult(
             seq_attr=token_attr.sum(0),
@@ -246,8 +255,37 @@ class SSMLLMAttribution(Attribution):
             hops = self._one_by_one(ids, ask, positions, given)
         else:
             hops = [self._without_sums(ids, text, spans, length, options)]
+        last = [length + span.stop - 1 for span in spans]
+        self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last)
+        if self._reads_ahead is None and _adds_up(method) and len(text) > 1:
+            few = ids if "additional_forward_args" in options else ids[:, :_FEW]
+            row = method.decompose(few, (-few.shape[1], int(text[0])), **given)
+            self._check_order(row.tokens.detach().cpu(), [1])
         names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
         return result_of_spans(prompt, hops, spans, names)
+
+    def _check_order(self, relevance: Tensor, last: list[int]) -> None:
+        """Raise for relevance on tokens that a text's words come before.
+
+        Args:
+            relevance: of S words or spans (S, L), by a method of this package; others mean by it
+                what they like.
+            last: the token that each of them ends at.
+        """
+        if not isinstance(self.attr_method, SSMAttribution):
+            return
+        later = torch.arange(relevance.shape[1]) >= torch.tensor(last)[:, None]
+        size, beyond = (x.abs().sum(1) for x in (relevance, relevance * later))
+        if bool((beyond > _ROUNDING * size).any()):
+            self._reads_ahead = True
+        elif bool(later.any()):
+            self._reads_ahead = False
+        if self._reads_ahead:
+            raise OptionError(
+                f"{type(self.model).__name__} reads both ways: what it says at a word depends on "
+                "the words that follow, so that it writes no texts word by word. Explain single "
+                "outputs of it with the method itself."
+            )
 
     def _one_by_one(
         self, ids: Tensor, ask: Any, positions: list[int], options: Mapping[str, Any]

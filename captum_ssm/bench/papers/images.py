@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...explain.loading import Source, load
 from ...metrics import pixel_relevance
 from ...metrics.classes import class_logits
-from ...models import VisionMamba, load_vim
+from ...models import VisionMamba
 from ..data import (
     VOC_CLASSES,
     VOC_IGNORED,
@@ -134,12 +135,7 @@ class OnImages(PaperTable):
         return list(self.maps)
 
     def load(self, path: Path) -> nn.Module:
-        if path.is_file():
-            return load_vim(path)
-        from transformers import AutoModelForImageClassification
-
-        model: nn.Module = AutoModelForImageClassification.from_pretrained(path)
-        return model
+        return load(Source(str(path))).model
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
         of_transformers = tuple(cell) in OF_ATTENTION

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
+from ...explain.loading import Source, load
 from ...metrics import (
     Demonstration,
     Texts,
@@ -72,8 +73,6 @@ class OnTexts(PaperTable):
     """Base of the tables of texts."""
 
     weights = "the folder of a language model and its tokenizer"
-    #: The class of transformers that reads the models.
-    kind = "AutoModelForCausalLM"
 
     @cached_property
     def tokenizers(self) -> WeakKeyDictionary[nn.Module, Any]:
@@ -81,11 +80,9 @@ class OnTexts(PaperTable):
         return WeakKeyDictionary()
 
     def load(self, path: Path) -> nn.Module:
-        import transformers
-
-        model: nn.Module = getattr(transformers, self.kind).from_pretrained(path)
-        self.tokenizers[model] = transformers.AutoTokenizer.from_pretrained(path)
-        return model
+        loaded = load(Source(str(path)))
+        self.tokenizers[loaded.model] = loaded.tokenizer
+        return loaded.model
 
     def ids(self, model: nn.Module, text: str) -> Tensor:
         """Token ids (1, L) where the model is."""
@@ -147,7 +144,6 @@ class ImdbReviews(OnTexts):
     sources = "HA figure 5; UN figure 6"
     files = ("aclImdb",)
     weights = "the folder of a classifier of reviews and its tokenizer"
-    kind = "AutoModelForSequenceClassification"
     columns = _CHANGED
     note = f"Of a review the first {LONGEST} tokens are read."
 

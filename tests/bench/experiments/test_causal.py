@@ -39,6 +39,7 @@ from captum_ssm.bench.experiments.causal.methods import METHODS
 from captum_ssm.bench.experiments.causal.questions import Question
 from captum_ssm.bench.harness.experiment import Cell
 from captum_ssm.bench.tasks import recall, retrieval, translation
+from captum_ssm.bench.training.dna_recipes import DNA_RECIPES
 from captum_ssm.bench.training.language_recipes import ANSWER_RECIPES, ROLE_RECIPES
 from captum_ssm.bench.training.recipes import RECIPES
 from captum_ssm.cli import main
@@ -244,7 +245,7 @@ def test_the_first_of_the_movable_units(question: Question) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in RECIPES if not name.startswith(("valence", "chains"))]
+    "name", [name for name in RECIPES if not name.startswith(("valence", "chains", "motifs"))]
 )
 def test_units_are_exchanged_for_others_of_their_kind(name: str, seed: int) -> None:
     questions = questions_of(name)
@@ -320,7 +321,8 @@ def test_a_map_is_held_to_the_mask(seed: int) -> None:
 def test_models_that_choose_confirm_nothing() -> None:
     groups = [*CHOOSING, *CONFIRMING, *CHOOSING_IMAGES, *CONFIRMING_IMAGES]
     assert len(set(groups)) == len(groups)
-    assert set(groups) == set(RECIPES) - set(ROLE_RECIPES) - set(ANSWER_RECIPES)
+    others = {*ROLE_RECIPES, *ANSWER_RECIPES, *DNA_RECIPES, "scenes-vmamba"}
+    assert set(groups) == set(RECIPES) - others
     assert len(CONFIRMING) >= 6
     kinds = {
         type(mixer.module).__name__

@@ -16,7 +16,7 @@ pytest.importorskip("h5py")
 
 from helpers import papers_data
 from helpers.documents import Command, commands
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, MambaForCausalLM
 
 from captum_ssm import LatimFlow, MambaAttribution
 from captum_ssm.bench import Cell, Line, Plan, lines, run
@@ -123,7 +123,7 @@ def test_segmentation_is_what_the_parts_say() -> None:
 
 
 def text_model() -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained("models/mamba").eval()
+    model = MambaForCausalLM.from_pretrained("models/mamba").eval()
     return model, AutoTokenizer.from_pretrained("models/mamba")
 
 
