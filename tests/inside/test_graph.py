@@ -10,6 +10,7 @@ import torch
 from oracles import frozen_network
 from torch import Tensor
 from zoo.small import VOCABULARY, WIDTH, classifier, images, mamba_lm, token_ids, vision
+from zoo.wrapped import never_rounded
 
 from captum_ssm import (
     Edges,
@@ -65,6 +66,7 @@ def close(graph: Graph, limit: float) -> bool:
 # --- edges ---------------------------------------------------------------------------------------
 
 
+@never_rounded()
 def test_edges_are_those_of_the_matrices():
     model, ids, words = mamba_lm().double(), token_ids(1, 5), [Words(), Words()]
     nodes = dict(zip(BLOCKS, words, strict=True))
