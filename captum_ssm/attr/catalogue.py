@@ -7,8 +7,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from captum.attr import (
+    Attribution,
+    Deconvolution,
+    DeepLift,
+    FeatureAblation,
+    GuidedBackprop,
+    InputXGradient,
+    IntegratedGradients,
+    Occlusion,
+    Saliency,
+)
+
+from ..errors import OptionError
 from ..linear import FAMILY
 from .call.components import PRESETS
 from .call.targets import CONTRASTS
@@ -209,3 +223,48 @@ METHODS: tuple[Entry, ...] = (
 
 #: What explains if nothing else is said: exact, by gradient, and class-agnostic.
 DEFAULT = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
+
+#: Captum's own methods that are offered beside them, in the order in which they are listed.
+OF_CAPTUM: tuple[type[Attribution], ...] = (
+    IntegratedGradients,
+    Saliency,
+    InputXGradient,
+    DeepLift,
+    GuidedBackprop,
+    Deconvolution,
+    FeatureAblation,
+    Occlusion,
+)
+
+
+def method_named(name: str, argument: str) -> type[Attribution]:
+    """A method of this package or of Captum by its name.
+
+    Args:
+        name: of the class, or as Captum shows it; upper and lower case, and what is neither letter
+            nor digit, make no difference.
+        argument: where the user named it, for the error.
+
+    Returns:
+        The class.
+
+    Raises:
+        OptionError: when there is no method of the name.
+
+    Example:
+        >>> from captum_ssm.attr.catalogue import method_named
+        >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]
+        ['LatimFlow', 'InputXGradient']
+    """
+    classes = [*(entry.method for entry in METHODS), *OF_CAPTUM]
+    known = {_plain(each.__name__): each for each in classes}
+    if (found := known.get(_plain(name))) is not None:
+        return found
+    alike = get_close_matches(_plain(name), known, n=1)
+    meant = f" Did you mean {known[alike[0]].__name__}?" if alike else ""
+    names = ", ".join(each.__name__ for each in classes)
+    raise OptionError(f"{argument} names {name!r}, which is no method.{meant} Known are {names}.")
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

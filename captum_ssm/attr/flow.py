@@ -168,7 +168,8 @@ class LatimFlow(FlowMethod):
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             contrast: what the target is held against: None, nothing; a second target, whose output
-                is taken off; ``"mean"``, the mean of all entries; ``"others"``, the log-odds
+                is taken off, or the token alone where the target is a position and a token;
+                ``"mean"``, the mean of all entries; ``"others"``, the log-odds
                 against all other entries; ``"all"``, the log-probability; ``"runner-up"``, the
                 greatest of all others. Default: None.
             rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the

@@ -139,5 +139,7 @@ def find_subject(
     labels: Sequence[str] | None,
 ) -> Subject:
     """The subject of a report; arguments as in :func:`captum_ssm.viz.report`."""
+    if tokenizer is None:  # a pipeline of transformers has its own
+        tokenizer = getattr(forward_func, "tokenizer", None)
     codec = None if tokenizer is None else Codec(tokenizer)
     return Subject(forward_func, find_model(forward_func, model), layers, codec, labels)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from captum.attr import Attribution
 from torch import Tensor
 
 from ...attr import compare
 from ...attr.catalogue import METHODS
+from ...attr.comparison import Method, Named
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
@@ -28,7 +28,7 @@ from .parts import Account, account, decomposes, decomposition, roles_of, tells_
 from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
-Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
+Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
 #: Methods that multiply matrices with the identity added to them.
 _ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
@@ -39,7 +39,7 @@ class Wanted:
     """What is to be explained, and how.
 
     Attributes:
-        methods: the methods, by name or in a list; see :func:`captum_ssm.compare`.
+        methods: the methods by name.
         options: further arguments of each.
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
@@ -51,7 +51,7 @@ class Wanted:
         show_progress: show progress bars.
     """
 
-    methods: Methods
+    methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
     maps: Sequence[str]
     shown_layers: Sequence[int]
@@ -151,7 +151,8 @@ def _parts(
 ) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
     """What methods that decompose the output say beside relevance: accounts, and roles by name."""
     accounts, roles = {}, {}
-    for name, method in zip(names, _listed(wanted.methods), strict=True):
+    for name, chosen in zip(names, wanted.methods.values(), strict=True):
+        method: Any = chosen
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
         if not (told or (wanted.accounts and decomposes(method))):
@@ -190,10 +191,6 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
-def _listed(methods: Methods) -> list[Any]:
-    return list(methods.values() if isinstance(methods, Mapping) else methods)
-
-
 def _names(example: Example, known: Outline) -> list[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
@@ -221,7 +218,7 @@ def _direction(text: str) -> str:
 def _methods(
     found: Mapping[str, Tensor],
     roles: Mapping[str, Mapping[str, list[float | None]]],
-    methods: Methods,
+    methods: Named,
     known: Outline,
 ) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
@@ -232,7 +229,7 @@ def _methods(
             "own": known.asking if _holds_identity(kind) else None,
             "roles": roles.get(name, {}),
         }
-        for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
+        for (name, relevance), kind in zip(found.items(), methods.values(), strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from ..._files import make_folder, write_whole
 from ...attr.call import checks
 from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
+from ...attr.comparison import named_methods
 from ...attr.engine.fold import shown
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
@@ -67,8 +68,8 @@ def report(
             it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; or with a tokenizer a text or several, which need not be of one length.
-        methods: as in :func:`captum_ssm.compare`. Default: LatimFlow, MambaAttribution and
-            ImplicitAttentionRollout.
+        methods: one or several, as in :func:`captum_ssm.compare`. Default: LatimFlow,
+            MambaAttribution and ImplicitAttentionRollout.
         target: what is explained, in Captum's forms; a list has one for each example. Default:
             None, what the model predicts: of a language model, after the last token.
         additional_forward_args: further positional arguments of forward_func, for example an
@@ -177,7 +178,18 @@ def explain_all(
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
     kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, listed, followed, accounts, show_progress)
+    named = named_methods(methods)
+    asked = Wanted(
+        named,
+        options,
+        kinds,
+        chosen,
+        kept,
+        listed,
+        followed,
+        accounts,
+        show_progress,
+    )
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)
