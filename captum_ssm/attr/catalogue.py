@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from captum.attr import (
@@ -22,6 +21,7 @@ from captum.attr import (
     Saliency,
 )
 
+from .._names import known_as, meant
 from ..errors import OptionError
 from ..linear import FAMILY
 from .call.components import PRESETS
@@ -236,6 +236,9 @@ OF_CAPTUM: tuple[type[Attribution], ...] = (
     Occlusion,
 )
 
+#: All that can be named.
+OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), *OF_CAPTUM)
+
 
 def method_named(name: str, argument: str) -> type[Attribution]:
     """A method of this package or of Captum by its name.
@@ -256,15 +259,11 @@ def method_named(name: str, argument: str) -> type[Attribution]:
         >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]
         ['LatimFlow', 'InputXGradient']
     """
-    classes = [*(entry.method for entry in METHODS), *OF_CAPTUM]
-    known = {_plain(each.__name__): each for each in classes}
-    if (found := known.get(_plain(name))) is not None:
-        return found
-    alike = get_close_matches(_plain(name), known, n=1)
-    meant = f" Did you mean {known[alike[0]].__name__}?" if alike else ""
-    names = ", ".join(each.__name__ for each in classes)
-    raise OptionError(f"{argument} names {name!r}, which is no method.{meant} Known are {names}.")
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    known = {each.__name__: each for each in OFFERED}
+    found = known_as(name, known)
+    if found is None:
+        raise OptionError(
+            f"{argument} names {name!r}, which is no method.{meant(name, known)} Known are "
+            f"{', '.join(known)}."
+        )
+    return known[found]

@@ -97,7 +97,7 @@ def compare(
         >>> methods = [ImplicitAttentionRollout, MambaAttribution, LatimFlow]
         >>> found = compare(model, methods, ids, target=(-1, 3))
         >>> {name: tuple(relevance.shape) for name, relevance in found.items()}
-        {'Implicit Attention Rollout': (1, 4), 'Mamba Attribution': (1, 4), 'LATIM Flow': (1, 4)}
+        {'ImplicitAttentionRollout': (1, 4), 'MambaAttribution': (1, 4), 'LatimFlow': (1, 4)}
     """
     tensor, _ = single_input(inputs)
     additional = as_tuple(additional_forward_args)
@@ -262,7 +262,7 @@ def _chosen(
     if not isinstance(given, Mapping) or not all(isinstance(x, Mapping) for x in given.values()):
         raise OptionError(
             f"options={options!r} must be a dict of dicts: the arguments of each method by its "
-            "name, for example options={'LATIM Flow': {'zero_bias': True}}."
+            "name, for example options={'LatimFlow': {'zero_bias': True}}."
         )
     for name in given:
         if name not in names:

@@ -137,7 +137,6 @@ class LatimFlow(FlowMethod):
         ((1, 4), True)
     """
 
-    name = "LATIM Flow"
     takes_others = True
 
     @renamed(gate="rule")
@@ -420,5 +419,4 @@ class MambaLRP(LatimFlow):
         (1, 4)
     """
 
-    name = "Mamba LRP"
     default_rule: Rule = "half"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._files import make_folder
 from ..errors import OptionError
+from .surroundings import add_force_to, check_new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +26,7 @@ weights, or with --hub a name on the Hugging Face hub.
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
+  captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
   captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
@@ -62,7 +65,9 @@ def add_to(commands: Any) -> None:
     inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, each an example")
     inputs.add_argument("--file", nargs="+", type=Path, help="files that hold a text each")
     inputs.add_argument("--image", nargs="+", type=Path, help="image files")
-    parser.add_argument("--method", nargs="+", metavar="M", help="see captum-ssm methods")
+    parser.add_argument(
+        "--method", nargs="+", metavar="M", help="this package's and Captum's: captum-ssm methods"
+    )
     parser.add_argument(
         "--rule",
         nargs="+",
@@ -80,6 +85,17 @@ def add_to(commands: Any) -> None:
         "--target",
         help="what is explained: a class's name or number, or the next token's text, or its id as "
         "id:NUMBER; if left, what the model predicts",
+    )
+    parser.add_argument(
+        "--contrast",
+        help="what the target is held against: another, in the same forms; or mean, others, all or "
+        "runner-up; nothing if left",
+    )
+    parser.add_argument(
+        "--option",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="arguments of the methods, such as n_steps=50 or start_layer=1",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -128,6 +144,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
+    add_force_to(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.set_defaults(run=run)
 
@@ -205,14 +222,16 @@ def run(options: argparse.Namespace) -> None:
         ...     (example,) = json.loads(out.read_text())["examples"]
         Explained is ...
         >>> example["tokens"], list(example["relevance"])
-        (['anna', 'owns', 'the'], ['LATIM Flow'])
+        (['anna', 'owns', 'the'], ['LatimFlow'])
     """
-    from ..explain.methods import method_classes, under_rules
+    from ..attr.call.targets import CONTRASTS
+    from ..explain.methods import method_classes, under_rules, with_option
     from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report
+    from .method_options import set_options
 
     if _is_answer(options):
         _run_on_answers(options)
@@ -221,10 +240,11 @@ def run(options: argparse.Namespace) -> None:
     check_format(options.out)
     is_page = options.out.suffix.lower() == ".html"
     _check_maps(options, is_page)
-    make_folder(options.out.parent)
     methods, their_options = under_rules(
         method_classes(options.method), options.rule, options.baselines
     )
+    check_new(_files(options, methods, their_options), options)
+    make_folder(options.out.parent)
     loaded = loaded_by(options)
     labels = loaded.labels
     if options.labels is not None:
@@ -235,10 +255,19 @@ def run(options: argparse.Namespace) -> None:
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
+    if options.contrast is not None:
+        contrast = options.contrast
+        if contrast not in CONTRASTS:
+            asked_as = {"language": loaded.is_language, "option": "--contrast"}
+            contrast = read_target(subject, contrast, **asked_as)
+        with_option(methods, their_options, "contrast", contrast, "--contrast")
+    examples = read_examples(subject, inputs, target, None, None)
+    typed, inputs_of_one = options.option or (), examples[0].inputs
+    set_options(methods, their_options, typed, loaded.model, inputs_of_one)
     maps = ["attention"] if options.maps is None else options.maps
     found = explain_all(
         subject,
-        read_examples(subject, inputs, target, None, None),
+        examples,
         methods,
         their_options,
         matrices=maps if is_page else False,
@@ -259,6 +288,24 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {path}")
 
 
+def _files(
+    options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
+) -> list[Path]:
+    """What will be written, of pictures with those of roles."""
+    from ..explain.writing import picture_files
+    from ..viz.html.parts import tells_roles
+
+    if options.out.suffix.lower() != ".png":
+        return [options.out]
+    telling = [
+        name
+        for name, method in methods.items()
+        if not options.image and tells_roles(method, their_options.get(name, {}))
+    ]
+    count = len(options.text or options.file or options.image)
+    return picture_files(options.out, count, len(telling))
+
+
 def _is_answer(options: argparse.Namespace) -> bool:
     """Whether spans of an answer are asked for."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
@@ -268,9 +315,10 @@ def _is_answer(options: argparse.Namespace) -> bool:
 def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
-    from ..explain.writing import check_format
+    from ..explain.writing import check_format, picture_files
 
-    not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels", "title")
+    not_of_answers = ("target", "contrast", "option", "target_mask", "target_pixel", "maps")
+    not_of_answers += ("layers", "labels", "title")
     for name in not_of_answers:
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
@@ -287,6 +335,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     ((name, method),) = named.items()
     out = options.out or Path("answers.json")
     check_format(out, FORMATS)
+    count = len(options.text or options.file or ()) if out.suffix.lower() == ".png" else 1
+    check_new(picture_files(out, count), options)
     make_folder(out.parent)
     loaded = loaded_by(options)
     texts = _inputs(loaded, options)

@@ -12,7 +12,7 @@ from ..attr import SSMLLMAttribution, SSMLLMAttributionResult
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 from ..viz import plot_contributions
-from .writing import check_format
+from .writing import check_format, picture_files
 
 if TYPE_CHECKING:
     from .loading import Loaded
@@ -128,8 +128,7 @@ def write_answers(found: Sequence[SSMLLMAttributionResult], model: str, out: Pat
         write_whole(out, text + "\n")
         return [out]
     paths = []
-    for number, part in enumerate(parts):
-        path = out if number == 0 else out.with_stem(f"{out.stem}-{number + 1}")
+    for path, part in zip(picture_files(out, len(parts)), parts, strict=True):
         figure, _ = plot_contributions(
             part.hops[-1].prompt.float(), part.features, part.names, title=model
         )

@@ -133,15 +133,38 @@ def write_pictures(
             cells = torch.tensor(facts["image"]["cells"])
             maps = {name: values[cells].view(*grid) for name, values in scores.items()}
             figure, _ = plot_image(images[number], maps, title=heading)
-        path = _numbered(out, number)
-        write(figure, path)
         telling = [m for m in facts["methods"] if m["roles"]]
-        for place, method in enumerate(telling):
+        path, *of_roles = _of_example(out, number, len(telling))
+        write(figure, path)
+        for place, method in zip(of_roles, telling, strict=True):
             roles = {role: _filled(values) for role, values in method["roles"].items()}
             heading = f"{method['name']}: {facts['explained']}"
             figure, _ = plot_roles(explanation.tokens, roles, title=heading)
-            write(figure, _numbered(path.with_stem(f"{path.stem}-roles"), place))
+            write(figure, place)
     return paths
+
+
+def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
+    """The files of the pictures of several examples.
+
+    Args:
+        out: the first.
+        examples: how many there are.
+        roles: how many methods tell roles. Default: 0.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.writing import picture_files
+        >>> [path.name for path in picture_files(Path("lamp.png"), 2)]
+        ['lamp.png', 'lamp-2.png']
+    """
+    return [path for number in range(examples) for path in _of_example(out, number, roles)]
+
+
+def _of_example(out: Path, number: int, roles: int) -> list[Path]:
+    path = _numbered(out, number)
+    of_roles = path.with_stem(f"{path.stem}-roles")
+    return [path, *(_numbered(of_roles, place) for place in range(roles))]
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from captum.attr import IntegratedGradients
 
+from .._names import known_as, meant
 from ..errors import OptionError
 from .methods import ATTRIBUTION_NAMES_TO_METHODS
 
@@ -58,16 +59,19 @@ class FilterConfig(NamedTuple):
     classes: Sequence[str] = []
     num_examples: int = 4
 
-    def check(self, classes: Sequence[str]) -> None:
-        """Raise for what is not known, naming it.
+    def checked(self, classes: Sequence[str]) -> FilterConfig:
+        """The same, with the method's name as it is listed; raises for what is not known.
 
         Args:
             classes: the names of all classes.
         """
-        method = self.attribution_method
-        if not isinstance(method, str) or method not in ATTRIBUTION_NAMES_TO_METHODS:
-            known = ", ".join(ATTRIBUTION_NAMES_TO_METHODS)
-            raise OptionError(f"attribution_method={method!r} is not known. Use one of: {known}.")
+        known = list(ATTRIBUTION_NAMES_TO_METHODS)
+        method = known_as(self.attribution_method, known)
+        if method is None:
+            raise OptionError(
+                f"attribution_method={self.attribution_method!r} is not known."
+                f"{meant(self.attribution_method, known)} Use one of: {', '.join(known)}."
+            )
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
                 f"attribution_arguments={self.attribution_arguments!r} must be values by name."
@@ -82,6 +86,7 @@ class FilterConfig(NamedTuple):
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
             raise OptionError(f"num_examples={count!r}: use 1 to {MOST_EXAMPLES}.")
+        return self._replace(attribution_method=method)
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
         """Whether an example is to be shown.

@@ -109,8 +109,7 @@ class AttributionVisualizer:
 
     @config.setter
     def config(self, config: FilterConfig) -> None:
-        config.check(self.classes)
-        self._config = config
+        self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
         """By method, why each of the models cannot be explained by it, or None if it can.

@@ -312,7 +312,7 @@ def test_a_pipeline_that_classifies_text():
     ids = words("w3 w7 w2 w5", return_tensors="pt")["input_ids"]
     expected = LatimFlow(model).attribute(ids, target=1)
     assert torch.equal(LatimFlow(pipe).attribute(ids, target=1), expected)
-    found = compare(pipe, ["LatimFlow"], ids, target=1)["LATIM Flow"]
+    found = compare(pipe, ["LatimFlow"], ids, target=1)["LatimFlow"]
     assert torch.equal(found, expected)
 
 
@@ -422,7 +422,7 @@ def test_methods_by_name():
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in found)
     for name in ("latimflow", "latim_flow", "LATIM-FLOW", "Latim Flow"):
-        assert torch.equal(compare(model, name, ids, (-1, 3))["LATIM Flow"], found["LATIM Flow"])
+        assert torch.equal(compare(model, name, ids, (-1, 3))["LatimFlow"], found["LatimFlow"])
     with pytest.raises(OptionError, match=r"names 'latinflow'.*Did you mean LatimFlow\?"):
         compare(model, ["latinflow"], ids, (-1, 3))
 
@@ -432,7 +432,7 @@ def test_classes_of_captum_that_take_nothing_else():
     model = mamba_lm()
     embeddings = torch.randn(2, 5, WIDTH)
     found = compare(model, [InputXGradient, Saliency, LatimFlow], embeddings, (-1, 3))
-    assert list(found) == ["Input X Gradient", "Saliency", "LATIM Flow"]
+    assert list(found) == ["Input X Gradient", "Saliency", "LatimFlow"]
     x = embeddings.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=x).logits[:, -1, 3].sum(), x)
     expected = (gradient * embeddings).sum(-1)

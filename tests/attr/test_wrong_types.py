@@ -323,8 +323,8 @@ COMPARED: dict[str, tuple[list[Any], list[Any]]] = {
         [["LatimNorm", LatimALTI], (LatimNorm,), {"mine": "LatimNorm"}, [LatimNorm, LatimNorm]],
     ),
     "options": (
-        ["x", 3, [], {"LATIM Norm": 3}, {"LATIM": {}}, {"LATIM Norm": "x"}],
-        [None, {}, {"LATIM Norm": {"start_layer": 1}}],
+        ["x", 3, [], {"LatimNorm": 3}, {"LATIM": {}}, {"LatimNorm": "x"}],
+        [None, {}, {"LatimNorm": {"start_layer": 1}}],
     ),
     "layers": (["x", 3, [], [3]], [None, ["backbone.layers.0.mixer"]]),
     "model": (["mamba", 3], [None]),

@@ -163,7 +163,7 @@ def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
     opened.leave()
     values = shaded(examples[0]["methods"][2])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
-    assert "Implicit Attention Rollout" in opened.text("#shown")
+    assert "ImplicitAttentionRollout" in opened.text("#shown")
     assert "Without that of token 16, which asks" in opened.text("#shown")
     opened.evaluate("document.querySelector('#example').focus()")
     opened.key("ArrowDown")

@@ -46,7 +46,7 @@ def test_a_picture_of_what_is_generated(tmp_path: Path) -> None:
     assert out.stat().st_size > 1000
     assert main([
         "explain", "recall-mamba", "--text", PROMPT, PROMPT, "--generate", "1", "--out", str(out),
-        "--method", "ImplicitAttentionRollout",
+        "--method", "ImplicitAttentionRollout", "--force",
     ]) == 0  # fmt: skip
     assert (tmp_path / "answers-2.png").exists()
 

@@ -162,7 +162,7 @@ def command(*arguments: str) -> None:
     """The command; its message as an error."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
         patch.setattr("captum_ssm.cli.demo._SCORED", 2)
-        main(["--debug", *arguments])
+        main(["--debug", *arguments, "--force"])
 
 
 def vocabulary(folder: Path, examples: int) -> None:

@@ -41,13 +41,9 @@ class Made:
         raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
         self.tok = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
-        sizes = {
-            "vocab_size": len(_WORDS),
-            "hidden_size": 24,
-            "state_size": 8,
-            "num_hidden_layers": 2,
-        }
-        self.config = MambaConfig(**sizes, pad_token_id=1, eos_token_id=2, bos_token_id=2)
+        sizes = {"hidden_size": 24, "state_size": 8, "num_hidden_layers": 2}
+        special_ids = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 2}
+        self.config = MambaConfig(len(_WORDS), **sizes, **special_ids)
         self.lm = MambaForCausalLM(self.config).eval()
         self.lm.save_pretrained(self.folder)
         self.tok.save_pretrained(self.folder)

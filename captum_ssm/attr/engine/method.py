@@ -56,11 +56,15 @@ class Explainer:
         layers: names or modules of the mixers to use. Default: None, all of them.
     """
 
-    #: shown by Captum; get_name() would otherwise tear acronyms apart
+    #: what it is called wherever it is shown: as it is typed, where Captum would tear it apart
     name = ""
     #: whether the run keeps its autograd graph, and the stream entering each mixer's block
     needs_gradient = False
     needs_streams = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = vars(cls).get("name", cls.__name__)
 
     def __init__(
         self,

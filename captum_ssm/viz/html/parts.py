@@ -41,16 +41,17 @@ def decomposes(method: Any) -> bool:
     return issubclass(kind, LatimFlow | LatimLogit)
 
 
-def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor) -> bool:
+def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
     """Whether a method, or a class of them, tells more roles than content.
 
     Args:
         method: the method.
         options: its options; ``gate`` is the earlier name of ``rule``.
         inputs: what is explained; images have no roles, for relevance by role is that of tokens.
+            Default: None, a text.
     """
     kind = method if isinstance(method, type) else type(method)
-    if not issubclass(kind, LatimFlow) or inputs.dim() == 4:
+    if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
     chosen = options.get("rule", options.get("gate"))
     return (kind.default_rule if chosen is None else chosen) != "frozen"
