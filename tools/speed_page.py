@@ -28,6 +28,8 @@ Row = Mapping[str, Any]
 _TEXT = """\
 # Speed
 
+![Time, memory and error of each quantity against length]({picture})
+
 What explanations cost, beside one forward and backward pass of the same model (`f+b`, with respect
 to its embeddings or pixels) and beside the least arithmetic or traffic that the quantity can be
 (its bound), in units that are calibrated on the same machine in the same run. Sizes are those of a
@@ -79,8 +81,6 @@ once.
 What takes microseconds is far from its bound, which counts arithmetic and not calls.
 
 {parts}
-
-![Time, memory and error of each quantity against length]({picture})
 
 RetNet, GLA, RWKV-6 and DeltaNet have operators with random coefficients here, since no package has
 a model of theirs that runs on a CPU. On a GPU nothing of this was measured.

@@ -20,7 +20,7 @@ PROMPT = (
     "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
     "perhaps dora owns the clock . ? bob owns the"
 )
-_TEXT_TITLE = "Who owns what? Purple is positive, brown is negative; the evidence is framed."
+_TEXT_TITLE = "Who owns what? The evidence is framed."
 _GRID_TITLE = (
     "Implicit attention: what each word takes from those before it "
     "(absolute values, the largest of each layer is 1)"

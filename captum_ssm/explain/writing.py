@@ -124,7 +124,7 @@ def write_pictures(
 
     for number, explanation in enumerate(found):
         facts = explanation.facts
-        heading = f"{title}: {facts['explained']} (purple is positive, brown negative)"
+        heading = f"{title}: {facts['explained']}"
         scores = {_caption(m): _scores(m) for m in facts["methods"]}
         grid = None if facts["image"] is None else facts["image"]["grid"]
         if images is None or grid is None:

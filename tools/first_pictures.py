@@ -1,0 +1,80 @@
+"""Make the pictures of README.md anew: the report of its example as a browser shows it, and the demo.
+
+Usage: python tools/first_pictures.py [FOLDER], by default docs/images. It needs Chromium.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+
+from captum_ssm import report
+from captum_ssm.cli import main
+from captum_ssm.models import load_bundled
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+#: Of the window, and how many pixels of the picture there are for each of it.
+_SIZE, _SCALE = (1280, 800), 1.25
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+#: A picture of a page needs few colours, and then little room.
+_COLOURS = 128
+
+
+def draw(folder: Path) -> None:
+    """Write ``report.png``, the first screen of the report, and ``demo.png``, what the demo draws.
+
+    Args:
+        folder: where they go.
+    """
+    model, vocabulary = load_bundled("recall-mamba")
+    with TemporaryDirectory() as place:
+        made = Path(place)
+        page = report(
+            model, PROMPT, tokenizer=vocabulary, title="Who owns what?", path=made / "page.html"
+        )
+        photograph(page, made / "report.png")
+        main(["demo", "--out", place])
+        for name, picture in (("report", "report.png"), ("demo", "relevance.png")):
+            image = Image.open(made / picture).convert("RGB")
+            image.quantize(_COLOURS).save(folder / f"{name}.png", optimize=True)
+            print(folder / f"{name}.png")
+
+
+def photograph(page: Path, picture: Path) -> None:
+    """What a browser shows of a page before anybody scrolls.
+
+    Args:
+        page: the file.
+        picture: where it goes.
+    """
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _PROGRAMS)), None)
+    if program is None:
+        raise SystemExit(f"None of {', '.join(_PROGRAMS)} is installed. Name one by CHROMIUM.")
+    width, height = _SIZE
+    subprocess.run(
+        [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--force-device-scale-factor={_SCALE}",
+            f"--window-size={width},{height}",
+            "--virtual-time-budget=5000",
+            f"--screenshot={picture}",
+            page.as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+    )
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES)
