@@ -130,6 +130,7 @@ seeds. With the papers' own data and weights, each of their tables is a [command
 :hidden:
 
 results/causal
+results/causal-choosing
 results/roles
 results/knockout
 results/graphs

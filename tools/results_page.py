@@ -140,15 +140,21 @@ weights and data (`captum-ssm train NAME --seed 1 --out FOLDER`), and explained 
 (`captum-ssm evaluate --models NAME NAME=FOLDER --out RESULTS/trainings`); the intervals are over
 trainings and their examples, so that what they exclude does not hang on one training.
 
-![The best rows of each model, over its trainings](../{picture})
+{tables}
 
 ## Orderings
 
 {counts}
 
-{links}. Maps of the published code were not made of these.
+One by one: {links}. Maps of the published code were not made of these.
+"""
 
-## Tables
+_ONE_AGAIN = """\
+# {title}, trained again
+
+![The best rows of each model, over its trainings](../{picture})
+
+The intervals are over [several trainings](again.md) of each model, and their examples.
 
 {tables}
 
@@ -344,19 +350,21 @@ def by_paper(published: Sequence[Judged], stem: str, more: str) -> dict[str, str
 def again_pages(tables: Mapping[str, Sequence[Line]], found: Sequence[Judged]) -> dict[str, str]:
     """What came out of several trainings."""
     published = [each for each in found if each.source]
-    parts, first = [], next(iter(tables))
-    for name, table in tables.items():
-        head = f"### {EXPERIMENTS[name].title}"
-        seen = "" if name == first else f"![]({f'../{PICTURES}/{AGAIN}{name}.png'})\n\n"
-        parts.append(f"{head}\n\n{seen}{by_model(EXPERIMENTS[name], table, '####')}")
+    pages = {
+        f"{AGAIN}{name}": _ONE_AGAIN.format(
+            title=EXPERIMENTS[name].title,
+            picture=f"{PICTURES}/{AGAIN}{name}.png",
+            tables=by_model(EXPERIMENTS[name], table, "##"),
+            legend=legend(EXPERIMENTS[name]),
+        )
+        for name, table in tables.items()
+    }
     text = _AGAIN.format(
-        picture=f"{PICTURES}/{AGAIN}{first}.png",
+        tables="\n".join(f"- [{EXPERIMENTS[name].title}]({AGAIN}{name}.md)" for name in tables),
         counts=counts(published),
-        links=f"One by one: {links(published, f'{AGAIN}{ORDERINGS}')}",
-        tables="\n\n".join(parts),
-        legend=legend(EXPERIMENTS[first]),
+        links=links(published, f"{AGAIN}{ORDERINGS}"),
     )
-    return {"again": text} | by_paper(published, f"{AGAIN}{ORDERINGS}", ", trained again")
+    return {"again": text, **pages} | by_paper(published, f"{AGAIN}{ORDERINGS}", ", trained again")
 
 
 def tally(found: Iterable[Judged]) -> dict[str, Counter[str]]:

@@ -123,7 +123,7 @@ def test_other_trainings_have_a_page(
     tables.main(results, tmp_path)
     pages = tools.pages(tmp_path)
     check_tables(pages["results/again.md"])
-    assert "copying-mamba, 60 examples of 2 trainings" in pages["results/again.md"]
+    assert "copying-mamba, 60 examples of 2 trainings" in pages["results/again-copying.md"]
     assert "refuted here" in pages["results/again-orderings-latim.md"]
     assert "copying-mamba, 30 examples\n" in pages["results/copying.md"]
 
@@ -172,7 +172,7 @@ def test_every_page_has_its_picture(tools: Any) -> None:
         shown = re.findall(r"!\[[^\]]*\]\((\S+)\)", text)
         missing = [each for each in shown if not (DOCS / name).parent.joinpath(each).exists()]
         assert not missing, name
-        assert shown or "orderings-" in name, name
+        assert shown or "orderings-" in name or name == "results/again.md", name
     drawn = {path.stem for path in (DOCS / "images" / "results").glob("*.png")}
     assert drawn == set(tools.pictures())
 
