@@ -1,4 +1,4 @@
-"""Make the pictures of README.md anew: the report of its example as a browser shows it, and the demo.
+"""Make the pictures of README.md anew: its example's report in a browser, and the demo.
 
 Usage: python tools/first_pictures.py [FOLDER], by default docs/images. It needs Chromium.
 """
