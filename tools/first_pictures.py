@@ -5,14 +5,15 @@ Usage: python tools/first_pictures.py [FOLDER], by default docs/images. It needs
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from helpers.chromium import Chromium, program
 
 from captum_ssm import report
 from captum_ssm.cli import main
@@ -22,7 +23,6 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 #: Of the window, and how many pixels of the picture there are for each of it.
 _SIZE, _SCALE = (1280, 800), 1.25
-_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 #: A picture of a page needs few colours, and then little room.
 _COLOURS = 128
 
@@ -54,26 +54,14 @@ def photograph(page: Path, picture: Path) -> None:
         page: the file.
         picture: where it goes.
     """
-    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _PROGRAMS)), None)
-    if program is None:
-        raise SystemExit(f"None of {', '.join(_PROGRAMS)} is installed. Name one by CHROMIUM.")
-    width, height = _SIZE
-    subprocess.run(
-        [
-            program,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--force-device-scale-factor={_SCALE}",
-            f"--window-size={width},{height}",
-            "--virtual-time-budget=5000",
-            f"--screenshot={picture}",
-            page.as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    path = program()
+    if path is None:
+        raise SystemExit("needs Chromium, see CONTRIBUTING.md")
+    with TemporaryDirectory() as folder, Chromium(path, Path(folder)) as browser:
+        shown = browser.new_page()
+        shown.resize(*_SIZE, scale=_SCALE)
+        shown.goto(page)
+        shown.screenshot(picture)
 
 
 if __name__ == "__main__":
