@@ -36,6 +36,11 @@ Examples:
 _RULES = ("frozen", "half", "equal", "centred")
 #: The spans of an answer, likewise.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
+#: Options that say nothing of answers.
+_NOT_OF_ANSWERS = (
+    "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "labels",
+    "title",
+)  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
@@ -225,7 +230,7 @@ def run(options: argparse.Namespace) -> None:
         (['anna', 'owns', 'the'], ['LatimFlow'])
     """
     from ..attr.call.targets import CONTRASTS
-    from ..explain.methods import method_classes, under_rules, with_option
+    from ..explain.methods import against, method_classes, under_rules, with_option
     from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
@@ -258,9 +263,10 @@ def run(options: argparse.Namespace) -> None:
     if options.contrast is not None:
         contrast = options.contrast
         if contrast not in CONTRASTS:
-            asked_as = {"language": loaded.is_language, "option": "--contrast"}
-            contrast = read_target(subject, contrast, **asked_as)
+            language = loaded.is_language
+            contrast = read_target(subject, contrast, language=language, option="--contrast")
         with_option(methods, their_options, "contrast", contrast, "--contrast")
+        methods, their_options = against(methods, their_options, options.contrast)
     examples = read_examples(subject, inputs, target, None, None)
     typed, inputs_of_one = options.option or (), examples[0].inputs
     set_options(methods, their_options, typed, loaded.model, inputs_of_one)
@@ -317,9 +323,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format, picture_files
 
-    not_of_answers = ("target", "contrast", "option", "target_mask", "target_pixel", "maps")
-    not_of_answers += ("layers", "labels", "title")
-    for name in not_of_answers:
+    for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
     if options.generate is not None and (options.answer is not None or options.generate < 1):

@@ -61,10 +61,9 @@ def set_options(
             reason = obstacle(method, model, (inputs.float(),))  # ids are looked up for them
             if reason is not None:
                 raise OptionError(f"--method {method.__name__}: {reason}. Leave it out.")
-        suggest = DEFAULTS_FROM_INPUTS.get(method.get_name(), lambda inputs: {})
-        missing = {n: v for n, v in suggest((inputs,)).items() if n not in options.get(key, {})}
-        if missing:
-            options.setdefault(key, {}).update(missing)
+        suggest = DEFAULTS_FROM_INPUTS.get(method.get_name())
+        if suggest is not None:
+            options[key] = suggest((inputs,)) | options.get(key, {})
 
 
 def _read(text: str) -> Any:

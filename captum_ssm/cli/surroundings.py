@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import OptionError
@@ -37,8 +38,7 @@ def quiet_libraries() -> Iterator[None]:
 
 def _quiet_transformers(stack: ExitStack) -> None:
     """The same once transformers has read its environment."""
-    from transformers.utils import logging
-
+    logging = import_module("transformers.utils.logging")
     stack.callback(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity_error()
     if logging.is_progress_bar_enabled():

@@ -121,6 +121,37 @@ def with_option(
         options.setdefault(key, {})[name] = value
 
 
+def against(
+    named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
+) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
+    """The methods and their options, where those that were given a contrast are called by it.
+
+    Args:
+        named: the methods by name.
+        options: those of each.
+        contrast: as the user wrote it.
+
+    Returns:
+        Both, by the names that say what is explained.
+
+    Example:
+        >>> from captum_ssm import LatimFlow, LatimNorm
+        >>> from captum_ssm.explain.methods import against
+        >>> methods = {"LatimFlow": LatimFlow, "LatimNorm": LatimNorm}
+        >>> list(against(methods, {"LatimFlow": {"contrast": (-1, 5)}}, "kite")[0])
+        ['LatimFlow, against kite', 'LatimNorm']
+    """
+
+    def called(name: str) -> str:
+        told = "contrast" in options.get(name, {})
+        return f"{name}, against {contrast.strip()}" if told else name
+
+    return (
+        {called(name): method for name, method in named.items()},
+        {called(name): own for name, own in options.items()},
+    )
+
+
 def _arguments(method: type[Attribution]) -> Collection[str]:
     return inspect.signature(method.attribute).parameters
 
@@ -160,7 +191,7 @@ def methods_table(markdown: bool = False) -> str:
         *((entry.name, str(entry.cost), entry.says) for entry in METHODS),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [
+    aligned = [
         f"{name.ljust(widths[0])}  {cost.ljust(widths[1])}  {says}" for name, cost, says in rows
     ]
-    return "\n".join([*lines, "", f"Of Captum: {', '.join(each.__name__ for each in OF_CAPTUM)}"])
+    return "\n".join([*aligned, "", f"Of Captum: {', '.join(each.__name__ for each in OF_CAPTUM)}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from transformers.utils import logging
 
 import captum_ssm
+from captum_ssm import LatimFlow, compare
 from captum_ssm.cli import _COMMANDS, main, methods
+from captum_ssm.models import load_bundled
 
 PROMPT = "anna owns the lamp . ? anna owns the"
 NAMES = tuple(command.__name__.rpartition(".")[2] for command in _COMMANDS)
@@ -146,3 +150,21 @@ def test_the_command_line_has_both_kinds_of_methods_and_their_options(
         assert main([*asked, *options]) == 1
         assert said in capsys.readouterr().err
         assert not out.exists()
+
+
+def test_what_is_held_against_another_is_called_so(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    asked = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--contrast", "kite"]
+    chosen = ["--method", "latimflow", "occlusion", "integrated-gradients", "--out", str(out)]
+    assert main([*asked, *chosen, "--option", "n_steps=3"]) == 0
+    (example,) = json.loads(out.read_text())["examples"]
+    path = "Integrated Gradients"
+    assert list(example["relevance"]) == ["LatimFlow, against kite", "Occlusion", path]
+    model, vocabulary = load_bundled()
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    lamp, kite = vocabulary.encode("lamp kite")
+    flow = LatimFlow(model).attribute(ids, (-1, lamp), contrast=(-1, kite))[0]
+    few = compare(model, "IntegratedGradients", ids, (-1, lamp), options={path: {"n_steps": 3}})
+    wanted = {"LatimFlow, against kite": flow, path: few[path][0]}
+    for name, relevance in wanted.items():
+        torch.testing.assert_close(torch.tensor(example["relevance"][name]), relevance)
