@@ -25,7 +25,7 @@ Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
-  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
+  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
@@ -103,10 +103,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="the stretches of an answer that are explained, each as a whole; sentence if left",
+        help="the stretches of an answer that are explained, each as a whole; if left, word for a "
+        "page, which sums words up to sentences, else sentence",
     )
     parser.add_argument(
-        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; sentence if left"
+        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; as --spans if left"
     )
     parser.add_argument(
         "--hops",
@@ -124,7 +125,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png or .json; report.html, or answers.json, if left",
+        help="file to write: .html, .png or .json; report.html, or answers.html, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
@@ -269,8 +270,10 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format
+    from ..viz.html.answers import about_answers
+    from ..viz.html.explanation import holds_identity
 
-    not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels", "title")
+    not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels")
     for name in not_of_answers:
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
@@ -285,31 +288,41 @@ def _run_on_answers(options: argparse.Namespace) -> None:
             f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
         )
     ((name, method),) = named.items()
-    out = options.out or Path("answers.json")
+    out = options.out or Path("answers.html")
     check_format(out, FORMATS)
+    is_page = out.suffix.lower() == ".html"
+    if options.title is not None and not is_page:
+        raise OptionError(f"--title is for a page, and {out} is none. Leave it out.")
+    whole, contrast = ("word", "mean") if is_page else ("sentence", "all")
+    adds_up = hasattr(method, "answer_in_turn")
     make_folder(out.parent)
     loaded = loaded_by(options)
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
-    asked = dict(their_options.get(name, {}))
-    if hasattr(method, "answer_in_turn"):
-        asked["contrast"] = "all"  # log-probabilities of the spans
     found = explain_answers(
         loaded,
         texts,
         method,
         answer=options.answer,
         generate=options.generate,
-        spans=options.spans or "sentence",
-        prompt_spans=options.prompt_spans or "sentence",
+        spans=options.spans or whole,
+        prompt_spans=options.prompt_spans or whole,
         hops=options.hops or 0,
-        options=asked,
+        contrast=contrast,
+        options=their_options.get(name),
+        show_progress=not options.quiet and sys.stderr.isatty(),
     )
     print_any_letters()
-    for result in found:
+    for result in found if not is_page else ():
         print(f"The answer, and what it is due to by {name}:")
         print(told(result))
-    for path in write_answers(found, options.model, out):
+    identity = holds_identity(method)
+    page = {
+        "title": options.title,
+        "about": about_answers(options.model, name, contrast if adds_up else None, identity),
+        "identity": identity,
+    }
+    for path in write_answers(found, options.model, out, **page):
         print(f"wrote {path}")
 
 

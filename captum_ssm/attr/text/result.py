@@ -12,6 +12,7 @@ import torch
 from captum.attr import LLMAttributionResult
 from torch import Tensor
 
+from .codec import Pieces
 from .hops import Hop
 from .prompt import Prompt
 
@@ -102,7 +103,11 @@ class SpanParts:
 
 
 def result_of_spans(
-    prompt: Prompt, hops: Sequence[Hop], spans: Sequence[range], names: list[str]
+    prompt: Prompt,
+    hops: Sequence[Hop],
+    spans: Sequence[range],
+    names: list[str],
+    pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
     """The result of spans, of where relevance stands by token.
 
@@ -111,6 +116,7 @@ def result_of_spans(
         hops: by token of the prompt and the text.
         spans: the ranges of the text's tokens.
         names: what the spans read.
+        pieces: what they add to the text; None where that is not known.
     """
 
     def by_span(on_text: Tensor) -> Tensor:
@@ -131,6 +137,8 @@ def result_of_spans(
         input_tokens=prompt.names,
         output_tokens=names,
         spans=parts,
+        input_pieces=prompt.pieces,
+        output_pieces=pieces,
     )
 
 
@@ -158,6 +166,8 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
         input_tokens=one.input_tokens,
         output_tokens=one.output_tokens,
         spans=replace(one.spans, hops=found),
+        input_pieces=one.input_pieces,
+        output_pieces=one.output_pieces,
     )
 
 
@@ -182,6 +192,10 @@ class SSMLLMAttributionResult(LLMAttributionResult):
         spans: what the text's spans are due to, where they were explained as wholes; the rows of
             ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of these
             then. Default: None.
+        input_pieces: what each feature of the prompt adds to its text, spaces in front included:
+            joined, they are the text. The first of several tokens of one character adds it, the
+            others ``""``; a mark that is no text has None. Default: None, not known.
+        output_pieces: the same of the text's tokens, or spans. Default: None, not known.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
@@ -196,11 +210,18 @@ class SSMLLMAttributionResult(LLMAttributionResult):
     """
 
     def __init__(
-        self, *, generated_attr: Tensor, spans: SpanParts | None = None, **parts: Any
+        self,
+        *,
+        generated_attr: Tensor,
+        spans: SpanParts | None = None,
+        input_pieces: Pieces | None = None,
+        output_pieces: Pieces | None = None,
+        **parts: Any,
     ) -> None:
         super().__init__(**parts)
         self.generated_attr = generated_attr
         self.spans = spans
+        self.input_pieces, self.output_pieces = input_pieces, output_pieces
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """A heat map of ``token_attr``; see Captum's LLMAttributionResult.

@@ -5,7 +5,6 @@ Shapes: L tokens without padding.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ from ...attr.catalogue import METHODS
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
-from ..labels import spelled
+from ..labels import direction_of, spelled
 from ..overlay import picture_of
 from .example import Example, Subject
 from .graph import graph_of
@@ -125,7 +124,7 @@ def explain(
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
-        "direction": _direction("".join(names)),
+        "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
@@ -211,13 +210,6 @@ def _names(example: Example, known: Outline) -> list[str]:
     )
 
 
-def _direction(text: str) -> str:
-    """``"rtl"`` if most letters that have a direction run from right to left."""
-    kinds = [unicodedata.bidirectional(character) for character in text]
-    leftward = sum(kind in ("R", "AL") for kind in kinds)
-    return "rtl" if leftward > kinds.count("L") else "ltr"
-
-
 def _methods(
     found: Mapping[str, Tensor],
     roles: Mapping[str, Mapping[str, list[float | None]]],
@@ -229,15 +221,15 @@ def _methods(
         {
             "name": spelled(name),
             "values": _values(name, relevance, known),
-            "own": known.asking if _holds_identity(kind) else None,
+            "own": known.asking if holds_identity(kind) else None,
             "roles": roles.get(name, {}),
         }
         for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
 
 
-def _holds_identity(method: Any) -> bool:
-    """Whether the asking token's entry holds the identity, which says nothing of any source."""
+def holds_identity(method: Any) -> bool:
+    """Whether the asking token's entry by a method holds the identity, which says nothing."""
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
