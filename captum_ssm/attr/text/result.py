@@ -12,11 +12,13 @@ import torch
 from captum.attr import LLMAttributionResult
 from torch import Tensor
 
+from ..engine.result import Result, part
 from .codec import Pieces
 from .hops import Hop
 from .prompt import Prompt
 
 
+@part
 @dataclass(frozen=True, eq=False)
 class SpanHop:
     """Where the relevance of S spans stands after some hops; all of it adds up to their outputs.
@@ -41,6 +43,7 @@ class SpanHop:
         return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
 
 
+@part
 @dataclass(frozen=True, eq=False)
 class SpanParts:
     """What the spans of a text are due to.
@@ -171,7 +174,7 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
     )
 
 
-class SSMLLMAttributionResult(LLMAttributionResult):
+class SSMLLMAttributionResult(Result, LLMAttributionResult):
     """Captum's LLMAttributionResult, with what the text's own tokens add to each other.
 
     :class:`~captum_ssm.SSMLLMAttribution` returns it.
@@ -222,6 +225,11 @@ class SSMLLMAttributionResult(LLMAttributionResult):
         self.generated_attr = generated_attr
         self.spans = spans
         self.input_pieces, self.output_pieces = input_pieces, output_pieces
+
+    def _state(self) -> dict[str, Any]:
+        names = ("seq_attr", "token_attr", "output_probs", "input_tokens", "output_tokens")
+        own = ("generated_attr", "spans", "input_pieces", "output_pieces")
+        return {name: getattr(self, name) for name in (*names, *own)}
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """A heat map of ``token_attr``; see Captum's LLMAttributionResult.

@@ -38,6 +38,10 @@ _KINDS = {
         ("common.css", "answers.css"),
         ("common.js", "maps.js", "tables.js", "panes.js", "answers.js"),
     ),
+    "results": (
+        ("common.css", "results.css"),
+        ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js"),
+    ),
 }
 
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
