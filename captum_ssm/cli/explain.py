@@ -270,8 +270,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format
-    from ..viz.html.answers import about_answers
     from ..viz.html.explanation import holds_identity
+    from ..viz.html.generated import about_answers
 
     not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels")
     for name in not_of_answers:

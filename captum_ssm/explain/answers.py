@@ -12,7 +12,7 @@ from ..attr import SSMLLMAttribution, SSMLLMAttributionResult
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 from ..viz import plot_contributions
-from ..viz.html import answers
+from ..viz.html import generated
 from .writing import check_format
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def explain_answers(
     """
     if not loaded.is_language or loaded.tokenizer is None:
         raise OptionError("--generate, --answer and --spans are for models that write texts.")
-    return answers.explain_answers(
+    return generated.explain_answers(
         SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
         texts,
         answer=answer,
@@ -134,7 +134,7 @@ def write_answers(
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title
-        text = answers.answers_page(found, heading, about=about, identity=identity)
+        text = generated.answers_page(found, heading, about=about, identity=identity)
         write_whole(out, text)
         return [out]
     parts = [result.spans for result in found if result.spans is not None]

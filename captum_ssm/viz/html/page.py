@@ -34,9 +34,9 @@ _KINDS = {
             "report.js",
         ),
     ),
-    "answers": (
-        ("common.css", "answers.css"),
-        ("common.js", "maps.js", "tables.js", "panes.js", "answers.js"),
+    "generated": (
+        ("common.css", "generated.css"),
+        ("common.js", "maps.js", "tables.js", "panes.js", "generated.js"),
     ),
     "results": (
         ("common.css", "results.css"),

@@ -17,9 +17,9 @@ from ...attr.text.spans import Spans
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
-from .answers import report_answers
 from .example import Example, Names, Subject, find_subject, read_examples
 from .explanation import Explanation, Methods, Wanted, explain
+from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .page import page

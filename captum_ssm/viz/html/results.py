@@ -17,7 +17,7 @@ from ...attr.engine.decompose import Decomposition
 from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ..labels import as_words, direction_of, spelled
-from .answers import answers_page
+from .generated import answers_page
 from .page import page
 from .parts import says_nothing
 

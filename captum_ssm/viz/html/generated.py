@@ -179,7 +179,7 @@ def answers_page(
                 "constants": None if hops[0][1] is None else [_short(c) for _, c in hops],
             }
         )
-    return page(title, {"about": about, "examples": examples}, blocks, "answers")
+    return page(title, {"about": about, "examples": examples}, blocks, "generated")
 
 
 def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:

@@ -1,6 +1,6 @@
 'use strict';
 
-/* Answers, and what their words and sentences are due to; answers.py says how rows lie. */
+/* Answers, and what their words and sentences are due to; generated.py says how rows lie. */
 
 const FACTS = JSON.parse(byId('facts').textContent);
 

@@ -14,7 +14,7 @@ from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.attr import SSMLLMAttributionResult
 from captum_ssm.attr.text.result import SpanHop, SpanParts
 from captum_ssm.models import load_bundled
-from captum_ssm.viz.html.answers import answers_page
+from captum_ssm.viz.html.generated import answers_page
 
 pytestmark = pytest.mark.browser
 
