@@ -15,17 +15,18 @@ from torch import Tensor
 
 from ...attr import compare
 from ...attr.catalogue import METHODS
+from ...attr.text.codec import Pieces
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
-from ..labels import direction_of, spelled
+from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
 from .answers import Answer, answers_of, facts_of, packed, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
+from .parts import Account, account, decomposes, decomposition, roles_of, says_nothing, tells_roles
 from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
@@ -130,6 +131,7 @@ def explain(
         options=wanted.options,
     )
     names = _names(example, known)
+    words = as_words(names, _pieces(example, known))
     accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
@@ -138,8 +140,10 @@ def explain(
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
         "asked": known.asked,
         "asking": known.asking,
-        "tokens": [spelled(token) for token in names],
-        "breaks": [i for i, token in enumerate(names) if "\n" in token],
+        "tokens": words.labels,
+        "joined": words.joined,
+        "marks": words.marks,
+        "breaks": words.breaks,
         "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
         "start": _start(answers, known),
@@ -234,6 +238,13 @@ def _listed(methods: Methods) -> list[Any]:
     return list(methods.values() if isinstance(methods, Mapping) else methods)
 
 
+def _pieces(example: Example, known: Outline) -> Pieces | None:
+    """What the tokens that are no padding add to the text."""
+    if example.pieces is None or len(example.pieces) == len(known.real):
+        return example.pieces
+    return [example.pieces[i] for i in known.real]
+
+
 def _names(example: Example, known: Outline) -> list[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
@@ -258,15 +269,14 @@ def _methods(
     known: Outline,
 ) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
-    return [
-        {
-            "name": spelled(name),
-            "values": _values(name, relevance, known),
-            "own": known.asking if holds_identity(kind) else None,
-            "roles": roles.get(name, {}),
-        }
-        for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
-    ]
+    facts = []
+    for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True):
+        values = _values(name, relevance, known)
+        own = known.asking if holds_identity(kind) else None
+        said = {"name": spelled(name), "values": values, "own": own}
+        silent = says_nothing(values, own)
+        facts.append({**said, "silent": silent, "roles": roles.get(name, {})})
+    return facts
 
 
 def holds_identity(method: Any) -> bool:

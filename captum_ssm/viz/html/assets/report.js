@@ -65,6 +65,7 @@ function shadesOf({ values, own }) {
 
 /** The end of a view's scale: roles of a method have one, so that they compare. */
 function endOf(view) {
+  if (view.silent) return Math.abs(view.values[view.own] ?? 0); // beside it the others are pale
   if (!view.whole) return largestOf(shadesOf(view));
   return Math.max(...Object.values(view.whole.roles).map(largestOf));
 }
@@ -113,9 +114,10 @@ function showLegend() {
 }
 
 /** What is left out of the colours, in words. */
-function ownEntry({ values, own }) {
-  if (own === null || values[own] === null) return '';
-  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.`;
+function ownEntry({ values, own, silent }) {
+  const nothing = silent ? ' Of the others it says nothing.' : '';
+  if (own === null || values[own] === null) return nothing;
+  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.${nothing}`;
 }
 
 /** What a token's relevance is made of, the largest part first. */
@@ -261,7 +263,7 @@ function showMethods() {
     const shades = shadesOf(view);
     const most = make('span', { className: 'largest' });
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
-    else most.append('strongest ');
+    else most.append(view.silent ? 'says nothing: at most ' : 'strongest ');
     most.append(short(strongestOf(shades)));
     const picture = () => make('img', { src: image.source, alt: '' });
     return make(
