@@ -189,7 +189,7 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, the token that the head reads as that of the class, others by number.
+    """Patches by row and column, the token that the head reads by that, others by number.
 
     Args:
         known: what is known of an image.

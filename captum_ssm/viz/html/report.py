@@ -76,8 +76,7 @@ def report(
             it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; or with a tokenizer a text or several, which need not be of one length.
-        methods: as in :func:`captum_ssm.compare`. Default: LatimFlow, MambaAttribution and
-            ImplicitAttentionRollout.
+        methods: as in :func:`captum_ssm.compare`. Default: LatimFlow and LatimNorm.
         target: what is explained, in Captum's forms; a list has one for each example. Default:
             None, what the model predicts: of a language model, after the last token.
         additional_forward_args: further positional arguments of forward_func, for example an
