@@ -221,8 +221,10 @@ METHODS: tuple[Entry, ...] = (
     ),
 )
 
-#: What explains if nothing else is said: exact, by gradient, and class-agnostic.
-DEFAULT = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
+#: What explains if nothing else is said: what adds to the output, and what reaches the token that
+#: is asked, whatever the output.  Rollouts leave little beside the identity where layers write
+#: little, and gradients of attention where the model is sure.
+DEFAULT = (LatimFlow, LatimNorm)
 
 #: Captum's own methods that are offered beside them, in the order in which they are listed.
 OF_CAPTUM: tuple[type[Attribution], ...] = (

@@ -27,12 +27,45 @@ from .call.inputs import (
 from .call.layout import PatchGrid
 from .call.targets import logits_of
 from .engine.method import ImplicitMethod, SSMAttribution
+from .engine.result import NamedTokens, Names
 from .engine.sharing import shared_forward
 
 #: A method, a class of methods to be made on the compared model, or such a class by its name.
 Method: TypeAlias = Attribution | type[Attribution] | str
 #: Methods by names of which no two are the same.
 Named: TypeAlias = dict[str, Attribution | type[Attribution]]
+
+
+class Comparison(dict[str, Tensor], NamedTokens):
+    """Relevance by the names of methods; :func:`compare` returns it.
+
+    A dict that shows itself in notebooks, and saves itself.
+
+    Args:
+        relevance: by each method.
+        names: of the tokens of each example, which its page shows. Default: None, positions.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.attr import Comparison
+        >>> found = Comparison({"one": torch.tensor([[0.5, 2.0]])}).named(["anna", "owns"])
+        >>> list(found), found.names
+        (['one'], (('anna', 'owns'),))
+    """
+
+    def __init__(self, relevance: Mapping[str, Tensor], names: Names | None = None) -> None:
+        super().__init__(relevance)
+        self.names = names
+
+    def _state(self) -> dict[str, Any]:
+        return {"relevance": dict(self), "names": self.names}
+
+    def _tokens(self) -> tuple[int, int]:
+        first = next(iter(self.values()))
+        return first.shape[0], first.shape[1]
+
+    def _with_names(self, names: Names) -> Comparison:
+        return Comparison(self, names)
 
 
 def compare(
@@ -47,7 +80,7 @@ def compare(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     per_token: bool = True,
     internal_batch_size: int | None = None,
-) -> dict[str, Tensor]:
+) -> Comparison:
     """What several methods say of the same input and target.
 
     The model runs once for all methods that read one traced forward run, and each gradient is taken
@@ -80,8 +113,9 @@ def compare(
         internal_batch_size: run at most so many examples at a time. Default: None, all.
 
     Returns:
-        The relevance by method, in the order given.  Without names of your choice a method is
-        called what its ``get_name()`` says, the second of that name ``"... (2)"``.
+        The relevance by method, in the order given, as a dict that shows and saves itself.
+        Without names of your choice a method is called what its ``get_name()`` says, the second of
+        that name ``"... (2)"``.
 
     Raises:
         OptionError: for methods that are none, options of methods that are not compared, or a
@@ -131,7 +165,7 @@ def compare(
                         "options such as return_convergence_delta, and methods of several inputs."
                     )
                 parts[name].append(found.detach().to(tensor.device))
-    return {name: torch.cat(found) for name, found in parts.items()}
+    return Comparison({name: torch.cat(found) for name, found in parts.items()})
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:

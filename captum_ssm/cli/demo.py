@@ -105,7 +105,6 @@ def _explain(example: Example, out: Path) -> None:
         print(f"  the evidence is its strongest word in {share:.0%} of the fresh prompts\n")
 
     layers = ImplicitAttention(model).matrices(ids)
-    _print_scales(layers)
     text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
     grid, _ = plot_matrices(layers, example.words, title=_GRID_TITLE, absolute=True)
     for figure, name in zip((text, grid), _PICTURES, strict=True):
@@ -115,39 +114,21 @@ def _explain(example: Example, out: Path) -> None:
 
 
 def _methods(model: nn.Module) -> list[_Method]:
-    from ..attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+    from ..attr import LatimFlow, LatimNorm
 
-    flow, rollout = LatimFlow(model), ImplicitAttentionRollout(model)
-    attribution = MambaAttribution(model)
+    flow, norm = LatimFlow(model), LatimNorm(model)
     return [
         _Method(
             "LatimFlow",
             "what each word adds to the answer's logit; with the biases, all of it",
             lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
         ),
-        # As the published scripts have it, from the second layer on, which does the recalling.
         _Method(
-            "MambaAttribution",
-            "the second layer's matrix, weighted by the answer's gradient",
-            lambda ids, answer: _without_query(
-                attribution.attribute(
-                    ids, target=(-1, answer), recipe="published_code", start_layer=1
-                )[0]
-            ),
-        ),
-        _Method(
-            "ImplicitAttentionRollout",
-            "the product of the layers' matrices, whatever the answer",
-            lambda ids, answer: _without_query(rollout.attribute(ids)[0]),
+            "LatimNorm",
+            "how much each word writes to where the answer is read, whatever the answer",
+            lambda ids, answer: norm.attribute(ids)[0],
         ),
     ]
-
-
-def _without_query(relevance: Tensor) -> Tensor:
-    """The asking token's own entry, which holds the identity, says nothing of the others."""
-    out = relevance.clone()
-    out[-1] = 0
-    return out
 
 
 def _share_found(method: _Method, examples: Sequence[Example]) -> float:
@@ -173,12 +154,3 @@ def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> Non
         bar = ("#" if relevance[i] > 0 else "-") * round(24 * float(strength[i]) / longest)
         mark = "  <- evidence" if i == example.value_position else ""
         print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):+9.4f} {bar}{mark}")
-
-
-def _print_scales(layers: Sequence[Tensor]) -> None:
-    """Why the rollout of this model looks like one layer."""
-    largest = " and ".join(f"{float(matrix.abs().max()):.2g}" for matrix in layers)
-    print(
-        f"The largest entries of the two layers' matrices are {largest}. Rollout adds 1 to the\n"
-        "diagonal of each, and so shows little of the first, in which names meet their objects.\n"
-    )

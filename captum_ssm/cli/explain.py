@@ -28,7 +28,7 @@ Examples:
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
   captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
-  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
+  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
@@ -39,7 +39,6 @@ _SPANS = ("token", "word", "sentence", "paragraph", "all")
 #: Options that say nothing of answers.
 _NOT_OF_ANSWERS = (
     "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "labels",
-    "title",
 )  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
@@ -124,10 +123,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="the stretches of an answer that are explained, each as a whole; sentence if left",
+        help="the stretches of an answer that are explained, each as a whole; if left, word for a "
+        "page, which sums words up to sentences, else sentence",
     )
     parser.add_argument(
-        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; sentence if left"
+        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; as --spans if left"
     )
     parser.add_argument(
         "--hops",
@@ -145,7 +145,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png or .json; report.html, or answers.json, if left",
+        help="file to write: .html, .png or .json; report.html, or answers.html, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
@@ -279,6 +279,7 @@ def run(options: argparse.Namespace) -> None:
         matrices=maps if is_page else False,
         shown_layers=options.layers,
         accounts=options.out.suffix.lower() == ".json",
+        answers=is_page,
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     _tell(found)
@@ -322,6 +323,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format, picture_files
+    from ..viz.html.explanation import holds_identity
+    from ..viz.html.generated import about_answers
 
     for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
@@ -337,33 +340,43 @@ def _run_on_answers(options: argparse.Namespace) -> None:
             f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
         )
     ((name, method),) = named.items()
-    out = options.out or Path("answers.json")
+    out = options.out or Path("answers.html")
     check_format(out, FORMATS)
     count = len(options.text or options.file or ()) if out.suffix.lower() == ".png" else 1
     check_new(picture_files(out, count), options)
+    is_page = out.suffix.lower() == ".html"
+    if options.title is not None and not is_page:
+        raise OptionError(f"--title is for a page, and {out} is none. Leave it out.")
+    whole, contrast = ("word", "mean") if is_page else ("sentence", "all")
+    adds_up = hasattr(method, "answer_in_turn")
     make_folder(out.parent)
     loaded = loaded_by(options)
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
-    asked = dict(their_options.get(name, {}))
-    if hasattr(method, "answer_in_turn"):
-        asked["contrast"] = "all"  # log-probabilities of the spans
     found = explain_answers(
         loaded,
         texts,
         method,
         answer=options.answer,
         generate=options.generate,
-        spans=options.spans or "sentence",
-        prompt_spans=options.prompt_spans or "sentence",
+        spans=options.spans or whole,
+        prompt_spans=options.prompt_spans or whole,
         hops=options.hops or 0,
-        options=asked,
+        contrast=contrast,
+        options=their_options.get(name),
+        show_progress=not options.quiet and sys.stderr.isatty(),
     )
     print_any_letters()
-    for result in found:
+    for result in found if not is_page else ():
         print(f"The answer, and what it is due to by {name}:")
         print(told(result))
-    for path in write_answers(found, options.model, out):
+    identity = holds_identity(method)
+    page = {
+        "title": options.title,
+        "about": about_answers(options.model, name, contrast if adds_up else None, identity),
+        "identity": identity,
+    }
+    for path in write_answers(found, options.model, out, **page):
         print(f"wrote {path}")
 
 

@@ -15,6 +15,7 @@ from .._files import replacing, write_whole
 from ..errors import OptionError
 from ..viz import plot_image, plot_roles, plot_text
 from ..viz.html.explanation import Explanation
+from ..viz.html.parts import says_nothing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -206,11 +207,11 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
 
 def _caption(method: Mapping[str, Any]) -> str:
-    """A method's name, and what :func:`_scores` leaves out."""
-    own = method["own"]
-    if own is None or method["values"][own] is None:
-        return str(method["name"])
-    return f"{method['name']} (without the own entry of token {own}, {method['values'][own]:.3g})"
+    """A method's name, what :func:`_scores` leaves out, and whether what is left is nothing."""
+    own, name = method["own"], str(method["name"])
+    if own is not None and method["values"][own] is not None:
+        name += f" (without the own entry of token {own}, {method['values'][own]:.3g})"
+    return name + " says nothing" * says_nothing(method["values"], own)
 
 
 def _scores(method: Mapping[str, Any]) -> Tensor:

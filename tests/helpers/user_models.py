@@ -43,7 +43,7 @@ class Made:
         self.tok = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
         sizes = {"hidden_size": 24, "state_size": 8, "num_hidden_layers": 2}
         special_ids = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 2}
-        self.config = MambaConfig(len(_WORDS), **sizes, **special_ids)
+        self.config = MambaConfig(vocab_size=len(_WORDS), **sizes, **special_ids)
         self.lm = MambaForCausalLM(self.config).eval()
         self.lm.save_pretrained(self.folder)
         self.tok.save_pretrained(self.folder)

@@ -73,6 +73,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture
 def s(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
     made.tmp = tmp_path
     return made
 
@@ -355,7 +357,7 @@ def contrast_between_two_tokens(s):
     return LatimFlow(s.lm).attribute(s.ids, target=(-1, lamp), contrast=kite), s.ids.shape
 
 
-@workflow(AttributeError, "show")
+@workflow()
 def a_result_shown(s):
     out = SSMLLMAttribution(LatimFlow(s.lm), s.tok).attribute(TEXT)
     out.show()
@@ -416,4 +418,4 @@ def test_a_workflow(name: str, s: Made) -> None:
 def test_there_are_forty() -> None:
     refused = [name for name, each in WORKFLOWS.items() if each.error is not None]
     assert len(WORKFLOWS) == 40
-    assert len(refused) <= 6
+    assert len(refused) <= 5

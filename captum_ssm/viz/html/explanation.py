@@ -5,9 +5,9 @@ Shapes: L tokens without padding.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -15,16 +15,18 @@ from torch import Tensor
 from ...attr import compare
 from ...attr.catalogue import METHODS
 from ...attr.comparison import Method, Named
+from ...attr.text.codec import Pieces
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
-from ..labels import spelled
+from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
+from .answers import Answer, answers_of, facts_of, packed, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
+from .parts import Account, account, decomposes, decomposition, roles_of, says_nothing, tells_roles
 from .pictures import in_base64
 
 #: Methods as :func:`captum_ssm.compare` takes them.
@@ -48,6 +50,8 @@ class Wanted:
         graph: how many nodes of the graph are followed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
+        answers: whether methods that can also explain the other predictions, for which they explain
+            once more.
         show_progress: show progress bars.
     """
 
@@ -59,6 +63,7 @@ class Wanted:
     edges: int
     graph: int
     accounts: bool
+    answers: bool
     show_progress: bool
 
 
@@ -88,7 +93,15 @@ class Explanation:
             method
             | {
                 "values": _shortened(method["values"]),
-                "roles": {role: _shortened(v) for role, v in method["roles"].items()},
+                "roles": _shortened_roles(method["roles"]),
+                "answers": [
+                    answer
+                    | {
+                        "values": _shortened(answer["values"]),
+                        "roles": _shortened_roles(answer["roles"]),
+                    }
+                    for answer in method["answers"]
+                ],
             }
             for method in self.facts["methods"]
         ]
@@ -118,21 +131,36 @@ def explain(
         options=wanted.options,
     )
     names = _names(example, known)
-    accounts, roles = _parts(subject, example, known, wanted, list(found))
+    words = as_words(names, _pieces(example, known))
+    accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+    blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
         "explained": spelled(known.explained),
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
-        "tokens": [spelled(token) for token in names],
-        "breaks": [i for i, token in enumerate(names) if "\n" in token],
-        "direction": _direction("".join(names)),
+        "asked": known.asked,
+        "asking": known.asking,
+        "tokens": words.labels,
+        "joined": words.joined,
+        "marks": words.marks,
+        "breaks": words.breaks,
+        "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
+        "start": _start(answers, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
         "graph": graph_of(subject, example, known, wanted.graph),
         "maps": [],
     }
-    blocks: dict[str, bytes] = {}
+    for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
+        names_of_blocks = []
+        for k, answer in enumerate(answers.get(name, [])):
+            block = None if answer.streams is None else f"streams-{number}-{place}-{k}"
+            if answer.streams is not None and block is not None:
+                blocks[block] = packed(answer.streams)
+            names_of_blocks.append(block)
+        values = partial(_values, name, known=known)
+        method["answers"] = facts_of(answers.get(name, []), values, names_of_blocks)
     for kind in wanted.maps:
         layers = []
         taken = maps_of(
@@ -148,22 +176,38 @@ def explain(
 
 def _parts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
-    """What methods that decompose the output say beside relevance: accounts, and roles by name."""
-    accounts, roles = {}, {}
+) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
+    """What methods that decompose the output say beside relevance, by their names.
+
+    Accounts, roles, and what they say of each prediction.
+    """
+    accounts, roles, answers = {}, {}, {}
     for name, chosen in zip(names, wanted.methods.values(), strict=True):
         method: Any = chosen
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
-        if not (told or (wanted.accounts and decomposes(method))):
+        each = wanted.answers and switches(method, options)
+        if not (told or each or (wanted.accounts and decomposes(method))):
             continue
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
-        given = example.inputs, known.target, example.additional or None
-        found = decomposition(method, *given, options=options, roles=told)
-        accounts[spelled(name)] = account(found)
-        roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
-    return accounts if wanted.accounts else {}, roles
+        if each:
+            answers[name] = answers_of(method, subject, example, known, options=options, roles=told)
+            sums, by_role = answers[name][known.asked].account, answers[name][known.asked].roles
+        else:
+            given = example.inputs, known.target, example.additional or None
+            found = decomposition(method, *given, options=options, roles=told)
+            sums, by_role = account(found), roles_of(found)
+        accounts[spelled(name)] = sums
+        roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
+    return accounts if wanted.accounts else {}, roles, answers
+
+
+def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
+    """The layer that a page begins with."""
+    for found in answers.values():
+        return start_layer(found[known.asked].streams, known.asking)
+    return None
 
 
 def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
@@ -191,6 +235,13 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
+def _pieces(example: Example, known: Outline) -> Pieces | None:
+    """What the tokens that are no padding add to the text."""
+    if example.pieces is None or len(example.pieces) == len(known.real):
+        return example.pieces
+    return [example.pieces[i] for i in known.real]
+
+
 def _names(example: Example, known: Outline) -> list[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
@@ -208,13 +259,6 @@ def _names(example: Example, known: Outline) -> list[str]:
     )
 
 
-def _direction(text: str) -> str:
-    """``"rtl"`` if most letters that have a direction run from right to left."""
-    kinds = [unicodedata.bidirectional(character) for character in text]
-    leftward = sum(kind in ("R", "AL") for kind in kinds)
-    return "rtl" if leftward > kinds.count("L") else "ltr"
-
-
 def _methods(
     found: Mapping[str, Tensor],
     roles: Mapping[str, Mapping[str, list[float | None]]],
@@ -222,19 +266,18 @@ def _methods(
     known: Outline,
 ) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
-    return [
-        {
-            "name": spelled(name),
-            "values": _values(name, relevance, known),
-            "own": known.asking if _holds_identity(kind) else None,
-            "roles": roles.get(name, {}),
-        }
-        for (name, relevance), kind in zip(found.items(), methods.values(), strict=True)
-    ]
+    facts = []
+    for (name, relevance), kind in zip(found.items(), methods.values(), strict=True):
+        values = _values(name, relevance, known)
+        own = known.asking if holds_identity(kind) else None
+        said = {"name": spelled(name), "values": values, "own": own}
+        silent = says_nothing(values, own)
+        facts.append({**said, "silent": silent, "roles": roles.get(name, {})})
+    return facts
 
 
-def _holds_identity(method: Any) -> bool:
-    """Whether the asking token's entry holds the identity, which says nothing of any source."""
+def holds_identity(method: Any) -> bool:
+    """Whether the asking token's entry by a method holds the identity, which says nothing."""
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
@@ -256,6 +299,12 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 def _shortened(scores: Sequence[float | None]) -> list[float | None]:
     return [None if score is None else float(f"{score:.5g}") for score in scores]
+
+
+def _shortened_roles(
+    roles: Mapping[str, Sequence[float | None]],
+) -> dict[str, list[float | None]]:
+    return {role: _shortened(values) for role, values in roles.items()}
 
 
 def _image(example: Example, known: Outline) -> dict[str, Any] | None:

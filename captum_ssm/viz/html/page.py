@@ -19,30 +19,49 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-#: In this order they are one style, and one script.
-_STYLES = ("common.css", "report.css")
-_SCRIPTS = (
-    "common.js",
-    "maps.js",
-    "canvases.js",
-    "tokens.js",
-    "tables.js",
-    "graph.js",
-    "report.js",
-)
+#: Of each kind of page, whose skeleton has its name, the styles, and the scripts, that are one in
+#: this order.
+_KINDS = {
+    "report": (
+        ("common.css", "report.css"),
+        (
+            "common.js",
+            "maps.js",
+            "canvases.js",
+            "tokens.js",
+            "tables.js",
+            "graph.js",
+            "tip.js",
+            "answers.js",
+            "layers.js",
+            "report.js",
+        ),
+    ),
+    "generated": (
+        ("common.css", "generated.css"),
+        ("common.js", "maps.js", "tables.js", "panes.js", "generated.js"),
+    ),
+    "results": (
+        ("common.css", "results.css"),
+        ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js"),
+    ),
+}
 
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
-def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
+def page(
+    title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes], kind: str = "report"
+) -> str:
     """The whole file.
 
     Args:
         title: the heading.
         facts: what the script reads as JSON.
         blocks: bytes that it reads when they are needed, by the id of their element.
+        kind: of page. Default: ``"report"``.
     """
-    style, script = ("\n".join(map(asset, names)) for names in (_STYLES, _SCRIPTS))
+    style, script = ("\n".join(map(asset, names)) for names in _KINDS[kind])
     data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
     for name, content in blocks.items():
         encoded = base64.b64encode(content).decode("ascii")
@@ -56,7 +75,7 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         "data": "\n".join(data),
     }
     # in one pass: what is put in is not searched again
-    return _PLACE.sub(lambda place: parts[place[1]], asset("report.html"))
+    return _PLACE.sub(lambda place: parts[place[1]], asset(f"{kind}.html"))
 
 
 def asset(name: str) -> str:

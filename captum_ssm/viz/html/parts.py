@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,22 @@ class Account(NamedTuple):
     delta: float
     references: float = 0.0
     baselines: float = 0.0
+
+
+#: Entries of others below this share of a token's own, which holds the identity, say nothing.
+_NOTHING = 1e-3
+
+
+def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
+    """Whether a method says nothing of the tokens: all is zero, or as good as that beside its own.
+
+    Args:
+        values: relevance of the tokens; None where there is none.
+        own: the token whose entry holds the identity; None for none.
+    """
+    others = [abs(x) for i, x in enumerate(values) if x is not None and i != own]
+    entry = None if own is None else values[own]
+    return max(others, default=0.0) <= _NOTHING * abs(entry or 0.0)
 
 
 def decomposes(method: Any) -> bool:
@@ -74,10 +90,15 @@ def decomposition(
         options: those of its ``attribute``.
         roles: whether relevance is told apart by role.
     """
-    chosen = {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
+    chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)
     return method.decompose(inputs, target, additional, **chosen)
+
+
+def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of ``attribute`` those that ``decompose`` has as well."""
+    return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 
 def account(found: Parts) -> Account:

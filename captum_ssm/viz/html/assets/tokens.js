@@ -35,6 +35,8 @@ class TokenView {
     picture.hidden = true;
     text.dir = example.direction;
     example.tokens.forEach((token, index) => this.elements.push(this.element(token, index)));
+    for (const index of example.joined) this.elements[index].classList.add('joined');
+    for (const index of example.marks) this.elements[index].classList.add('mark');
     const placed = new Set();
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
@@ -68,11 +70,13 @@ class TokenView {
   }
 
   layFolds(indices) {
+    const joined = new Set(this.example.joined);
     for (let start = 0; start < indices.length; start += PART) {
       const inside = indices.slice(start, start + PART);
       const fold = make('details');
       const summary = make('summary', {}, `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
-      const beginning = inside.slice(0, 12).map((i) => this.example.tokens[i]).join(' ');
+      const begun = (i) => (joined.has(i) ? '' : ' ') + this.example.tokens[i];
+      const beginning = inside.slice(0, 12).map(begun).join('');
       summary.append(make('bdi', { className: 'beginning' }, `${beginning} …`));
       const strip = make('canvas');
       strip.setAttribute('aria-hidden', 'true');
@@ -117,10 +121,16 @@ class TokenView {
     });
     container.addEventListener('pointerleave', () => view().act('point', null));
     container.addEventListener('click', (event) => {
+      if (event.target.closest('summary canvas')) {
+        event.preventDefault(); // to the token, and not to fold
+        view().jumpIn(event);
+        return;
+      }
       const index = indexOf(event);
       if (index === null) return;
       view().reach(index);
       view().act('keep', index);
+      if (event.pointerType === 'touch') view().act('point', index); // no pointer hovers
     });
     container.addEventListener('focusin', (event) => {
       const index = indexOf(event);
@@ -188,6 +198,27 @@ class TokenView {
     this.elements[index].focus();
   }
 
+  /** Bring a token into view within the text, and the text into the window. */
+  show(index) {
+    this.unfold([index]);
+    const element = this.elements[index];
+    this.reach(index);
+    if (!this.text.contains(element)) return;
+    const centre = () => {
+      const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
+      this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
+    };
+    centre();
+    requestAnimationFrame(centre); // parts have their heights only once they were near
+  }
+
+  /** To the strongest token where a part's strip was clicked. */
+  jumpIn(event) {
+    const { inside } = this.parts.find(({ strip }) => strip === event.target);
+    const shown = inside.map((index) => this.values[index]);
+    this.act('jump', inside[stripIndex(event.target, event, shown)]);
+  }
+
   /** Open or close all parts. */
   foldAll(open) {
     for (const part of this.parts) part.fold.open = open;
@@ -203,6 +234,7 @@ class TokenView {
   /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
+    this.values = values;
     this.elements.forEach((element, index) => {
       const colours = [tint(values[index], largest), bars ? tint(bars[index], highest) : ''];
       const before = this.colours[index];
