@@ -416,7 +416,7 @@ def test_images(page: Page, tmp_path: Path, width: int) -> None:
     example = read_page(path).facts["examples"][0]
     assert page.count("#picture .grid .token") == 12
     assert page.count("#text .token") == 1
-    assert page.text("#text .token") == "token 6"
+    assert page.text("#text .token") == "class token"
     assert "no patches" in page.text("#text .note")
     assert page.style("#picture img", "filter") != page.style("#seen img", "filter") == "none"
     assert page.evaluate("document.querySelector('#picture img').naturalWidth") == 12
