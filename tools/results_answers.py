@@ -265,18 +265,19 @@ def agreement(causal: Sequence[Line]) -> Answer:
 
 def safe(causal: Sequence[Line]) -> Answer:
     """Which methods agree on every kind of model."""
-    (group,) = _groups(causal, TEXTS)
-    worst = {
-        each.name: min(_of(causal, model, each.name).entries[RHO].value for model in KINDS)
-        for each in ranked(causal, group, RHO)
-        if each.passes <= CHEAP and each.name not in BLIND
+    found = {each.name: each for each in ranked(causal, _groups(causal, TEXTS)[0], RHO)}
+    least = {
+        name: min(_of(causal, model, name).entries[RHO].value for model in KINDS) for name in found
     }
-    best, second = sorted(worst, key=lambda name: -worst[name])[:2]
+    order = sorted(least, key=lambda name: -least[name])
+    apart = _labels(causal, (*TRUE, *BLIND))
+    worst = {n: least[n] for n in order if found[n].passes <= CHEAP and n not in BLIND}
+    best, second = list(worst)[:2]
     return Answer(
         "Which is safe for any kind of model?",
         f"For {CHEAP} passes or fewer, the worst case of `{best}` is {worst[best]:.2f} and that of "
         f"`{second}` {worst[second]:.2f}; others fall as low as {min(worst.values()):.2f}.",
-        partial(matrix, causal, KINDS, RHO),
+        partial(matrix, causal, KINDS, RHO, sorted(order, key=apart.__contains__)),
     )
 
 
