@@ -92,7 +92,9 @@ def opened(page: Page, made: Path) -> Iterator[Page]:
 def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
     example = read_page(made).facts["examples"][0]
     assert opened.text("#explained") == example["explained"]
-    chips = opened.evaluate("[...document.querySelectorAll('#targets .name')].map((e) => e.innerText)")
+    chips = opened.evaluate(
+        "[...document.querySelectorAll('#targets .name')].map((e) => e.innerText)"
+    )
     assert chips == [prediction["label"] for prediction in example["predictions"]]
     assert opened.count("#methods label") == 3
     texts = opened.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
@@ -310,7 +312,7 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
 def test_no_place_is_left_empty(opened: Page) -> None:
     """From the map to what follows it is not far, and beside it stand partners of a token."""
     gap = opened.evaluate(
-        "document.querySelector('#edges').getBoundingClientRect().top"
+        "document.querySelector('#graph').getBoundingClientRect().top"
         " - document.querySelector('#overview').getBoundingClientRect().bottom"
     )
     assert 0 < gap < 150

@@ -104,7 +104,7 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
 
 
 def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
-    """The layer that takes most relevance from one token to another, to begin with; None if unknown.
+    """The layer that takes most relevance from one token to another; None if that is not known.
 
     Args:
         streams: of the explained answer (N, L), or None.

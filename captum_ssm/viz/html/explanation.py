@@ -188,9 +188,7 @@ def _parts(
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
         if each:
-            answers[name] = answers_of(
-                method, subject, example, known, options=options, roles=told
-            )
+            answers[name] = answers_of(method, subject, example, known, options=options, roles=told)
             sums, by_role = answers[name][known.asked].account, answers[name][known.asked].roles
         else:
             given = example.inputs, known.target, example.additional or None
