@@ -154,24 +154,30 @@ class Flow {
     const looks = { role: 'group', 'aria-label': label, viewBox: `0 0 ${size.width} ${size.height}`, ...size };
     const made = draw('svg', looks, ...weakest.map((i) => this.lines[i]), ...this.dots, ...sides, ...labels);
     made.style.minWidth = `${LEAST * size.width}px`;
+    this.listen(this.part('.picture'), made);
+    this.reach(this.target);
+  }
+
+  /** Hear what is done to the dots. */
+  listen(holder, made) {
+    const around = make('div', {}, made); // a picture that listens itself could have the focus
     const at = (event) => this.dots.indexOf(event.target.closest('.dot'));
     const say = (event) => {
       if (at(event) >= 0) showTip(this.dots[at(event)].getBoundingClientRect(), [this.numberOf(at(event))]);
     };
-    made.addEventListener('pointerover', say);
-    made.addEventListener('focusin', (event) => {
+    around.addEventListener('pointerover', say);
+    around.addEventListener('focusin', (event) => {
       this.reach(at(event));
       if (event.target.matches(':focus-visible')) say(event);
     });
-    for (const name of ['pointerout', 'focusout']) made.addEventListener(name, hideTip);
-    made.addEventListener('click', (event) => {
+    for (const name of ['pointerout', 'focusout']) around.addEventListener(name, hideTip);
+    around.addEventListener('click', (event) => {
       if (at(event) >= 0) this.choose(at(event) === this.chosen ? null : at(event));
     });
-    made.addEventListener('keydown', (event) => {
+    around.addEventListener('keydown', (event) => {
       if (this.press(event.key, at(event))) event.preventDefault();
     });
-    this.part('.picture').replaceChildren(made);
-    this.reach(this.target);
+    holder.replaceChildren(around);
   }
 
   line({ source, target, weight }) {
