@@ -127,10 +127,12 @@ def report_answers(
     unknown = set(options or {}) - {name}
     if unknown:
         raise OptionError(f"options names {sorted(unknown)[0]!r}, but the method is {name!r}.")
+    texts = _listed(inputs)
+    check_labels(names, len(texts), "names")
     chosen = dict((options or {}).get(name, {}))
     found = explain_answers(
         SSMLLMAttribution(method, tokenizer),
-        [inputs] if isinstance(inputs, str) else list(inputs),
+        texts,
         generate=generate,
         options=chosen,
         show_progress=show_progress,
@@ -180,6 +182,20 @@ def answers_page(
             }
         )
     return page(title, {"about": about, "examples": examples}, blocks, "generated")
+
+
+def _listed(inputs: Any) -> list[Any]:
+    """The prompts: texts, or token ids (B, L)."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if not isinstance(inputs, list | tuple | Tensor):
+        raise InputError(
+            f"inputs is of type {type(inputs).__name__}. Pass a text, a list of texts, or token "
+            "ids (B, L)."
+        )
+    if not len(inputs):
+        raise InputError("inputs is an empty list; pass at least one text.")
+    return list(inputs)
 
 
 def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
