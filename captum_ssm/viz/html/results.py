@@ -120,7 +120,7 @@ def _place(
         return
     found = _short(values)
     own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
-    note = "" if own is None else "That of the token that asks holds the identity."
+    note = "" if own is None else "The asking token's own entry holds the identity."
     if says_nothing(found, own):
         note += " It says nothing of the others." if identity else "It says nothing."
     facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})
