@@ -21,12 +21,15 @@ from captum_ssm.linear.fused import unfused
 ORIGINALS: dict[str, tuple[str, ...]] = {
     "fla.modules.norm.layernorm": ("layer_norm", "rms_norm", "group_norm"),
     "fla.modules.mlp": ("swiglu", "swiglu_linear"),
+    "fla.models.rwkv6.modeling_rwkv6": ("token_shift",),
+    "fla.models.rwkv7.modeling_rwkv7": ("token_shift",),
 }
+SHIFT = "fla.modules.token_shift"
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
-    """fla with its own autograd functions around norms and MLPs, forward in torch, no backward."""
+    """fla with its own autograd functions outside of mixers, forward in torch, no backward."""
     pytest.importorskip("fla", reason=fla_cpu.SKIP_REASON)
     modules = {name: importlib.import_module(name) for name in ORIGINALS}
     kept = [
@@ -50,7 +53,13 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
         return out.view_as(x), None, torch.ones(1), total
 
     monkeypatch.setattr("fla.modules.norm.layernorm.layer_norm_fwd", norm_kernel)
+    def shift_kernel(x: Tensor, cu_seqlens: None, *_: Any) -> tuple[Tensor, int, int, bool, Tensor]:
+        difference = importlib.import_module(SHIFT).token_shift_ref(x, cu_seqlens)
+        return difference, len(x), x.shape[1], True, x[:, -1]
+
     monkeypatch.setattr("fla.modules.activations.ops.swiglu_fwd", lambda x, y: F.silu(x) * y)
+    monkeypatch.setattr("fla.modules.activations.ops.sqrelu_fwd", fla_torch.square_relu)
+    monkeypatch.setattr(f"{SHIFT}.token_shift_fwd", shift_kernel)
     return package
 
 
@@ -61,6 +70,39 @@ def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: b
     ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
     found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
     assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+@pytest.mark.parametrize("family", ["RWKV6", "RWKV7"])
+def test_flow_through_fused_channel_mixing(fla: fla_cpu.FLA, family: str) -> None:
+    model = fla.model(family, norm_eps=fla_checks.EPS)
+    ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
+    wanted = LatimFlow(model).attribute(ids, (-1, 3), mask)
+    own = importlib.import_module("fla.modules.activations.ops").sqrelu
+    for layer in model.model.layers:
+        layer.ffn.act_fn = own
+    found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
+    assert delta.abs().max() <= 1e-5 and relative_error(found, wanted) <= 1e-5
+    assert all(layer.ffn.act_fn == own for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 4, 9]])
+def test_token_shifts_compute_the_same(fla: fla_cpu.FLA, bounds: list[int] | None) -> None:
+    module = importlib.import_module(SHIFT)
+    x = torch.randn(2 if bounds is None else 1, 9, 6)
+    packed = None if bounds is None else torch.tensor(bounds)
+    wanted = module.token_shift_ref(x, packed)
+    with unfused():
+        found, last = module.token_shift(x, packed, output_cache=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(last, x[:, -1] if bounds is None else x[0, [0, 3, 8]])
+
+
+def test_a_shift_from_a_cache_stays_fused(fla: fla_cpu.FLA) -> None:
+    """It reads tokens that the call was not given, so that its sum would not be the output."""
+    x, cache = torch.randn(2, 9, 6, requires_grad=True), torch.randn(2, 6)
+    with unfused():
+        found = importlib.import_module(SHIFT).token_shift(x, cache=cache)
+    assert type(found.grad_fn).__name__ == "TokenShiftBackward"
 
 
 class Opaque(torch.autograd.Function):
@@ -101,7 +143,9 @@ def test_norms_compute_the_same(fla: fla_cpu.FLA, rms: bool, groups: int) -> Non
 def test_nothing_stays_replaced(fla: fla_cpu.FLA) -> None:
     norm = importlib.import_module("fla.modules.norm.layernorm").LayerNormFunction
     mlp = importlib.import_module("fla.modules.mlp")
-    before, names = (norm.apply, mlp.swiglu), sorted(vars(norm))
+    mixing = importlib.import_module("fla.models.rwkv7.modeling_rwkv7").RWKV7FeedForward
+    before, names = (norm.apply, mlp.swiglu), (sorted(vars(norm)), sorted(vars(mixing)))
     with unfused(), unfused():
         assert norm.apply != before[0] and mlp.swiglu != before[1]
-    assert (norm.apply, mlp.swiglu) == before and sorted(vars(norm)) == names
+    assert (norm.apply, mlp.swiglu) == before
+    assert (sorted(vars(norm)), sorted(vars(mixing))) == names
