@@ -1,8 +1,9 @@
 """Fused functions that packages bring, computed by torch's own ones.
 
 A kernel with a backward pass of its own shows neither what it computes nor a graph that is linear.
-While a network is made linear, torch's functions stand in for those of flash-linear-attention that
-its models call outside of mixers: norms, gated MLPs, and the channel mixing of RWKV-6 and RWKV-7.
+While a network is made linear, torch's functions stand in for those that models call outside of
+mixers: mamba_ssm's norms, and flash-linear-attention's norms, gated MLPs, and the channel mixing of
+its RWKV-6 and RWKV-7.
 """
 
 from __future__ import annotations
@@ -51,6 +52,32 @@ def _norm(
     if residual is not None:
         return out, total.to(residual.dtype)
     return out, total if residual_in_fp32 else total.to(x.dtype)
+
+
+def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, unless a second norm, dropout or a scale for each row is asked for."""
+
+    @functools.wraps(original)
+    def norm(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        x1: Tensor | None,
+        weight1: Tensor | None,
+        bias1: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        rowscale: Tensor | None,
+        *flags: bool,
+    ) -> Any:
+        *how, returns_mask = flags
+        if dropout_p or returns_mask or any(y is not None for y in (x1, weight1, rowscale)):
+            others = x1, weight1, bias1, eps, dropout_p, rowscale
+            return original(x, weight, bias, residual, *others, *flags)
+        return _norm(x, weight, bias, residual, eps, *how)
+
+    return norm
 
 
 def _swiglu(gate: Tensor, x: Tensor) -> Tensor:
@@ -109,6 +136,7 @@ def _by(substitute: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 
 
 _FUSED: tuple[Repair, ...] = (
+    ("mamba_ssm.ops.triton.layer_norm", "LayerNormFn.apply", _norm_of_mamba_ssm),
     ("fla.modules.norm.layernorm", "LayerNormFunction.apply", _by(_norm)),
     ("fla.modules.activations.ops", "SwiGLULinearFunction.apply", _by(_swiglu_linear)),
     ("fla.modules.mlp", "swiglu", _by(_swiglu)),

@@ -13,10 +13,12 @@ from helpers.sessions import thorough
 from oracles import relative_error
 from torch import Tensor
 from zoo import fla_cpu, fla_torch
+from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import NotLinearError
 from captum_ssm.linear.fused import unfused
+from captum_ssm.tracing.repair.loops import replacing
 
 ORIGINALS: dict[str, tuple[str, ...]] = {
     "fla.modules.norm.layernorm": ("layer_norm", "rms_norm", "group_norm"),
@@ -53,6 +55,7 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
         return out.view_as(x), None, torch.ones(1), total
 
     monkeypatch.setattr("fla.modules.norm.layernorm.layer_norm_fwd", norm_kernel)
+
     def shift_kernel(x: Tensor, cu_seqlens: None, *_: Any) -> tuple[Tensor, int, int, bool, Tensor]:
         difference = importlib.import_module(SHIFT).token_shift_ref(x, cu_seqlens)
         return difference, len(x), x.shape[1], True, x[:, -1]
@@ -138,6 +141,41 @@ def test_norms_compute_the_same(fla: fla_cpu.FLA, rms: bool, groups: int) -> Non
     with unfused():
         found = apply.apply(*given)
     assert all(relative_error(*pair) <= 1e-6 for pair in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("rms", [True, False])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_mamba_ssm_compute_the_same(
+    mamba_ssm: MambaSSM, rms: bool, summed: bool, dtype: torch.dtype
+) -> None:
+    norm = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
+    x, residual = torch.randn(2, 5, 12).to(dtype), torch.randn(2, 5, 12) if summed else None
+    weight, bias = torch.randn(2, 12)
+    no_second, no_scale = [None] * 3, None
+    with unfused():
+        found = norm.LayerNormFn.apply(
+            x, weight, bias, residual, *no_second, 0.1, 0.0, no_scale, True, True, rms, False
+        )
+    total = x.float() if residual is None else x + residual
+    reference = norm.rms_norm_ref if rms else norm.layer_norm_ref
+    assert relative_error(found[0], reference(total, weight, bias, eps=0.1).to(dtype)) <= 1e-6
+    assert torch.equal(found[1], total)
+
+
+def test_a_second_norm_of_mamba_ssm_stays_fused(mamba_ssm: MambaSSM) -> None:
+    norm = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
+    x, weight = torch.randn(2, 5, 12), torch.randn(12)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch, unfused():
+        patch.setattr(norm, "_layer_norm_fwd", lambda *a, **k: asked.append(a) or [x] * 8)
+        norm.LayerNormFn.apply(x, weight, None, None, x, weight, None, 0.1, 0.0, None, *[False] * 4)
+    assert asked
+
+
+def test_packages_that_are_not_imported_are_left_alone() -> None:
+    undo = replacing([("no_such_package", "Class.__getattribute__", lambda own: own)])
+    undo()
 
 
 def test_nothing_stays_replaced(fla: fla_cpu.FLA) -> None:
