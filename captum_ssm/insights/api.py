@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..edges import Edges
 from ..errors import OptionError
+from .calculation import VisualizationOutput
 from .dataset import Example
 from .filters import FilterConfig
 
@@ -85,7 +86,7 @@ class Api:
         visualizer = self._visualizer
         visualizer.config = _filter(request)
         example, model, target = self._asked(request)
-        return self._told(model, lambda: visualizer.explain(example, model, target)) or {}
+        return self._told(model, lambda: _sent(visualizer.explain(example, model, target))) or {}
 
     def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
@@ -110,7 +111,7 @@ class Api:
         return self._shown[identity], model, target
 
     def _view(self, example: Example, model: int) -> dict[str, Any] | None:
-        return self._told(model, lambda: self._visualizer.view(example, model))
+        return self._told(model, lambda: _sent(self._visualizer.view(example, model)))
 
     def _told(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
         """An explanation; an error of one model leaves the others to be shown."""
@@ -143,6 +144,17 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         return [plain(inner) for inner in value]
     return str(value)
+
+
+def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
+    """An explanation as the page reads it: the relevance of an image as rasters alone."""
+    if output is None:
+        return None
+    features = [
+        feature._replace(modified=None) if rasters and feature.type == "image" else feature
+        for feature, rasters in zip(output.feature_outputs, output.rasters, strict=True)
+    ]
+    return output._replace(feature_outputs=features)
 
 
 def _position(given: Any) -> int:

@@ -36,6 +36,8 @@ _ASSETS = {
         "common.css",
         "insights.css",
         "common.js",
+        "canvases.js",
+        "images.js",
         "drawing.js",
         "controls.js",
         "insights.js",

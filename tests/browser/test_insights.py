@@ -160,13 +160,13 @@ def test_images_are_drawn_and_relevance_can_be_laid_over_them(opened):
     page = opened(photos(cnn(), [Batch(torch.rand(2, 3, 6, 6), torch.tensor([1, 2]))]))
     page.wait_for("[...document.images].every((image) => image.complete)")
     sizes = page.evaluate("[...document.images].map((i) => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[6, 6]] * 6
-    assert page.style(".stack > img + img", "opacity") == "1"
-    page.evaluate("document.querySelector('#overlay').focus()")
+    assert sizes == [[6, 6]] * 4 and page.count(".stack canvas") == 2
+    assert page.style(".stack canvas", "opacity") == "0.85"
+    page.evaluate("document.querySelector('#over-image input').focus()")
     page.key("Home")
-    assert page.style(".stack > img + img", "opacity") == "0"
+    assert page.style(".stack canvas", "opacity") == "0"
     page.key("End")
-    assert page.style(".stack > img + img", "opacity") == "1"
+    assert page.style(".stack canvas", "opacity") == "1"
 
 
 def test_an_empty_dataset(opened):

@@ -25,6 +25,7 @@ _SCRIPTS = (
     "common.js",
     "maps.js",
     "canvases.js",
+    "images.js",
     "tokens.js",
     "tables.js",
     "graph.js",

@@ -72,6 +72,26 @@ function picture(png, alt) {
   return made;
 }
 
+/** What lies over an image: its relevance, or the picture that a feature of one's own made. */
+function overlay({ name, modified }, rasters) {
+  const says = `${name}: the relevance of its parts`;
+  if (!Object.keys(rasters).length) {
+    const made = picture(modified, says);
+    made.classList.add('over');
+    return made;
+  }
+  const canvas = make('canvas', { className: 'over' });
+  canvas.setAttribute('role', 'img');
+  canvas.setAttribute('aria-label', says);
+  const { patches, pixels } = rasters;
+  canvas.lay = (manner) => {
+    const cells = manner === 'pixels' ? (pixels ?? patches) : (patches ?? pixels);
+    paintOver(canvas, cellsOf(cells), manner);
+  };
+  canvas.told = Boolean(pixels);
+  return canvas;
+}
+
 /** Words on backgrounds coloured by percentages. */
 function wordsOf(base, percents) {
   const words = base.map((word, i) => {
@@ -88,12 +108,13 @@ function wordsOf(base, percents) {
 }
 
 const FEATURES = {
-  image(feature) {
+  image(feature, rasters) {
     const base = () => picture(feature.base, `${feature.name}: the input`);
-    const heat = picture(feature.modified, `${feature.name}: the relevance of its pixels`);
+    const below = base();
+    below.classList.add('under');
     const shown = [
       ['Input', base()],
-      ['Relevance', make('div', { className: 'stack' }, base(), heat)],
+      ['Relevance', make('div', { className: 'stack' }, below, overlay(feature, rasters))],
     ].map(([caption, image]) =>
       make('figure', {}, image, make('figcaption', {}, caption)),
     );
@@ -117,9 +138,9 @@ const FEATURES = {
   empty: () => [],
 };
 
-function drawFeature(feature) {
+function drawFeature(feature, rasters) {
   const draw = FEATURES[feature.type];
-  const drawn = draw ? draw(feature) : [`This page cannot draw features of type ${feature.type}.`];
+  const drawn = draw ? draw(feature, rasters) : [`This page cannot draw features of type ${feature.type}.`];
   return make('div', {}, make('h4', {}, readable(feature.name)), ...drawn);
 }
 
@@ -217,7 +238,8 @@ function drawModel(output, title, layers, explain, cut) {
       make('h3', {}, title + verdict(output)),
       classButtons(output, explain),
       ...shares(output.feature_outputs),
-      ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
+      ...output.feature_outputs.flatMap((feature, index) =>
+        (feature.type === 'empty' ? [] : [drawFeature(feature, output.rasters[index])])),
       ...drawRoles(output),
       ...(layers.length
         ? [drawCutting(output.feature_outputs[0].base, layers, (edge) => cut(output.active_index, edge))]

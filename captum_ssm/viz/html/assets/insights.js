@@ -50,6 +50,15 @@ function summary({ examples, searched, ended }) {
   return `${one(examples.length, 'example')} of ${searched} searched.${few}${end}`;
 }
 
+/** Paint the relevance of images in the manner that is chosen. */
+function layOverImages() {
+  const canvases = [...byId('examples').querySelectorAll('.stack > canvas')];
+  canvases.forEach((canvas) => canvas.lay(overImages.manner));
+  byId('over-image').hidden = byId('examples').querySelector('.stack') === null;
+  document.documentElement.classList.toggle('on-images', !byId('over-image').hidden);
+  overImages.tell(canvases.every((canvas) => canvas.told));
+}
+
 /** The filter is the one that the examples were found by, whatever was chosen since. */
 function showExamples(answer, models, filter) {
   const explain = (id, model, target) =>
@@ -57,6 +66,7 @@ function showExamples(answer, models, filter) {
       say('Explaining …');
       const output = await ask('relevance', { filter, id, model, target });
       say('Explained.');
+      setTimeout(layOverImages); // once it is drawn
       return output;
     });
   const cut = (request) =>
@@ -68,7 +78,7 @@ function showExamples(answer, models, filter) {
     });
   const drawn = answer.examples.map((each) => drawExample(each, models, explain, cut));
   byId('examples').replaceChildren(...drawn);
-  byId('overlay-label').hidden = byId('examples').querySelector('.stack') === null;
+  layOverImages();
   say(summary(answer));
 }
 
@@ -83,9 +93,7 @@ function fetchExamples(controls, again) {
 }
 
 themeButton(byId('theme'));
-byId('overlay').addEventListener('input', (event) => {
-  byId('examples').style.setProperty('--overlay', event.target.value / 100);
-});
+const overImages = new OverImages(byId('over-image'), layOverImages);
 
 alone(() => ask('config')).then((config) => {
   if (config === undefined) return;

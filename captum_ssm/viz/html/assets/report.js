@@ -8,6 +8,7 @@ const FACTS = JSON.parse(byId('facts').textContent);
 const chosen = { example: 0, method: 0, map: 0, layer: 0, pointed: null, kept: null };
 let tokens = null;
 let layers = [];
+let overImages = null;
 
 const example = () => FACTS.examples[chosen.example];
 
@@ -67,9 +68,10 @@ function showTokens() {
   const column = map ? map.column(current) : null;
   const largest = row ? largestOf(row) : endOf(method);
   tokens.paint(row || shadesOf(method), largest, column, current, chosen.kept);
+  const end = showOverImage(row, method, largest);
   const layer = map ? `layer ${map.facts.index}` : '';
-  byId('most').textContent = short(largest);
-  byId('least').textContent = short(-largest);
+  byId('most').textContent = short(end);
+  byId('least').textContent = short(-end);
   byId('shown').textContent = map
     ? `Background: what token ${current} takes from each token in ${layer}; bar below: what it gives to each.`
     : `Background: relevance by ${titleOf(method)}.${ownEntry(method)}`;
@@ -81,6 +83,22 @@ function showTokens() {
   byId('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
   showPartners(byId('sources'), names, row);
   showPartners(byId('takers'), names, column);
+}
+
+/** What lies over the image, in the manner that is chosen: pixels where a view has some. */
+function cellsOver(values, largest, { pixels }) {
+  if (overImages.manner === 'pixels' && pixels) return cellsOf(pixels);
+  const { grid: [rows, columns], cells } = example().image;
+  return { rows, columns, values: cells.map((token) => values[token]), largest };
+}
+
+/** Paint the image, if its tokens are patches; where the scale of what is painted ends. */
+function showOverImage(row, view, largest) {
+  if (!tokens.canvas) return largest;
+  const whole = row ? {} : view; // a row of the map is of patches
+  paintOver(tokens.canvas, cellsOver(row || shadesOf(view), largest, whole), overImages.manner);
+  overImages.tell(Boolean(view.pixels));
+  return overImages.manner === 'pixels' && whole.pixels ? whole.pixels.largest : largest;
 }
 
 /** What is left out of the colours, in words. */
@@ -199,7 +217,8 @@ function showMethods() {
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
     else most.append('strongest ');
     most.append(short(strongestOf(shades)));
-    const picture = () => make('img', { src: image.source, alt: '' });
+    const picture = () => make('img', { className: 'under', src: image.source, alt: '' });
+    if (gridded) canvas.className = 'over';
     return make(
       'label',
       { className: view.whole ? 'role' : '' },
@@ -220,9 +239,7 @@ function paintMethods() {
   views().forEach((view, index) => {
     const values = shadesOf(view);
     if (image && image.grid) {
-      const [height, width] = image.grid;
-      const cells = image.cells.map((token) => values[token]);
-      paintCells(canvases[index], cells, width, height, endOf(view), 0.75);
+      paintOver(canvases[index], cellsOver(values, endOf(view), view), overImages.manner);
     } else paintStrip(canvases[index], values, endOf(view));
   });
 }
@@ -244,6 +261,8 @@ function showExample() {
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
   tokens.unfold(strongest(shadesOf(views()[chosen.method]), 5));
   byId('folding').hidden = tokens.parts.length === 0;
+  byId('over-image').hidden = tokens.canvas === null;
+  document.documentElement.classList.toggle('on-images', tokens.canvas !== null);
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
@@ -278,6 +297,10 @@ function begin() {
   byId('unfold').addEventListener('click', () => tokens.foldAll(true));
   byId('fold').addEventListener('click', () => tokens.foldAll(false));
   byId('numbers').addEventListener('toggle', showNumbers);
+  overImages = new OverImages(byId('over-image'), () => {
+    paintMethods();
+    showTokens();
+  });
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
   listenToOverview(byId('overview'));
   document.addEventListener('keydown', (event) => {
