@@ -92,7 +92,10 @@ def opened(page: Page, made: Path) -> Iterator[Page]:
 def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
     example = read_page(made).facts["examples"][0]
     assert opened.text("#explained") == example["explained"]
-    assert opened.count("#predictions tbody tr") == len(example["predictions"])
+    chips = opened.evaluate(
+        "[...document.querySelectorAll('#targets .name')].map((e) => e.innerText)"
+    )
+    assert chips == [prediction["label"] for prediction in example["predictions"]]
     assert opened.count("#methods label") == 3
     texts = opened.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
     assert texts == WORDS
@@ -102,16 +105,29 @@ def test_it_shows_what_the_file_holds(opened: Page, made: Path) -> None:
     assert not opened.evaluate("document.querySelector('#controls').hidden")
 
 
-def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Path) -> None:
-    page = read_page(made)
-    layer = page.facts["examples"][0]["maps"][0]["layers"][0]
-    matrix, _ = page.matrix(layer)
-    opened.hover(token(11))
-    np.testing.assert_allclose(shades(opened), expected(matrix[11]), atol=0.011)
-    bars = opened.evaluate(
-        "[...document.querySelectorAll('.token')].map((t) => t.style.borderBottomColor !== '')"
+def bars(page: Page) -> list[bool]:
+    """Which tokens have a bar below them."""
+    return list(
+        page.evaluate(
+            "[...document.querySelectorAll('.token')].map((t) => t.style.borderBottomColor !== '')"
+        )
     )
-    assert bars == list(expected(matrix[:, 11]) > 0)
+
+
+def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
+    opened: Page, made: Path
+) -> None:
+    page = read_page(made)
+    example = page.facts["examples"][0]
+    matrix, _ = page.matrix(example["maps"][0]["layers"][example["start"]])
+    values = np.array(example["methods"][0]["values"])
+    opened.hover(token(11))
+    np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
+    assert bars(opened) == list(expected(matrix[11]) > 0)
+    sign = "+" if values[11] > 0 else "−"
+    said = re.match(r"Token 11 “w11”: ([+−][\d.e−]+) by LATIM Flow", opened.text("#tip"))
+    assert said is not None and said[1][0] == sign
+    assert float(said[1][1:].replace("−", "-")) == pytest.approx(abs(values[11]), rel=6e-3)
     best = int(np.abs(matrix[11]).argmax())
     assert f"takes most from “w{best}”" in opened.text("#status")
     assert "Token 11 “w11”" in opened.text("#partners-title")
@@ -119,20 +135,23 @@ def test_a_token_under_the_mouse_shows_its_row_and_column(opened: Page, made: Pa
     taker = int(np.abs(matrix[:, 11]).argmax())
     assert opened.text("#takers tbody tr td:nth-child(2)") == f"w{taker}"
     opened.leave()
-    values = np.array(page.facts["examples"][0]["methods"][0]["values"])
-    np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
+    assert opened.evaluate("document.querySelector('#tip').hidden")
+    assert not any(bars(opened))
 
 
 def test_a_click_keeps_a_token_and_another_lets_go(opened: Page) -> None:
     opened.click(token(9))
-    kept = shades(opened)
+    kept = bars(opened)
     opened.hover(token(4))
-    assert (shades(opened) == kept).all()
+    assert "Token 4 “w4”:" in opened.text("#tip")
     assert opened.evaluate(f"document.querySelector('{token(9)}').ariaPressed") == "true"
-    assert "(kept)" in opened.text("#status")
+    opened.leave()
+    assert bars(opened) == kept
+    assert "Token 9 “w9” (kept)" in opened.text("#status")
+    assert "Token 9 “w9”" in opened.text("#partners-title")
     opened.click(token(9))
-    opened.hover(token(4))
-    assert "Token 4" in opened.text("#status")
+    opened.leave()
+    assert not any(bars(opened))
     opened.click(token(9))
     opened.key("Escape")
     opened.leave()
@@ -143,18 +162,21 @@ def test_the_slider_and_the_map_choose_what_is_shown(opened: Page, made: Path) -
     page = read_page(made)
     opened.click(token(16))
     opened.evaluate("document.querySelector('#layer').focus()")
+    opened.key("Home")
     opened.key("ArrowRight")
     opened.key("ArrowRight")
     assert opened.text("#layer-name").startswith("2 of 0–2: Mamba")
     maps = page.facts["examples"][0]["maps"]
     matrix, _ = page.matrix(maps[0]["layers"][2])
-    np.testing.assert_allclose(shades(opened), expected(matrix[16]), atol=0.011)
+    best = int(np.abs(matrix[16]).argmax())
+    assert bars(opened) == list(expected(matrix[16]) > 0)
+    assert opened.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
     opened.evaluate(
         "(() => { const map = document.querySelector('#map'); map.value = '1';"
         " map.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
     matrix, _ = page.matrix(maps[1]["layers"][2])
-    np.testing.assert_allclose(shades(opened), expected(matrix[16]), atol=0.011)
+    assert bars(opened) == list(expected(matrix[16]) > 0)
 
 
 def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
@@ -178,17 +200,22 @@ def test_keyboard_alone(opened: Page) -> None:
         opened.key("Tab")
         seen.append(opened.focused())
         assert len(seen) < 12, seen
-    assert seen[:3] == ["button#theme", "select#example", "input"]
-    assert seen[3:-1] == ["select#map", "input#layer"]
+    # chips of what is explained, and rather than what; then the tokens
+    assert seen == ["button#theme", "select#example", "input", "input", "span.token"]
     for key, index in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 16)]:
         opened.key(key)
         assert f"Token {index} " in opened.text("#status")
+        assert f"Token {index} " in opened.text("#tip")
     opened.key("Enter")
+    for _ in range(3):
+        opened.key("PageDown")
     opened.key("PageUp")
     assert opened.text("#layer-name").startswith("1 of")
-    opened.key("Home")
     assert "Token 16 “w16” (kept)" in opened.text("#status")
+    opened.key("Home")
     opened.key("Escape")
+    assert opened.evaluate("document.querySelector('#tip').hidden")
+    assert opened.count('[aria-pressed="true"]') == 0
     assert opened.evaluate("document.activeElement.dataset.index") == "0"
     assert opened.count('.token[tabindex="0"]') == 1
 
@@ -275,23 +302,23 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
     before = tops(opened)
     for index in (3, 16):
         opened.hover(token(index))
-        said = "document.querySelector('#shown').innerText"
-        opened.wait_for(f"{said}.includes('token {index} ')")
+        said = "document.querySelector('#tip').innerText"
+        opened.wait_for(f"{said}.startsWith('Token {index} ')")
         assert tops(opened) == pytest.approx(before, abs=0.5)
     opened.leave()
     assert tops(opened) == pytest.approx(before, abs=0.5)
 
 
 def test_no_place_is_left_empty(opened: Page) -> None:
-    """From the map to what follows it is not far, and beside it stands what will be there."""
+    """From the map to what follows it is not far, and beside it stand partners of a token."""
     gap = opened.evaluate(
         "document.querySelector('#edges').getBoundingClientRect().top"
         " - document.querySelector('#overview').getBoundingClientRect().bottom"
     )
     assert 0 < gap < 150
-    assert "takes most from" in opened.text("#hint")
+    assert "Token 16 “w16”" in opened.text("#partners-title")  # which asks
     opened.hover(token(3))
-    assert opened.evaluate("document.querySelector('#hint').hidden")
+    assert "Token 3 “w3”" in opened.text("#partners-title")
     overview, partners = (
         opened.evaluate(f"document.querySelector('{p}').getBoundingClientRect().toJSON()")
         for p in ("#overview", "#partners")
@@ -311,7 +338,7 @@ def test_numbers_have_their_signs_and_shares_one_form(opened: Page, made: Path) 
         assert (sign == "−") == (strongest < 0)
         assert float(size.replace("−", "-")) == pytest.approx(abs(strongest), rel=6e-3)
     cells = opened.evaluate(
-        "[...document.querySelectorAll('#predictions td:nth-child(2)')].map((c) => c.textContent)"
+        "[...document.querySelectorAll('#targets .share')].map((c) => c.textContent)"
     )
     for text, prediction in zip(cells, example["predictions"], strict=True):
         assert re.fullmatch(r"[<>]? ?\d+\.\d%", text)
@@ -323,6 +350,7 @@ def test_numbers_have_their_signs_and_shares_one_form(opened: Page, made: Path) 
 def test_pointing_at_the_picture_of_a_map(opened: Page) -> None:
     opened.hover("#overview canvas")
     assert "Token 8 " in opened.text("#status")
+    assert re.match(r"Layer \d: token 8 “w8” takes .* from token 8 “w8”", opened.text("#tip"))
     opened.click("#overview canvas")
     opened.leave()
     assert "Token 8 “w8” (kept)" in opened.text("#status")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from captum.attr import Attribution
@@ -22,6 +23,7 @@ from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
+from .answers import Answer, answers_of, facts_of, packed, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
@@ -58,6 +60,8 @@ class Wanted:
         graph: how many nodes of the graph are followed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
+        answers: whether methods that can also explain the other predictions, for which they explain
+            once more.
         show_progress: show progress bars.
     """
 
@@ -69,6 +73,7 @@ class Wanted:
     edges: int
     graph: int
     accounts: bool
+    answers: bool
     show_progress: bool
 
 
@@ -98,7 +103,15 @@ class Explanation:
             method
             | {
                 "values": _shortened(method["values"]),
-                "roles": {role: _shortened(v) for role, v in method["roles"].items()},
+                "roles": _shortened_roles(method["roles"]),
+                "answers": [
+                    answer
+                    | {
+                        "values": _shortened(answer["values"]),
+                        "roles": _shortened_roles(answer["roles"]),
+                    }
+                    for answer in method["answers"]
+                ],
             }
             for method in self.facts["methods"]
         ]
@@ -130,21 +143,33 @@ def explain(
         per_token=not gridded,
     )
     names = _names(example, known)
-    accounts, roles = _parts(subject, example, known, wanted, list(found))
+    accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+    blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
         "explained": spelled(known.explained),
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
+        "asked": known.asked,
+        "asking": known.asking,
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
         "direction": _direction("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
+        "start": _start(answers, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
         "graph": graph_of(subject, example, known, wanted.graph),
         "maps": [],
     }
-    blocks: dict[str, bytes] = {}
+    for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
+        names_of_blocks = []
+        for k, answer in enumerate(answers.get(name, [])):
+            block = None if answer.streams is None else f"streams-{number}-{place}-{k}"
+            if answer.streams is not None and block is not None:
+                blocks[block] = packed(answer.streams)
+            names_of_blocks.append(block)
+        values = partial(_values, name, known=known)
+        method["answers"] = facts_of(answers.get(name, []), values, names_of_blocks)
     for kind in wanted.maps:
         layers = []
         taken = maps_of(
@@ -160,21 +185,37 @@ def explain(
 
 def _parts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
-    """What methods that decompose the output say beside relevance: accounts, and roles by name."""
-    accounts, roles = {}, {}
+) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
+    """What methods that decompose the output say beside relevance, by their names.
+
+    Accounts, roles, and what they say of each prediction.
+    """
+    accounts, roles, answers = {}, {}, {}
     for name, method in zip(names, _listed(wanted.methods), strict=True):
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
-        if not (told or (wanted.accounts and decomposes(method))):
+        each = wanted.answers and switches(method, options)
+        if not (told or each or (wanted.accounts and decomposes(method))):
             continue
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
-        given = example.inputs, known.target, example.additional or None
-        found = decomposition(method, *given, options=options, roles=told)
-        accounts[spelled(name)] = account(found)
-        roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
-    return accounts if wanted.accounts else {}, roles
+        if each:
+            answers[name] = answers_of(method, subject, example, known, options=options, roles=told)
+            sums, by_role = answers[name][known.asked].account, answers[name][known.asked].roles
+        else:
+            given = example.inputs, known.target, example.additional or None
+            found = decomposition(method, *given, options=options, roles=told)
+            sums, by_role = account(found), roles_of(found)
+        accounts[spelled(name)] = sums
+        roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
+    return accounts if wanted.accounts else {}, roles, answers
+
+
+def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
+    """The layer that a page begins with."""
+    for found in answers.values():
+        return start_layer(found[known.asked].streams, known.asking)
+    return None
 
 
 def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
@@ -290,6 +331,12 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 def _shortened(scores: Sequence[float | None]) -> list[float | None]:
     return [None if score is None else float(f"{score:.5g}") for score in scores]
+
+
+def _shortened_roles(
+    roles: Mapping[str, Sequence[float | None]],
+) -> dict[str, list[float | None]]:
+    return {role: _shortened(values) for role, values in roles.items()}
 
 
 def _image(example: Example, known: Outline) -> dict[str, Any] | None:

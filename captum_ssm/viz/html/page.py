@@ -29,6 +29,9 @@ _SCRIPTS = (
     "tokens.js",
     "tables.js",
     "graph.js",
+    "tip.js",
+    "answers.js",
+    "layers.js",
     "report.js",
 )
 

@@ -84,10 +84,15 @@ def decomposition(
         options: those of its ``attribute``.
         roles: whether relevance is told apart by role.
     """
-    chosen = {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
+    chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)
     return method.decompose(inputs, target, additional, **chosen)
+
+
+def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of ``attribute`` those that ``decompose`` has as well."""
+    return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 
 def account(found: Parts) -> Account:

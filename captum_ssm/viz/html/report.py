@@ -135,6 +135,7 @@ def report(
         megabytes=megabytes,
         edges=edges,
         graph=graph,
+        answers=True,
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):
@@ -154,6 +155,7 @@ def explain_all(
     edges: int | None = None,
     graph: int | None = None,
     accounts: bool = False,
+    answers: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
     """What a report holds, example by example.
@@ -164,6 +166,8 @@ def explain_all(
         methods, options, matrices, shown_layers, megabytes, edges, graph, show_progress: as
             in :func:`report`, with the same defaults.
         accounts: also say what else the explained number is made of. Default: False.
+        answers: also explain the other predictions, by the methods that do so in the same run.
+            Default: False.
     """
     kinds = _kinds(matrices)
     listed = _count("edges", edges, _EDGES * bool(kinds))
@@ -177,7 +181,8 @@ def explain_all(
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
     kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, listed, followed, accounts, show_progress)
+    counts = kept, listed, followed
+    asked = Wanted(methods, options, kinds, chosen, *counts, accounts, answers, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)

@@ -41,3 +41,14 @@ function paintStrip(canvas, values, largest) {
   }
   paintCells(canvas, cells, cells.length, 1, largest);
 }
+
+/** The strongest entry of a strip's values in the cell that an event is at. */
+function stripIndex(canvas, event, values) {
+  const box = canvas.getBoundingClientRect();
+  const cell = Math.ceil(values.length / STRIP);
+  const cells = Math.ceil(values.length / cell);
+  const at = Math.max(0, Math.min(cells - 1, Math.floor(((event.clientX - box.left) / box.width) * cells)));
+  const start = at * cell;
+  const [best] = strongest(values.slice(start, start + cell), 1);
+  return start + (best ?? 0);
+}

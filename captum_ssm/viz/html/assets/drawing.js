@@ -31,18 +31,6 @@ function written(text) {
 
 const number = (value) => (value === null ? 'not a number' : value.toFixed(3));
 
-/** The bar of a percentage, which runs from the middle to its side. */
-function bar(percent) {
-  const made = make('span', { className: 'bar' });
-  if (percent) {
-    const width = Math.min(100, Math.abs(percent)) / 2;
-    made.style.width = `${width}%`;
-    made.style.marginInlineStart = `${percent > 0 ? 50 : 50 - width}%`;
-    made.style.backgroundColor = tint(Math.sign(percent), 1);
-  }
-  return made;
-}
-
 function rows(labels, percents) {
   return labels.map((label, i) => {
     const percent = percents[i] ?? null;
@@ -51,7 +39,7 @@ function rows(labels, percents) {
       {},
       make('th', { scope: 'row', dir: 'auto' }, ...written(label)),
       make('td', { className: 'number' }, number(percent)),
-      make('td', { className: 'scale' }, bar(percent)),
+      make('td', { className: 'scale' }, bar(percent, -100, 100)),
     );
   });
 }

@@ -125,6 +125,6 @@ class OverImages {
   /** Say what the manner is, and whether there are pixels to be shown in it. */
   tell(pixels = true) {
     const missing = this.manner === 'pixels' && !pixels;
-    this.note.textContent = missing ? 'This method tells patches alone.' : MANNERS[this.manner][1];
+    this.note.textContent = missing ? 'Of this there are patches alone.' : MANNERS[this.manner][1];
   }
 }

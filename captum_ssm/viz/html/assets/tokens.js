@@ -123,10 +123,16 @@ class TokenView {
     });
     container.addEventListener('pointerleave', () => view().act('point', null));
     container.addEventListener('click', (event) => {
+      if (event.target.closest('summary canvas')) {
+        event.preventDefault(); // to the token, and not to fold
+        view().jumpIn(event);
+        return;
+      }
       const index = indexOf(event);
       if (index === null) return;
       view().reach(index);
       view().act('keep', index);
+      if (event.pointerType === 'touch') view().act('point', index); // no pointer hovers
     });
     container.addEventListener('focusin', (event) => {
       const index = indexOf(event);
@@ -194,6 +200,27 @@ class TokenView {
     this.elements[index].focus();
   }
 
+  /** Bring a token into view within the text, and the text into the window. */
+  show(index) {
+    this.unfold([index]);
+    const element = this.elements[index];
+    this.reach(index);
+    if (!this.text.contains(element)) return;
+    const centre = () => {
+      const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
+      this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
+    };
+    centre();
+    requestAnimationFrame(centre); // parts have their heights only once they were near
+  }
+
+  /** To the strongest token where a part's strip was clicked. */
+  jumpIn(event) {
+    const { inside } = this.parts.find(({ strip }) => strip === event.target);
+    const shown = inside.map((index) => this.values[index]);
+    this.act('jump', inside[stripIndex(event.target, event, shown)]);
+  }
+
   /** Open or close all parts. */
   foldAll(open) {
     for (const part of this.parts) part.fold.open = open;
@@ -209,6 +236,7 @@ class TokenView {
   /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
+    this.values = values;
     this.elements.forEach((element, index) => {
       const tinted = this.placed.has(index) ? '' : tint(values[index], largest);
       const colours = [tinted, bars ? tint(bars[index], highest) : ''];
