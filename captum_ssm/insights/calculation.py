@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.layout import PatchGrid, patch_sums, spread_over_image
-from ..attr.call.targets import logits_of
+from ..attr.call.targets import CONTRASTS, logits_of
 from ..attr.engine.method import SSMAttribution
 from ..edges import EdgeEffects, Edges
 from ..errors import CaptumSSMError, InputError, OptionError
@@ -25,7 +25,12 @@ from .applicability import obstacle
 from .dataset import Example
 from .features import BaseFeature, FeatureOutput
 from .filters import FilterConfig, OutputScore
-from .methods import ATTRIBUTION_NAMES_TO_METHODS, DEFAULTS_FROM_INPUTS, parameters_of
+from .methods import (
+    ATTRIBUTION_NAMES_TO_METHODS,
+    DEFAULTS_FROM_INPUTS,
+    parameters_of,
+    titled,
+)
 
 #: So many classes are named of a prediction.
 _NAMED = 4
@@ -70,6 +75,8 @@ class VisualizationOutput(NamedTuple):
         rasters: of each feature that is an image, its relevance as ``"patches"``, where the model
             has some, and as ``"pixels"``, where the method tells them apart; nothing of others.
             Default: empty.
+        method: the method, with the arguments that are set. Default: ``""``.
+        method_index: which of the methods that are shown. Default: 0.
     """
 
     feature_outputs: list[FeatureOutput]
@@ -79,6 +86,8 @@ class VisualizationOutput(NamedTuple):
     model_index: int
     roles: Mapping[str, list[float]] = MappingProxyType({})
     rasters: Sequence[Mapping[str, Raster]] = ()
+    method: str = ""
+    method_index: int = 0
 
 
 class AttributionCalculation:
@@ -191,7 +200,7 @@ class AttributionCalculation:
             raise OptionError(f"{name} does not fit this model: {reason}.")
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         explained = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
-        options = self._options(name, inputs, arguments)
+        options = self._options(name, inputs, arguments, target)
         if inputs[0].dim() == 4 and not tells_pixels(kind):
             options = {"per_token": True} | options
         found = kind(explained).attribute(
@@ -222,7 +231,8 @@ class AttributionCalculation:
         Args:
             model, inputs, additional, target, name, arguments: as in :meth:`relevance`.
         """
-        kind, chosen = ATTRIBUTION_NAMES_TO_METHODS[name], self._options(name, inputs, arguments)
+        kind = ATTRIBUTION_NAMES_TO_METHODS[name]
+        chosen = self._options(name, inputs, arguments, target)
         if not self._is_one_text:
             return {}
         if not tells_roles(kind, chosen, inputs[0]):
@@ -269,7 +279,7 @@ class AttributionCalculation:
         return cut_edges(method, inputs[0], asked, edges, label, additional=additional)
 
     def _options(
-        self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any]
+        self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any
     ) -> dict[str, Any]:
         """A method's options, with what the features and the inputs say of them."""
         accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
@@ -282,7 +292,19 @@ class AttributionCalculation:
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         if "baselines" in accepted and not issubclass(kind, SSMAttribution):  # ours have their own
             chosen["baselines"] = self.baselines(inputs)
+        contrast = chosen.get("contrast")
+        if isinstance(contrast, str) and contrast not in CONTRASTS:
+            chosen["contrast"] = self._class_like(contrast, target)
         return chosen
+
+    def _class_like(self, label: str, target: Any) -> Any:
+        """A class by its name, as a target of the form of another."""
+        if label not in self.classes:
+            raise OptionError(
+                f"contrast={label!r} is no class, and none of {', '.join(CONTRASTS)}. Use one."
+            )
+        index = list(self.classes).index(label)
+        return (*target[:-1], index) if isinstance(target, tuple) else index
 
 
 class Logits(nn.Module):
@@ -309,6 +331,7 @@ def explanation(
     model_index: int,
     target: int | None = None,
     filtered: bool = False,
+    method_index: int = 0,
 ) -> VisualizationOutput | None:
     """What a model and a method make of an example.
 
@@ -319,8 +342,10 @@ def explanation(
         model_index: which of the models.
         target: the class to explain. Default: None, the one that this model predicts.
         filtered: return None if the example does not pass the filter. Default: False.
+        method_index: which of the methods. Default: 0, the first.
     """
     model = calculation.models[model_index]
+    name, arguments = config.methods[method_index]
     inputs = calculation.transformed(example)
     prediction = calculation.predict(model, inputs, example.additional)
     actual = None if example.label is None else calculation.score(_CERTAIN, example.label)
@@ -333,8 +358,8 @@ def explanation(
         inputs,
         example.additional,
         None if target is None else prediction.target(target),
-        config.attribution_method,
-        config.attribution_arguments,
+        name,
+        arguments,
     )
     relevance = calculation.relevance(*asked)
     shares = shares_of(relevance)
@@ -347,7 +372,15 @@ def explanation(
     ]
     roles = calculation.roles(*asked)
     return VisualizationOutput(
-        outputs, actual, prediction.scores, target, model_index, roles, rasters
+        outputs,
+        actual,
+        prediction.scores,
+        target,
+        model_index,
+        roles,
+        rasters,
+        titled(name, arguments),
+        method_index,
     )
 
 

@@ -81,16 +81,19 @@ function overlay({ name, modified }, rasters) {
 }
 
 /** Words on backgrounds coloured by percentages. */
-function wordsOf(base, percents) {
+function wordsOf(base, percents, says) {
   const words = base.map((word, i) => {
     const percent = percents[i] ?? null;
-    const made = makeToken(number(percent), ...written(word));
+    const made = makeToken('', ...written(word));
+    made.dataset.percent = number(percent);
     made.style.backgroundColor = tint(percent, 100);
     made.classList.toggle('unknown', percent === null);
     return made;
   });
   const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
-  const paragraph = make('p', { className: 'flow' }, ...spaced);
+  const paragraph = make('p', { className: 'flow', tabIndex: 0 }, ...spaced);
+  paragraph.setAttribute('role', 'group');
+  paragraph.setAttribute('aria-label', `${says}: arrow keys go from word to word`);
   if (RIGHT_TO_LEFT.test(base.join(' '))) paragraph.dir = 'auto';
   return paragraph;
 }
@@ -109,7 +112,7 @@ const FEATURES = {
     return [make('div', { className: 'gallery' }, ...shown)];
   },
   text(feature) {
-    const paragraph = wordsOf(feature.base, feature.modified);
+    const paragraph = wordsOf(feature.base, feature.modified, readable(feature.name));
     const numbers = make('details', {}, make('summary', {}, 'Numbers'));
     numbers.addEventListener(
       'toggle',
@@ -136,7 +139,7 @@ function drawFeature(feature, rasters) {
 function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];
-  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role])));
+  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role], role)));
   return [make('h4', {}, 'By role, on one scale'), ...flows];
 }
 
@@ -147,7 +150,7 @@ function shares(features) {
   return [make('h4', {}, 'Share of each input'), table(names, percents)];
 }
 
-function classButtons(output, explain) {
+function classButtons(output, { explain, known }) {
   const offered = [...output.predicted];
   const actual = output.actual;
   if (actual && !offered.some((score) => score.index === actual.index)) offered.push(actual);
@@ -156,6 +159,7 @@ function classButtons(output, explain) {
     const made = make('button', { type: 'button' }, `${readable(score.label)} (${label})`);
     made.dataset.index = score.index;
     made.setAttribute('aria-pressed', String(score.index === output.active_index));
+    made.disabled = !known(score.index);
     made.addEventListener('click', () => explain(score.index));
     return made;
   });
@@ -167,7 +171,8 @@ function classButtons(output, explain) {
 
 function verdict(output) {
   const best = output.predicted[0];
-  if (!best || !output.actual) return '';
+  if (!output.actual) return ', no label was given';
+  if (!best) return '';
   return best.index === output.actual.index ? ', correct' : ', incorrect';
 }
 
@@ -210,52 +215,57 @@ function drawCutting(words, layers, cut) {
   return make('details', { className: 'cutting' }, summary, form, result);
 }
 
-/** What a model says of an example; `explain` is called with the index of a class. */
-function drawModel(output, title, layers, explain, cut) {
+/** What a method says of an example, or why it does not. */
+function drawMethod(output) {
+  const title = output.method ? [make('p', { className: 'by note' }, `by ${readable(output.method)}`)] : [];
+  if (output.error !== undefined) {
+    return make('div', {}, ...title, make('p', { className: 'error' }, readable(output.error)));
+  }
+  const features = output.feature_outputs.flatMap((feature, index) =>
+    (feature.type === 'empty' ? [] : [drawFeature(feature, output.rasters[index])]));
+  return make('div', {}, ...title, ...shares(output.feature_outputs), ...features, ...drawRoles(output));
+}
+
+/** What a model says of an example, by each method; `answers` explains classes and cuts. */
+function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
   made.setAttribute('aria-label', title);
-  if (output === undefined) {
-    made.append(make('h3', {}, title), make('p', {}, 'Does not pass the filter.'));
-  } else if (output.error !== undefined) {
-    made.append(
-      make('h3', {}, title),
-      make('p', { className: 'error' }, readable(output.error)),
-    );
-  } else {
-    made.append(
-      make('h3', {}, title + verdict(output)),
-      classButtons(output, explain),
-      ...shares(output.feature_outputs),
-      ...output.feature_outputs.flatMap((feature, index) =>
-        (feature.type === 'empty' ? [] : [drawFeature(feature, output.rasters[index])])),
-      ...drawRoles(output),
-      ...(layers.length
-        ? [drawCutting(output.feature_outputs[0].base, layers, (edge) => cut(output.active_index, edge))]
-        : []),
-    );
+  const told = outputs.find((output) => output.error === undefined);
+  made.append(make('h3', {}, told ? title + verdict(told) : title));
+  if (!outputs.length) made.append(make('p', {}, 'Does not pass the filter.'));
+  if (told) made.append(classButtons(told, answers));
+  made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
+  if (told && layers.length) {
+    const words = told.feature_outputs[0].base;
+    made.append(drawCutting(words, layers, (edge) => answers.cut(told.active_index, edge)));
   }
   return made;
 }
 
-/** An example, with a section for each model. */
-function drawExample(example, models, explain, cut) {
+/** An example, with a section for each model; `page` answers what is asked of it. */
+function drawExample(example, models, page) {
   const labelled = example.models.find((output) => output.actual);
   const label = labelled ? `: ${readable(labelled.actual.label)}` : '';
   const sections = models.map(({ name, layers }, index) => {
     const title = models.length > 1 ? `Model ${index + 1}, ${name}` : name;
-    const draw = (output) => {
-      const explained = async (target) => {
-        const answer = await explain(example.id, index, target);
-        if (answer === undefined) return;
-        const renewed = draw(answer);
-        section.replaceWith(renewed);
-        renewed.querySelector('[aria-pressed="true"]')?.focus();
+    const asked = { id: example.id, model: index };
+    const draw = (outputs) => {
+      const answers = {
+        known: (target) => page.known({ ...asked, target }),
+        cut: (target, edge) => page.cut({ ...asked, target, ...edge }),
+        explain: async (target) => {
+          const answer = await page.explain({ ...asked, target });
+          if (answer === undefined) return;
+          const renewed = draw(answer);
+          section.replaceWith(renewed);
+          page.drawn();
+          renewed.querySelector('[aria-pressed="true"]')?.focus();
+        },
       };
-      const cutOf = (target, edge) => cut({ id: example.id, model: index, target, ...edge });
-      const section = drawModel(output, title, layers, explained, cutOf);
+      const section = drawModel(outputs, title, layers, answers);
       return section;
     };
-    return draw(example.models.find((output) => output.model_index === index));
+    return draw(example.models.filter((output) => output.model_index === index));
   });
   return make(
     'article',
