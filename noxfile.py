@@ -199,6 +199,7 @@ def docs(session: nox.Session) -> None:
     folder = folder_of(session)
     command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
     session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)
+    session.run("python", "tools/check_page_heights.py", f"{folder}/site")
     pytest(session, "--nbmake", "--nbmake-timeout=180", "tutorials")
     pytest(session, "--doctest-modules", "captum_ssm")
     session.run("python", "tools/check_docstrings.py")
