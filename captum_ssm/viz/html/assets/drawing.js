@@ -229,7 +229,6 @@ function drawMethod(output) {
 /** What a model says of an example, by each method; `answers` explains classes and cuts. */
 function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
-  made.setAttribute('aria-label', title);
   const told = outputs.find((output) => output.error === undefined);
   made.append(make('h3', {}, told ? title + verdict(told) : title));
   if (!outputs.length) made.append(make('p', {}, 'Does not pass the filter.'));
@@ -263,6 +262,7 @@ function drawExample(example, models, page) {
         },
       };
       const section = drawModel(outputs, title, layers, answers);
+      section.setAttribute('aria-label', `Example ${example.number}, ${title}`);
       return section;
     };
     return draw(example.models.filter((output) => output.model_index === index));
