@@ -140,7 +140,7 @@ function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];
   const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role], role)));
-  return [make('h4', {}, 'By role, on one scale'), ...flows];
+  return [make('details', {}, make('summary', {}, 'By role, on one scale'), ...flows)];
 }
 
 function shares(features) {
