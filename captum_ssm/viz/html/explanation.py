@@ -23,7 +23,7 @@ from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
-from .answers import Answer, answers_of, facts_of, packed, start_layer, switches
+from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
@@ -162,14 +162,11 @@ def explain(
         "maps": [],
     }
     for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
-        names_of_blocks = []
-        for k, answer in enumerate(answers.get(name, [])):
-            block = None if answer.streams is None else f"streams-{number}-{place}-{k}"
-            if answer.streams is not None and block is not None:
-                blocks[block] = packed(answer.streams)
-            names_of_blocks.append(block)
         values = partial(_values, name, known=known)
-        method["answers"] = facts_of(answers.get(name, []), values, names_of_blocks)
+        method["answers"], streams = facts_of(
+            answers.get(name, []), values, f"streams-{number}-{place}"
+        )
+        blocks |= streams
     for kind in wanted.maps:
         layers = []
         taken = maps_of(
@@ -209,6 +206,18 @@ def _parts(
         accounts[spelled(name)] = sums
         roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
     return accounts if wanted.accounts else {}, roles, answers
+
+
+def streams_size(outlines: Sequence[Outline], methods: Methods) -> int:
+    """The most bytes that a page holds of what enters layers.
+
+    Args:
+        outlines: of its examples.
+        methods: the methods; what is none is refused later.
+    """
+    known = isinstance(methods, Mapping | Sequence)
+    count = sum(switches(method, {}) for method in _listed(methods)) if known else 0
+    return count * sum(packed_size(known) for known in outlines)
 
 
 def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:

@@ -254,7 +254,7 @@ def test_contributions_and_chosen_layers(path: Path) -> None:
 
 def test_little_room_keeps_the_strongest(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 150)
-    report(model, ids, [LatimFlow], path=path, megabytes=0.09)
+    report(model, ids, [LatimFlow], path=path, megabytes=0.1)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
     exact = ImplicitAttention(model).matrices(ids, layers=[2])[0][0].numpy()

@@ -37,6 +37,7 @@ function act(kind, index, about = null) {
   else {
     chosen.kept = index;
     chosen.pointed = null;
+    tokens.reach(index);
     tokens.show(index);
   }
   showTokens(about);

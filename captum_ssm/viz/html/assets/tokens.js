@@ -5,6 +5,8 @@
 /** Texts of more tokens than this fold into parts of this size. */
 const UNFOLDED = 400;
 const PART = 200;
+/** Frames in which a token is brought into view. */
+const STEPS_TO_SHOW = 6;
 
 /** An image with its colours, beside what the model says of it. */
 function showImage(holder, image) {
@@ -204,14 +206,14 @@ class TokenView {
   show(index) {
     this.unfold([index]);
     const element = this.elements[index];
-    this.reach(index);
     if (!this.text.contains(element)) return;
-    const centre = () => {
+    // parts have their heights only once they are near, so that one step may not do
+    const centre = (steps) => {
       const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
       this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
+      if (steps > 1) requestAnimationFrame(() => centre(steps - 1));
     };
-    centre();
-    requestAnimationFrame(centre); // parts have their heights only once they were near
+    centre(STEPS_TO_SHOW);
   }
 
   /** To the strongest token where a part's strip was clicked. */
