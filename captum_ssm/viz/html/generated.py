@@ -21,8 +21,11 @@ from ..figure import check_labels
 from ..labels import as_words, direction_of
 from .example import Subject
 from .explanation import Methods, holds_identity
-from .page import page
+from .page import whole_page
 
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "generated.css")
+_SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
 #: Values of a row are whole numbers of this share of its largest.
 _STEPS = 32767
 
@@ -181,7 +184,8 @@ def answers_page(
                 "constants": None if hops[0][1] is None else [_short(c) for _, c in hops],
             }
         )
-    return page(title, {"about": about, "examples": examples}, blocks, "generated")
+    facts = {"about": about, "examples": examples}
+    return whole_page("generated.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
 
 def _listed(inputs: Any) -> list[Any]:
