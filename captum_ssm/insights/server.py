@@ -36,6 +36,10 @@ _ASSETS = {
         "common.css",
         "insights.css",
         "common.js",
+        "maps.js",
+        "tables.js",
+        "tip.js",
+        "graph.js",
         "drawing.js",
         "controls.js",
         "insights.js",
@@ -49,6 +53,7 @@ _QUESTIONS = {
     "/api/examples": ("POST", "examples"),
     "/api/relevance": ("POST", "relevance"),
     "/api/cut": ("POST", "cut"),
+    "/api/flow": ("POST", "flow"),
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

@@ -51,7 +51,8 @@ def test_what_the_page_needs_is_there(visualizer, path):
 
 
 def test_the_page_names_nothing_that_is_not_served():
-    texts = {name: asset(name) for name in ["insights.html", *_ASSETS.values()]}
+    svg = "'http://www.w3.org/2000/svg'"  # the name of a language, which nobody fetches
+    texts = {name: asset(name).replace(svg, "") for name in ["insights.html", *_ASSETS.values()]}
     for name, text in texts.items():
         assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\(", text), name
     named = re.findall(r'(?:src|href)="([^"#]+)"', texts["insights.html"])
@@ -98,6 +99,7 @@ QUESTIONS = [
     ("/api/examples", {}),
     ("/api/relevance", {}),
     ("/api/cut", {}),
+    ("/api/flow", {}),
 ]
 
 

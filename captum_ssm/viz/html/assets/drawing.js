@@ -189,10 +189,29 @@ function drawCutting(words, layers, cut) {
   return make('details', { className: 'cutting' }, summary, form, result);
 }
 
+/** The way from the words to the class that is explained, drawn when it is first opened. */
+function drawWay(words, label, follow) {
+  const holder = make('div', { className: 'graph' });
+  const made = make('details', { className: 'way' }, make('summary', {}, 'How it got there'), holder);
+  made.addEventListener('toggle', async () => {
+    if (!made.open || holder.hasChildNodes()) return;
+    const found = await follow();
+    if (found === undefined) return;
+    if (found.error !== undefined) {
+      holder.replaceChildren(make('p', { className: 'error' }, readable(found.error)));
+      return;
+    }
+    const fit = words.length === found.tokens; // else transforms made other tokens
+    const tokens = fit ? words.map((word) => readable(word) || '∅') : Array.from({ length: found.tokens }, (_, i) => String(i));
+    const direction = RIGHT_TO_LEFT.test(words.join(' ')) ? 'rtl' : 'ltr';
+    showGraph(holder, { tokens, direction, explained: readable(label), graph: found.graph });
+  });
+  return made;
+}
+
 /** What a model says of an example; `explain` is called with the index of a class. */
-function drawModel(output, title, layers, explain, cut) {
+function drawModel(output, title, layers, explain, cut, follow) {
   const made = make('section', {});
-  made.setAttribute('aria-label', title);
   if (output === undefined) {
     made.append(make('h3', {}, title), make('p', {}, 'Does not pass the filter.'));
   } else if (output.error !== undefined) {
@@ -207,16 +226,23 @@ function drawModel(output, title, layers, explain, cut) {
       ...shares(output.feature_outputs),
       ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
       ...drawRoles(output),
-      ...(layers.length
-        ? [drawCutting(output.feature_outputs[0].base, layers, (edge) => cut(output.active_index, edge))]
-        : []),
+      ...(layers.length ? drawInside(output, layers, cut, follow) : []),
     );
   }
   return made;
 }
 
+/** What can be asked of the words of a text inside a model. */
+function drawInside({ feature_outputs: [{ base }], active_index: target, predicted, actual }, layers, cut, follow) {
+  const explained = [...predicted, actual].find((score) => score && score.index === target);
+  return [
+    drawCutting(base, layers, (edge) => cut(target, edge)),
+    drawWay(base, explained ? explained.label : 'the output', () => follow(target)),
+  ];
+}
+
 /** An example, with a section for each model. */
-function drawExample(example, models, explain, cut) {
+function drawExample(example, models, explain, cut, follow) {
   const labelled = example.models.find((output) => output.actual);
   const label = labelled ? `: ${readable(labelled.actual.label)}` : '';
   const sections = models.map(({ name, layers }, index) => {
@@ -230,7 +256,9 @@ function drawExample(example, models, explain, cut) {
         renewed.querySelector('[aria-pressed="true"]')?.focus();
       };
       const cutOf = (target, edge) => cut({ id: example.id, model: index, target, ...edge });
-      const section = drawModel(output, title, layers, explained, cutOf);
+      const followOf = (target) => follow({ id: example.id, model: index, target });
+      const section = drawModel(output, title, layers, explained, cutOf, followOf);
+      section.setAttribute('aria-label', `${title}, example ${example.number}`);
       return section;
     };
     return draw(example.models.find((output) => output.model_index === index));

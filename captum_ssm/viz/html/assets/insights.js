@@ -66,7 +66,14 @@ function showExamples(answer, models, filter) {
       say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
       return output;
     });
-  const drawn = answer.examples.map((each) => drawExample(each, models, explain, cut));
+  const follow = (request) =>
+    alone(async () => {
+      say('Following …');
+      const found = await ask('flow', request);
+      say(found.error === undefined ? 'Followed.' : 'It cannot be followed.');
+      return found;
+    });
+  const drawn = answer.examples.map((each) => drawExample(each, models, explain, cut, follow));
   byId('examples').replaceChildren(...drawn);
   byId('overlay-label').hidden = byId('examples').querySelector('.stack') === null;
   say(summary(answer));
