@@ -278,7 +278,7 @@ class Flow {
   showParts(index) {
     const { kind, value, constants } = this.nodes[index];
     const table = this.part('.parts');
-    table.caption.textContent = `Parts of ${this.numberOf(index)}`;
+    table.caption.textContent = `${this.said[index]}, ${short(value)}, is made of`;
     const links = this.into(index);
     const rows = links.slice(0, PARTS).map(({ source, weight }) => [this.sourceOf(source), weight]);
     if (kind === 'whole' || kind === 'target') {
