@@ -15,7 +15,9 @@ from captum.attr import Attribution
 from torch import Tensor
 
 from ...attr import compare
+from ...attr.call.layout import patch_sums
 from ...attr.catalogue import METHODS
+from ...attr.comparison import named
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
@@ -26,8 +28,16 @@ from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
-from .pictures import in_base64
+from .parts import (
+    Account,
+    account,
+    decomposes,
+    decomposition,
+    roles_of,
+    tells_pixels,
+    tells_roles,
+)
+from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
@@ -120,6 +130,7 @@ def explain(
         wanted: what is wanted.
         number: of the example, which keeps the names of its blocks apart from others'.
     """
+    gridded = known.grid is not None
     found = compare(
         subject.forward_func,
         wanted.methods,
@@ -128,7 +139,8 @@ def explain(
         example.additional or None,
         model=subject.module,
         layers=subject.layers,
-        options=wanted.options,
+        options=_by_patch(wanted) if gridded else wanted.options,
+        per_token=not gridded,
     )
     names = _names(example, known)
     accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
@@ -281,6 +293,7 @@ def _methods(
             "values": _values(name, relevance, known),
             "own": known.asking if _holds_identity(kind) else None,
             "roles": roles.get(name, {}),
+            "pixels": _pixels(relevance),
         }
         for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
@@ -291,8 +304,26 @@ def _holds_identity(method: Any) -> bool:
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
+def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
+    """The options, with which methods that do not tell pixels apart return patches."""
+    options = dict(wanted.options or {})
+    for name, method in named(wanted.methods).items():
+        if not tells_pixels(method):
+            options[name] = {"per_token": True, **options.get(name, {})}
+    return options
+
+
+def _pixels(relevance: Tensor) -> dict[str, Any] | None:
+    """Relevance (1, C, H, W) of the pixels of an image; None for what is of another form."""
+    if relevance.dim() != 4:
+        return None
+    return raster(relevance[0].sum(0), extremes=False)._asdict()
+
+
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     """One number per token; None for tokens that are no patches of an image."""
+    if relevance.dim() == 4 and known.grid is not None:
+        relevance = patch_sums(relevance, known.grid.size)
     scores = numbers(relevance[0], f"the relevance by {name}")
     if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
         placed: list[float | None] = [None] * len(known.real)

@@ -31,6 +31,8 @@ class TokenView {
     this.elements = [];
     this.colours = example.tokens.map(() => ['', '']); // of each background and bar
     this.parts = [];
+    this.placed = new Set(); // tokens that are patches of an image, painted on its canvas
+    this.canvas = null;
     this.reachable = 0;
     text.replaceChildren();
     picture.replaceChildren();
@@ -90,10 +92,14 @@ class TokenView {
   layPatches(placed) {
     const { source, width, height, grid, cells } = this.example.image;
     this.picture.append(
-      make('img', { src: source, width, height, alt: 'the image that is explained' }),
+      make('img', { className: 'under', src: source, width, height, alt: 'the image that is explained' }),
     );
     this.picture.hidden = false;
     if (!grid) return;
+    this.canvas = make('canvas', { className: 'over' });
+    this.canvas.setAttribute('aria-hidden', 'true'); // its patches say what they are
+    this.picture.append(this.canvas);
+    this.placed = placed;
     const layer = make('div', { className: 'grid' });
     layer.style.gridTemplate = `repeat(${grid[0]}, 1fr) / repeat(${grid[1]}, 1fr)`;
     for (const index of cells) {
@@ -234,7 +240,8 @@ class TokenView {
     const highest = bars ? largestOf(bars) : 0;
     this.values = values;
     this.elements.forEach((element, index) => {
-      const colours = [tint(values[index], largest), bars ? tint(bars[index], highest) : ''];
+      const tinted = this.placed.has(index) ? '' : tint(values[index], largest);
+      const colours = [tinted, bars ? tint(bars[index], highest) : ''];
       const before = this.colours[index];
       if (before[0] !== colours[0]) element.style.backgroundColor = colours[0];
       if (before[1] !== colours[1]) element.style.borderBottomColor = colours[1];
