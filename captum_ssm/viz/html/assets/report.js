@@ -330,8 +330,14 @@ function showExample() {
   showAnswer();
   showMap();
   showEdges(byId('edges'), example());
-  showGraph(byId('graph'), example());
+  showFlow(byId('flow'), example());
   showBest();
+}
+
+/** The graph, or why there is none. */
+function showFlow(section, { graph: { nodes, obstacle } }) {
+  section.hidden = !nodes.length && obstacle === null;
+  showGraph(section.querySelector('.graph'), example());
 }
 
 /** Unfold what holds the strongest tokens, and have the strongest of all in view. */
