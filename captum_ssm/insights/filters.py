@@ -15,6 +15,8 @@ from .methods import ATTRIBUTION_NAMES_TO_METHODS
 PREDICTIONS = ("all", "correct", "incorrect")
 #: More examples than this are not explained at a time.
 MOST_EXAMPLES = 100
+#: More methods than this are not shown beside the first.
+MOST_BESIDE = 3
 
 
 class OutputScore(NamedTuple):
@@ -41,6 +43,8 @@ class FilterConfig(NamedTuple):
             neither of the latter. Default: ``"all"``.
         classes: names of the classes one of which must be the predicted one. Default: [], any.
         num_examples: how many examples at a time. Default: 4.
+        beside: further methods, each its name and its arguments, shown beside the first.
+            Default: (), none.
 
     Raises:
         OptionError: when it is given to a visualizer and something in it is not known.
@@ -58,6 +62,13 @@ class FilterConfig(NamedTuple):
     prediction: str = "all"
     classes: Sequence[str] = []
     num_examples: int = 4
+    beside: Sequence[tuple[str, Mapping[str, Any]]] = ()
+
+    @property
+    def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """All methods that are shown, each its name and its arguments."""
+        first = (self.attribution_method, self.attribution_arguments)
+        return [first, *((name, arguments) for name, arguments in self.beside)]
 
     def checked(self, classes: Sequence[str]) -> FilterConfig:
         """The same, with the method's name as it is listed; raises for what is not known.
@@ -65,17 +76,12 @@ class FilterConfig(NamedTuple):
         Args:
             classes: the names of all classes.
         """
-        known = list(ATTRIBUTION_NAMES_TO_METHODS)
-        method = known_as(self.attribution_method, known)
-        if method is None:
-            raise OptionError(
-                f"attribution_method={self.attribution_method!r} is not known."
-                f"{meant(self.attribution_method, known)} Use one of: {', '.join(known)}."
-            )
+        method = _method("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
                 f"attribution_arguments={self.attribution_arguments!r} must be values by name."
             )
+        beside = self._checked_beside()
         if self.prediction not in PREDICTIONS:
             raise OptionError(f"prediction={self.prediction!r}: use one of {PREDICTIONS}.")
         chosen = self.classes
@@ -86,7 +92,24 @@ class FilterConfig(NamedTuple):
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
             raise OptionError(f"num_examples={count!r}: use 1 to {MOST_EXAMPLES}.")
-        return self._replace(attribution_method=method)
+        return self._replace(attribution_method=method, beside=beside)
+
+    def _checked_beside(self) -> list[tuple[str, Mapping[str, Any]]]:
+        beside, checked = self.beside, []
+        if not isinstance(beside, list | tuple) or len(beside) > MOST_BESIDE:
+            raise OptionError(f"beside={beside!r} must be a list of at most {MOST_BESIDE} methods.")
+        for one in beside:
+            if (
+                not isinstance(one, list | tuple)
+                or len(one) != 2
+                or not isinstance(one[1], Mapping)
+            ):
+                raise OptionError(
+                    f"beside holds {one!r}; each must be a method and its arguments, for example "
+                    "('LatimFlow', {'rule': 'frozen'})."
+                )
+            checked.append((_method("beside", one[0]), one[1]))
+        return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
         """Whether an example is to be shown.
@@ -103,3 +126,14 @@ class FilterConfig(NamedTuple):
         if best is None or actual is None:
             return False
         return (best.index == actual.index) == (self.prediction == "correct")
+
+
+def _method(argument: str, name: Any) -> str:
+    """A method's name as it is listed."""
+    known = list(ATTRIBUTION_NAMES_TO_METHODS)
+    found = known_as(name, known)
+    if found is None:
+        raise OptionError(
+            f"{argument}={name!r} is not known.{meant(name, known)} Use one of: {', '.join(known)}."
+        )
+    return found

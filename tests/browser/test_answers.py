@@ -110,7 +110,7 @@ def test_a_click_on_a_chip_explains_that_prediction(
     target = (-1, vocabulary.encode("anna")[0])
     found = LatimFlow(model).attribute(ids, target)[0].numpy()
     check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
-    assert "Of “lamp”, for which the page was made." in opened.text("#graph")
+    assert "Of “lamp”, for which the page was made." in opened.text("#flow")
     assert opened.overflow() <= 0
     assert opened.errors == [] and opened.requests == [readme.as_uri()]
 
@@ -182,7 +182,8 @@ def test_the_strongest_of_600_tokens_is_in_view(
     page.resize(width, 800)
     page.prefer(scheme)
     page.goto(path)
-    page.drawn()
+    for _ in range(5):
+        page.drawn()
 
     def in_view(index: int) -> bool:
         token, text = box(page, f".token[data-index='{index}']"), box(page, "#text")
@@ -218,6 +219,8 @@ def test_a_click_on_a_strip_shows_the_token_there(page: Page, tmp_path: Path) ->
     kept = int(page.evaluate(pressed))
     assert kept in strongest
     assert page.text("#tip").startswith(tuple(f"Token {i} “word{i}”" for i in strongest))
+    for _ in range(5):  # until it is in view
+        page.drawn()
     page.click("#text details:nth-of-type(2) summary canvas")
     assert int(page.evaluate(pressed)) in (299, 300)  # of those from 200 on
     assert page.evaluate("document.querySelectorAll('#text details')[1].open")

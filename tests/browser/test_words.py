@@ -11,7 +11,7 @@ import torch
 from helpers.chromium import Page
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
-from zoo.small import images, mamba_lm, vision
+from zoo.small import mamba_lm
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 from captum_ssm.models import load_bundled
@@ -73,10 +73,3 @@ def test_a_method_that_says_nothing_is_pale_and_says_so(
     page.click("#methods label:nth-of-type(2)")
     assert page.evaluate(tinted) > 3
     assert page.overflow() <= 0 and page.errors == []
-
-
-def test_the_class_token_of_an_image_is_named(page: Page, tmp_path: Path) -> None:
-    path = tmp_path / "image.html"
-    page.goto(report(vision("middle", (3, 4)), images(1), [MambaAttribution], path=path))
-    assert page.text("#text .token") == "class token"
-    assert page.errors == []

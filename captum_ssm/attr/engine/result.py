@@ -106,8 +106,7 @@ class Result:
         Without a browser the file's name is printed alone.
         """
         if _in_notebook():
-            display = import_module("IPython.display")
-            display.display(display.HTML(self._repr_html_()))
+            import_module("IPython.display").display(self)
             return
         with tempfile.NamedTemporaryFile("wb", suffix=".html", delete=False) as file:
             file.write(self._page(None).encode())

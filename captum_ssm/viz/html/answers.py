@@ -8,7 +8,7 @@ Shapes: L tokens, N layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +104,7 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
 
 
 def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
-    """The layer that takes most relevance from one token to another, or None.
+    """The layer that takes most relevance from one token to another; None if that is not known.
 
     Args:
         streams: of the explained answer (N, L), or None.
@@ -133,21 +133,33 @@ def packed(streams: Tensor) -> bytes:
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
 
 
-def facts_of(answers: Sequence[Answer], values: Any, blocks: Sequence[str | None]) -> list[Any]:
-    """What a page is told of a method's answers.
+def packed_size(known: Outline) -> int:
+    """Bytes of the streams of all targets of an outline, by one method."""
+    layers, tokens = len(known.layers), len(known.real)
+    return len(known.targets) * layers * (4 + 2 * tokens)
+
+
+def facts_of(
+    answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """What a page is told of a method's answers, and the blocks that hold their streams.
 
     Args:
         answers: the answers.
         values: makes relevance a list of a number per token.
-        blocks: the names of the blocks that hold their streams.
+        name: what the names of the blocks begin with.
     """
-    return [
-        {
+    facts, blocks = [], {}
+    for number, answer in enumerate(answers):
+        block = None if answer.streams is None else f"{name}-{number}"
+        if answer.streams is not None and block is not None:
+            blocks[block] = packed(answer.streams)
+        told = {
             "values": values(answer.tokens),
             "roles": {role: values(x) for role, x in answer.roles.items()},
             "output": answer.account.output,
             "bias": answer.account.bias,
             "streams": block,
         }
-        for answer, block in zip(answers, blocks, strict=True)
-    ]
+        facts.append(told)
+    return facts, blocks

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ...attr import compare
+from ...attr.call.layout import patch_sums
 from ...attr.catalogue import METHODS
 from ...attr.comparison import Method, Named
 from ...attr.text.codec import Pieces
@@ -21,13 +22,22 @@ from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
-from .answers import Answer, answers_of, facts_of, packed, start_layer, switches
+from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .parts import Account, account, decomposes, decomposition, roles_of, says_nothing, tells_roles
-from .pictures import in_base64
+from .parts import (
+    Account,
+    account,
+    decomposes,
+    decomposition,
+    roles_of,
+    says_nothing,
+    tells_pixels,
+    tells_roles,
+)
+from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
@@ -120,6 +130,7 @@ def explain(
         wanted: what is wanted.
         number: of the example, which keeps the names of its blocks apart from others'.
     """
+    gridded = known.grid is not None
     found = compare(
         subject.forward_func,
         wanted.methods,
@@ -128,7 +139,8 @@ def explain(
         example.additional or None,
         model=subject.module,
         layers=subject.layers,
-        options=wanted.options,
+        options=_by_patch(wanted) if gridded else wanted.options,
+        per_token=not gridded,
     )
     names = _names(example, known)
     words = as_words(names, _pieces(example, known))
@@ -153,14 +165,11 @@ def explain(
         "maps": [],
     }
     for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
-        names_of_blocks = []
-        for k, answer in enumerate(answers.get(name, [])):
-            block = None if answer.streams is None else f"streams-{number}-{place}-{k}"
-            if answer.streams is not None and block is not None:
-                blocks[block] = packed(answer.streams)
-            names_of_blocks.append(block)
         values = partial(_values, name, known=known)
-        method["answers"] = facts_of(answers.get(name, []), values, names_of_blocks)
+        method["answers"], streams = facts_of(
+            answers.get(name, []), values, f"streams-{number}-{place}"
+        )
+        blocks |= streams
     for kind in wanted.maps:
         layers = []
         taken = maps_of(
@@ -201,6 +210,17 @@ def _parts(
         accounts[spelled(name)] = sums
         roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
     return accounts if wanted.accounts else {}, roles, answers
+
+
+def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
+    """The most bytes that a page holds of what enters layers.
+
+    Args:
+        outlines: of its examples.
+        methods: the methods by name.
+    """
+    count = sum(switches(method, {}) for method in methods.values())
+    return count * sum(packed_size(known) for known in outlines)
 
 
 def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
@@ -270,9 +290,9 @@ def _methods(
     for (name, relevance), kind in zip(found.items(), methods.values(), strict=True):
         values = _values(name, relevance, known)
         own = known.asking if holds_identity(kind) else None
-        said = {"name": spelled(name), "values": values, "own": own}
-        silent = says_nothing(values, own)
-        facts.append({**said, "silent": silent, "roles": roles.get(name, {})})
+        said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
+        said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        facts.append({**said, "roles": roles.get(name, {})})
     return facts
 
 
@@ -281,8 +301,26 @@ def holds_identity(method: Any) -> bool:
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
+def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
+    """The options, with which methods that do not tell pixels apart return patches."""
+    options = dict(wanted.options or {})
+    for name, method in wanted.methods.items():
+        if not tells_pixels(method):
+            options[name] = {"per_token": True, **options.get(name, {})}
+    return options
+
+
+def _pixels(relevance: Tensor) -> dict[str, Any] | None:
+    """Relevance (1, C, H, W) of the pixels of an image; None for what is of another form."""
+    if relevance.dim() != 4:
+        return None
+    return raster(relevance[0].sum(0), extremes=False)._asdict()
+
+
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     """One number per token; None for tokens that are no patches of an image."""
+    if relevance.dim() == 4 and known.grid is not None:
+        relevance = patch_sums(relevance, known.grid.size)
     scores = numbers(relevance[0], f"the relevance by {name}")
     if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
         placed: list[float | None] = [None] * len(known.real)

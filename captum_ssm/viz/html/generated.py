@@ -22,8 +22,11 @@ from ..figure import check_labels
 from ..labels import as_words, direction_of
 from .example import Subject
 from .explanation import Methods, holds_identity
-from .page import page
+from .page import whole_page
 
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "generated.css")
+_SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
 #: Values of a row are whole numbers of this share of its largest.
 _STEPS = 32767
 
@@ -126,10 +129,12 @@ def report_answers(
     unknown = set(options or {}) - {name}
     if unknown:
         raise OptionError(f"options names {sorted(unknown)[0]!r}, but the method is {name!r}.")
+    texts = _listed(inputs)
+    check_labels(names, len(texts), "names")
     chosen = dict((options or {}).get(name, {}))
     found = explain_answers(
         SSMLLMAttribution(method, tokenizer),
-        [inputs] if isinstance(inputs, str) else list(inputs),
+        texts,
         generate=generate,
         options=chosen,
         show_progress=show_progress,
@@ -178,7 +183,22 @@ def answers_page(
                 "constants": None if hops[0][1] is None else [_short(c) for _, c in hops],
             }
         )
-    return page(title, {"about": about, "examples": examples}, blocks, "generated")
+    facts = {"about": about, "examples": examples}
+    return whole_page("generated.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def _listed(inputs: Any) -> list[Any]:
+    """The prompts: texts, or token ids (B, L)."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if not isinstance(inputs, list | tuple | Tensor):
+        raise InputError(
+            f"inputs is of type {type(inputs).__name__}. Pass a text, a list of texts, or token "
+            "ids (B, L)."
+        )
+    if not len(inputs):
+        raise InputError("inputs is an empty list; pass at least one text.")
+    return list(inputs)
 
 
 def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:

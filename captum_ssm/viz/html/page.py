@@ -15,53 +15,57 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
-#: Of each kind of page, whose skeleton has its name, the styles, and the scripts, that are one in
-#: this order.
-_KINDS = {
-    "report": (
-        ("common.css", "report.css"),
-        (
-            "common.js",
-            "maps.js",
-            "canvases.js",
-            "tokens.js",
-            "tables.js",
-            "graph.js",
-            "tip.js",
-            "answers.js",
-            "layers.js",
-            "report.js",
-        ),
-    ),
-    "generated": (
-        ("common.css", "generated.css"),
-        ("common.js", "maps.js", "tables.js", "panes.js", "generated.js"),
-    ),
-    "results": (
-        ("common.css", "results.css"),
-        ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js"),
-    ),
-}
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "report.css")
+_SCRIPTS = (
+    "common.js",
+    "maps.js",
+    "canvases.js",
+    "images.js",
+    "tokens.js",
+    "tables.js",
+    "graph.js",
+    "tip.js",
+    "answers.js",
+    "layers.js",
+    "report.js",
+)
 
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
-def page(
-    title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes], kind: str = "report"
-) -> str:
-    """The whole file.
+def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
+    """A report as a whole file.
 
     Args:
         title: the heading.
         facts: what the script reads as JSON.
         blocks: bytes that it reads when they are needed, by the id of their element.
-        kind: of page. Default: ``"report"``.
     """
-    style, script = ("\n".join(map(asset, names)) for names in _KINDS[kind])
+    return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def whole_page(
+    skeleton: str,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    title: str,
+    facts: Mapping[str, Any],
+    blocks: Mapping[str, bytes] = MappingProxyType({}),
+) -> str:
+    """A file that needs no other.
+
+    Args:
+        skeleton: the name of the file whose places are filled.
+        styles, scripts: names of files that become one style, and one script.
+        title, facts, blocks: as in :func:`page`. Default of blocks: none.
+    """
+    style, script = ("\n".join(map(asset, names)) for names in (styles, scripts))
     data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
     for name, content in blocks.items():
         encoded = base64.b64encode(content).decode("ascii")
@@ -74,8 +78,30 @@ def page(
         "script": f"<script>{script}</script>",
         "data": "\n".join(data),
     }
-    # in one pass: what is put in is not searched again
-    return _PLACE.sub(lambda place: parts[place[1]], asset(f"{kind}.html"))
+    return filled(skeleton, parts)
+
+
+def filled(skeleton: str, parts: Mapping[str, str]) -> str:
+    """A skeleton with its places filled, in one pass: what is put in is not searched again.
+
+    Args:
+        skeleton: the name of the file.
+        parts: what comes to each place: title, policy, style, data and script, as HTML.
+    """
+    return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
+
+
+def framed(page: str, height: int = 900) -> str:
+    """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
+
+    Args:
+        page: the HTML of the page.
+        height: of the element, in pixels. Default: 900.
+    """
+    return (
+        f'<div><iframe srcdoc="{html.escape(page, quote=True)}" width="100%" height="{height}" '
+        'style="border: 0"></iframe></div>'
+    )
 
 
 def asset(name: str) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...attr import LatimFlow, LatimLogit
 from ...attr.engine.decompose import Decomposition, Parts
+from ...attr.engine.method import SSMAttribution
+from ...attr.flow import FlowMethod
 
 #: Options of ``attribute`` that say how relevance is returned; no ``decompose`` has them.
 _OF_ATTRIBUTE = ("per_token", "internal_batch_size")
@@ -71,6 +73,15 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
         return False
     chosen = options.get("rule", options.get("gate"))
     return (kind.default_rule if chosen is None else chosen) != "frozen"
+
+
+def tells_pixels(method: Any) -> bool:
+    """Whether a method, or a class of them, tells the pixels of a patch apart.
+
+    Methods that read rows of matrices know tokens, which are patches.
+    """
+    kind = method if isinstance(method, type) else type(method)
+    return issubclass(kind, FlowMethod) or not issubclass(kind, SSMAttribution)
 
 
 def decomposition(

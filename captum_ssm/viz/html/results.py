@@ -18,9 +18,12 @@ from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
-from .page import page
+from .page import whole_page
 from .parts import says_nothing
 
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "results.css")
+_SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
 #: Modules whose constants are listed, of the largest.
 _LISTED = 12
 
@@ -49,7 +52,8 @@ def page_of(result: Result, title: str | None = None) -> str:
         facts |= {"words": words._asdict() | {"direction": direction_of("".join(listed))}}
         facts["words"]["sentences"] = []
         examples.append(facts)
-    return page(title or heading, {"examples": examples}, {}, "results")
+    facts_of_all = {"examples": examples}
+    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, facts_of_all)
 
 
 def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
@@ -120,7 +124,7 @@ def _place(
         return
     found = _short(values)
     own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
-    note = "" if own is None else "That of the token that asks holds the identity."
+    note = "" if own is None else "The asking token's own entry holds the identity."
     if says_nothing(found, own):
         note += " It says nothing of the others." if identity else "It says nothing."
     facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})

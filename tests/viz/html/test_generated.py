@@ -53,6 +53,7 @@ def test_it_holds_what_the_method_says_of_each_word(tmp_path: Path) -> None:
         np.testing.assert_allclose(constants, hop.constants, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_methods_without_sums_and_several_texts(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     path, method = tmp_path / "answers.html", MambaAttribution(model)
@@ -82,15 +83,18 @@ def test_methods_without_sums_and_several_texts(tmp_path: Path) -> None:
         ({"options": {"flow": {}}}, OptionError, "options names 'flow', but the method is 'Latim"),
         ({"tokenizer": None}, InputError, "tokenizer"),
         ({"names": ["a", "b"]}, InputError, "names"),
+        ({"inputs": []}, InputError, "inputs is an empty list"),
+        ({"inputs": 3}, InputError, "inputs is of type int"),
     ],
 )
 def test_what_is_refused(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     model, vocabulary = load_bundled()
-    given = {"generate": 1, "tokenizer": vocabulary, "path": tmp_path / "answers.html"} | options
+    given = {"generate": 1, "tokenizer": vocabulary, "path": tmp_path / "answers.html"}
+    given |= {"inputs": "anna owns the"} | options
     with pytest.raises(error, match=said):
-        report(model, "anna owns the", **given)
+        report(model, **given)
     assert not list(tmp_path.iterdir())
 
 

@@ -50,12 +50,13 @@ function saidBy(method, asked, answer, against) {
   const plain = answer === asked && against === null;
   const [one, other] = [method.answers[answer], method.answers[against]];
   if (!one) return { ...method, astray: !plain };
-  if (against === null) return { ...method, ...one, ...(plain ? { values: method.values } : {}), streams: [one.streams] };
+  if (against === null) return { ...method, ...one, ...(plain ? { values: method.values } : { pixels: null }), streams: [one.streams] };
   const names = new Set([...Object.keys(one.roles), ...Object.keys(other.roles)]);
   const none = one.values.map(() => 0);
   const role = (name) => lessOf(one.roles[name] ?? none, other.roles[name] ?? none);
   return {
     ...method,
+    pixels: null, // the page has those of what it was made for alone
     values: lessOf(one.values, other.values),
     roles: Object.fromEntries([...names].map((name) => [name, role(name)])),
     output: one.output - other.output,
@@ -63,8 +64,6 @@ function saidBy(method, asked, answer, against) {
     streams: [one.streams, other.streams],
   };
 }
-
-const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
 
 /** Numbers with as many digits behind the point as the largest of them has use for. */
 function alike(values) {

@@ -10,6 +10,7 @@ const FACTS = JSON.parse(byId('facts').textContent);
 const chosen = { example: 0, answer: 0, against: null, method: 0, map: 0, layer: 0, pointed: null, kept: null };
 let tokens = null;
 let layers = [];
+let overImages = null;
 let entering = null;
 /** Methods and roles as tokens may be coloured by them, found anew when the answer changes. */
 let views = [];
@@ -36,6 +37,7 @@ function act(kind, index, about = null) {
   else {
     chosen.kept = index;
     chosen.pointed = null;
+    tokens.reach(index);
     tokens.show(index);
   }
   showTokens(about);
@@ -105,12 +107,28 @@ function showPartnersOf(index) {
 
 /** What the colours mean. */
 function showLegend() {
-  const largest = endOf(view());
+  const byPixel = tokens.canvas && overImages.manner === 'pixels' && view().pixels;
+  const largest = byPixel ? view().pixels.largest : endOf(view());
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   const map = usableMap();
   const bars = map ? ` Bar below: what the token pointed at takes from each in layer ${map.facts.index}.` : '';
   byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}`;
+}
+
+/** What a view lays over the image in the manner that is chosen: pixels where it has some. */
+function cellsOver(view) {
+  if (overImages.manner === 'pixels' && view.pixels) return cellsOf(view.pixels);
+  const { grid: [rows, columns], cells } = example().image;
+  const values = shadesOf(view);
+  return { rows, columns, values: cells.map((token) => values[token]), largest: endOf(view) };
+}
+
+/** Paint the image, if its tokens are patches. */
+function showOverImage() {
+  if (!tokens.canvas) return;
+  paintOver(tokens.canvas, cellsOver(view()), overImages.manner);
+  overImages.tell(Boolean(view().pixels));
 }
 
 /** What is left out of the colours, in words. */
@@ -228,6 +246,7 @@ function showRelevance() {
   byId('strongest-title').textContent = `Strongest for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
   showStrongest(byId('strongest'), example(), view(), shadesOf(view()), what, astray);
   showEntering();
+  showOverImage();
   showLegend();
   showTokens();
   showNumbers();
@@ -265,7 +284,8 @@ function showMethods() {
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
     else most.append(view.silent ? 'says nothing: at most ' : 'strongest ');
     most.append(short(strongestOf(shades)));
-    const picture = () => make('img', { src: image.source, alt: '' });
+    const picture = () => make('img', { className: 'under', src: image.source, alt: '' });
+    if (gridded) canvas.className = 'over';
     return make(
       'label',
       { className: view.whole ? 'role' : '' },
@@ -284,12 +304,8 @@ function paintMethods() {
   const { image } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
   views.forEach((view, index) => {
-    const values = shadesOf(view);
-    if (image && image.grid) {
-      const [height, width] = image.grid;
-      const cells = image.cells.map((token) => values[token]);
-      paintCells(canvases[index], cells, width, height, endOf(view), 0.75);
-    } else paintStrip(canvases[index], values, endOf(view));
+    if (image && image.grid) paintOver(canvases[index], cellsOver(view), overImages.manner);
+    else paintStrip(canvases[index], shadesOf(view), endOf(view));
   });
 }
 
@@ -305,6 +321,8 @@ function showExample() {
   showImage(byId('seen'), image);
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
   byId('folding').hidden = tokens.parts.length === 0;
+  byId('over-image').hidden = tokens.canvas === null;
+  document.documentElement.classList.toggle('on-images', tokens.canvas !== null);
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
@@ -312,8 +330,14 @@ function showExample() {
   showAnswer();
   showMap();
   showEdges(byId('edges'), example());
-  showGraph(byId('graph'), example());
+  showFlow(byId('flow'), example());
   showBest();
+}
+
+/** The graph, or why there is none. */
+function showFlow(section, { graph: { nodes, obstacle } }) {
+  section.hidden = !nodes.length && obstacle === null;
+  showGraph(section.querySelector('.graph'), example());
 }
 
 /** Unfold what holds the strongest tokens, and have the strongest of all in view. */
@@ -357,6 +381,11 @@ function begin() {
   byId('unfold').addEventListener('click', () => tokens.foldAll(true));
   byId('fold').addEventListener('click', () => tokens.foldAll(false));
   byId('numbers').addEventListener('toggle', showNumbers);
+  overImages = new OverImages(byId('over-image'), () => {
+    paintMethods();
+    showOverImage();
+    showLegend();
+  });
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
   byId('strongest').addEventListener('click', (event) => {
     const button = event.target.closest('.jump');
