@@ -88,9 +88,13 @@ class Codec:
     def pieces(self, ids: Tensor) -> Pieces | None:
         """What each token of (L,) adds to the text that they read as; None if that cannot be told.
 
+        Nor is it told of texts that are too long to be shown.
+
         Args:
             ids: the tokens.
         """
+        if len(ids) > _MOST:
+            return None
         listed, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # a text may end too early
         try:
             spans = find_spans(text, listed, self._tokenizer.decode, self._marks)
@@ -163,6 +167,10 @@ Read: TypeAlias = Callable[[Sequence[int]], str]
 #: What tokenizers decode the parts of a broken character to.
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 
+#: Tokens that may have to be read together: the parts of characters that overlap.
+_LONGEST = 64
+#: Tokens of a text of which pages are made; reading longer ones along would take long.
+_MOST = 20_000
 #: Characters of the text that an error quotes.
 _QUOTED = 20
 
@@ -192,7 +200,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
             spans.append((at, at))
             before = []
             continue
-        count, piece = _readable(ids[len(spans) :], before, read)
+        count, piece = _readable(ids[len(spans) : len(spans) + _LONGEST], before, read)
         start, end = _place(text, at, piece)
         spans += [(start, end)] * count
         at, before = end, list(ids[len(spans) - count : len(spans)])
