@@ -21,7 +21,7 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
-from ..operators.kernels.truths import are_noted, holds
+from ..operators.kernels.truths import are_noted, at_most
 from .find import Mixer
 from .projection import projection_of
 
@@ -114,7 +114,7 @@ def accepted(error: Error, limit: float) -> bool:
         error: it; NaN is larger.
         limit: the largest that is accepted.
     """
-    return holds(error <= limit) if isinstance(error, Tensor) else error <= limit
+    return at_most(error, limit) if isinstance(error, Tensor) else error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:

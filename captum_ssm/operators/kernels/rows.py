@@ -110,7 +110,8 @@ _STACK_ELEMENTS_LAUNCHED = 2**26
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Positions, counted from either end, as tokens (B, Q)."""
-    index = torch.as_tensor(positions)
+    device_of = positions.device if isinstance(positions, Tensor) else "cpu"
+    index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
     if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
         raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions}.")

@@ -19,9 +19,11 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
+_Noted = tuple[Tensor, float]
 
-#: What was noted; None where every question is answered at once.
-_noted: ContextVar[list[Tensor] | None] = ContextVar("captum_ssm_truths", default=None)
+#: Numbers that were noted, and what each may not exceed; None where every question is answered at
+#: once.
+_noted: ContextVar[list[_Noted] | None] = ContextVar("captum_ssm_truths", default=None)
 #: Whether something that was noted did not hold.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
@@ -34,7 +36,7 @@ def read_together(call: Callable[[], T]) -> T:
     """
     if _noted.get() is not None or _doubted.get():
         return call()
-    noted: list[Tensor] = []
+    noted: list[_Noted] = []
     before = _noted.set(noted)
     try:
         found = call()
@@ -75,10 +77,20 @@ def holds(truth: Tensor) -> bool:
     Args:
         truth: one truth value.
     """
+    return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
+
+
+def at_most(number: Tensor, limit: float) -> bool:
+    """Whether a number is no larger than a limit, or is taken to be; NaN is larger than any.
+
+    Args:
+        number: it.
+        limit: the limit.
+    """
     noted = _noted.get()
-    if noted is None or truth.device.type == "cpu":
-        return bool(truth)
-    noted.append(truth.detach())
+    if noted is None or number.device.type == "cpu":
+        return bool(number <= limit)
+    noted.append((number.detach(), limit))
     return True
 
 
@@ -116,11 +128,19 @@ def finite_together(tensors: Iterable[Tensor]) -> bool:
     with unseen():
         # the largest entries, all of them in one launch
         norms = [n for xs in by_dtype.values() for n in torch._foreach_norm(xs, math.inf)]
-        return not norms or holds(torch.stack([n.float() for n in norms]).isfinite().all())
+        return all(at_most(norm, torch.finfo(norm.dtype).max) for norm in norms)
 
 
-def _all_hold(noted: list[Tensor]) -> bool:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for truth in noted:
-        by_device.setdefault(truth.device, []).append(truth)
-    return all(bool(torch.stack(found).all()) for found in by_device.values())
+def _all_hold(noted: list[_Noted]) -> bool:
+    """Whether no number exceeds its limit; each device is waited for once."""
+    alike: dict[torch.device, dict[torch.dtype, list[_Noted]]] = {}
+    for number, limit in noted:
+        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append((number, limit))
+    with unseen():
+        for by_dtype in alike.values():
+            parts = [torch.stack([x for x, _ in of_one]) for of_one in by_dtype.values()]
+            numbers = torch.cat([part.float() for part in parts]).tolist()
+            limits = [limit for of_one in by_dtype.values() for _, limit in of_one]
+            if not all(x <= limit for x, limit in zip(numbers, limits, strict=True)):
+                return False
+    return True
