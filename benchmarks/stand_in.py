@@ -232,6 +232,9 @@ class StandIn(TorchDispatchMode):
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
+        self._set(torch.cuda, "default_stream", lambda device=None: None)
+        for context in ("device", "stream"):
+            self._set(torch.cuda, context, lambda chosen: contextlib.nullcontext())
 
     def _set(self, holder: Any, name: str, new: Any) -> None:
         own, before = name in vars(holder), vars(holder).get(name)
