@@ -1,62 +1,113 @@
 """What calls ask of a GPU, counted on a device that stands in for one.
 
-    python -m benchmarks.budgets --out benchmarks/budgets.json
+    python -m benchmarks.budgets
 
-Nothing is measured: launches, bytes, arithmetic and waits of the host are counted, which depend on
-no machine.  What models run on a GPU as one kernel is one launch, and one more for its backward.
+writes ``benchmarks/budgets.json`` anew.  Nothing is measured: launches, bytes, arithmetic and waits
+of the host are counted, which depend on no machine.  What packages have a fused kernel of is one
+launch, and one more for its backward.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
+import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import models
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, MambaAttribution
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.tracing.repair.loops import replacing
-from captum_ssm.tracing.repair.recurrences import rg_lru, wkv
 
 FILE = Path(__file__).with_suffix(".json")
-LAYERS = 2
+LAYERS, VOCABULARY = 2, 32
 LENGTHS = (256, 1024)
-#: What may grow before a test fails.
-SLACK = 1.05
-COUNTED = ("launches", "synchronisations", "bytes", "flops")
+TARGET = (-1, 5)
+#: What makes the vectors of all pairs of tokens is counted at the smaller length alone.
+OF_PAIRS = ("LatimALTI",)
+#: The size of Mamba 2.8B: its width, layers, and the tokens that are explained.
+WIDTH_LARGE, LAYERS_LARGE, LENGTH_LARGE = 2560, 64, 2048
 
-Call = Callable[[nn.Module, Tensor], Any]
-CALLS: dict[str, Call] = {
-    "f and b": lambda model, ids: _gradient(model, ids),
-    "rollout": lambda model, ids: ImplicitAttentionRollout(model).attribute(ids, query=-1),
-    "MambaAttribution": lambda model, ids: MambaAttribution(model).attribute(ids, TARGET),
-    "LatimFlow, frozen": lambda model, ids: LatimFlow(model).attribute(ids, TARGET, rule="frozen"),
-    "LatimFlow": lambda model, ids: LatimFlow(model).attribute(ids, TARGET),
-    "LatimALTI": lambda model, ids: LatimALTI(model).attribute(ids, TARGET),
+Model = nn.Module
+#: Counts by name.
+Row = dict[str, float]
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def _model(family: str, config: str, **options: Any) -> Callable[[int], Model]:
+    def build(layers: int) -> Model:
+        import transformers
+
+        torch.manual_seed(0)
+        counted = {k: v(layers) if callable(v) else v for k, v in options.items()}
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": layers}
+        made = getattr(transformers, config)(**sizes | counted)
+        model: Model = getattr(transformers, family)(made)
+        return model.eval().requires_grad_(False)
+
+    return build
+
+
+FAMILIES: dict[str, Callable[[int], Model]] = {
+    "Mamba": _model("MambaForCausalLM", "MambaConfig", state_size=8),
+    "Mamba-2": _model(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        state_size=16,
+        head_dim=16,
+        num_heads=4,
+        n_groups=1,
+    ),
+    "RG-LRU": _model(
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        lru_width=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        block_types=["recurrent"],
+    ),
+    "RWKV-4": _model("RwkvForCausalLM", "RwkvConfig"),
+    "Gated DeltaNet": _model(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        layer_types=lambda layers: ["linear_attention"] * layers,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        num_experts=0,
+    ),
+    "softmax": _model(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=4096,
+        attn_implementation="eager",
+    ),
 }
-TARGET = (-1, models.WORD)
-FAMILIES = ("Mamba", "Mamba-2", "RG-LRU", "RWKV-4", "Gated DeltaNet", "softmax")
+_LARGE = _model("MambaForCausalLM", "MambaConfig", hidden_size=WIDTH_LARGE, state_size=16)
 
 
 def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
-def _state_and_last(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return rg_lru(x, *args, **kwargs)
-
-
-#: What packages have kernels of, and what computes the same on a processor in their place; None is
-#: the package's own.
+#: What packages have kernels of, and what computes the same on a processor where their own code
+#: would hold the states of all tokens; None is their own code.
 _KERNELS: tuple[tuple[str, str, Callable[..., Any] | None], ...] = (
     (_modeling("mamba"), "mamba_selective_scan", selective_scan),
     (_modeling("mamba"), "causal_conv1d_fn", None),
@@ -78,10 +129,121 @@ def fused(device: StandIn) -> Iterator[None]:
     """
 
     def kernel(on_processor: Callable[..., Any] | None) -> Callable[..., Any]:
-        return lambda original: device.kernel(on_processor or original)
+        return lambda original: device.kernel(on_processor or inspect.unwrap(original))
 
     undo = replacing([(name, path, kernel(found)) for name, path, found in _KERNELS])
     try:
         yield
     finally:
         undo()
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def _gradient(model: Any, ids: Tensor) -> Tensor:
+    start = model.get_input_embeddings()(ids).detach().requires_grad_()
+    number = model(inputs_embeds=start, use_cache=False).logits[0, -1, TARGET[1]]
+    return torch.autograd.grad(number, start)[0]
+
+
+CALLS: dict[str, Callable[[Model, Tensor], Any]] = {
+    "f+b": _gradient,
+    "ImplicitAttentionRollout": lambda model, ids: ImplicitAttentionRollout(model).attribute(ids),
+    "MambaAttribution": lambda model, ids: MambaAttribution(model).attribute(ids, TARGET),
+    "LatimFlow, frozen": lambda model, ids: LatimFlow(model).attribute(ids, TARGET, rule="frozen"),
+    "LatimFlow": lambda model, ids: LatimFlow(model).attribute(ids, TARGET),
+    "LatimALTI": lambda model, ids: LatimALTI(model).attribute(ids, TARGET),
+}
+#: Those beside f+b that are to take about as long.
+NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen")
+
+
+def counted(model: Model, length: int, calls: tuple[str, ...]) -> dict[str, Row]:
+    """What calls ask of the device, by their names.
+
+    Args:
+        model: on the host; it is sent to the device.
+        length: how many tokens are explained.
+        calls: names of :data:`CALLS`.
+    """
+    found = {}
+    with StandIn() as device, fused(device):
+        model.to("cuda")
+        ids = (torch.arange(length) % VOCABULARY)[None].to("cuda")
+        for name in calls:
+            device.counts = Counts()
+            CALLS[name](model, ids)
+            found[name] = row(device.counts)
+        model.to("cpu")
+    return found
+
+
+def row(counts: Counts) -> Row:
+    """The numbers of the table."""
+    return {
+        "launches": counts.launches,
+        "synchronisations": counts.synchronisations,
+        "bytes": counts.bytes,
+        "flops": counts.flops,
+    }
+
+
+def of_family(family: str) -> dict[str, dict[str, Row]]:
+    """The counts of a family, by length."""
+    found = {}
+    for length in LENGTHS:
+        calls = tuple(x for x in CALLS if x not in OF_PAIRS or length == LENGTHS[0])
+        found[str(length)] = counted(FAMILIES[family](LAYERS), length, calls)
+    return found
+
+
+def of_large() -> dict[str, Row]:
+    """The counts of all layers of a large model, from those of one and of two of them."""
+    calls = ("f+b", *NEAR)
+    with torch.no_grad():
+        one, two = (counted(_LARGE(n), LENGTH_LARGE, calls) for n in (1, 2))
+    return {
+        name: {
+            key: one[name][key] + (LAYERS_LARGE - 1) * (two[name][key] - one[name][key])
+            for key in one[name]
+        }
+        for name in calls
+    }
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a GPU does in a second, by its maker's data sheet.
+
+    Attributes:
+        name: of the GPU.
+        bandwidth: bytes of its memory.
+        peak: operations in float32, without tensor cores.
+        launch: seconds from one launch to the next.
+    """
+
+    name: str
+    bandwidth: float
+    peak: float
+    launch: float = 4e-6
+
+    def seconds(self, counts: Mapping[str, float]) -> float:
+        """The time that so much work would take: of bytes or arithmetic, and of its launches."""
+        work = max(counts["bytes"] / self.bandwidth, counts["flops"] / self.peak)
+        return work + counts["launches"] * self.launch
+
+
+H100 = GPU("H100 SXM", bandwidth=3.35e12, peak=67e12)
+
+
+def main() -> None:
+    found = {"families": {name: of_family(name) for name in FAMILIES}, "large": of_large()}
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
