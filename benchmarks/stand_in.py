@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +48,7 @@ class StandIn(TorchDispatchMode):
     Attributes:
         counts: of what has run there since they were last replaced.
         mixed: the operations refused, for code that goes on after an error.
+        copied: the most bytes of copies of watched weights that there were at a time.
 
     Example:
         >>> import torch
@@ -64,6 +65,9 @@ class StandIn(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
         self.mixed: list[str] = []
+        self.copied = 0
+        self._watched: set[int] = set()
+        self._copies: list[tuple[StorageWeakRef, int]] = []
         self._there: dict[int, StorageWeakRef] = {}
         self._most = 1024
         self._adrift: dict[int, StorageWeakRef] = {}
@@ -113,6 +117,21 @@ class StandIn(TorchDispatchMode):
             self.counts.launched((), (x,))
         return found
 
+    def watch(self, model: nn.Module) -> None:
+        """Let copies of a model's weights, in whatever precision, be counted in :attr:`copied`.
+
+        Args:
+            model: on the device.
+        """
+        self._watched = {x.untyped_storage()._cdata for x in model.parameters()}
+
+    def _note_copy(self, given: list[Tensor], out: Any) -> None:
+        if given and given[0].untyped_storage()._cdata in self._watched:
+            storage = out.untyped_storage()
+            self._copies = [x for x in self._copies if not x[0].expired()]
+            self._copies.append((StorageWeakRef(storage), storage.nbytes()))
+            self.copied = max(self.copied, sum(size for _, size in self._copies))
+
     # --- operations ----------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -140,6 +159,8 @@ class StandIn(TorchDispatchMode):
         for x in tensors_in(out):
             self._put(x)
         self.counts.add(func, args, kwargs, out)
+        if func._overloadpacket in (aten._to_copy, aten.clone):
+            self._note_copy(given, out)
         if func._overloadpacket in (aten.copy_, aten.index, aten.index_put_) and not all(there):
             self._between(func, given, there)
         return out
