@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, PICTURE, TABLES = "results/causal.md", "images/causal.png", "results"
+PAGE, CHOICE = "results/causal.md", "results/causal-choosing.md"
+PICTURE, TABLES = "images/causal.png", "results"
 CAUSAL = EXPERIMENTS["causal"]
 AGAINST = Side("ExpectedGradients", "8 references")
 AGREEMENT, PASSES = "ρ Shapley", "passes"
@@ -72,9 +73,9 @@ line *{truth}* of each table says. By that, the true values themselves would hav
 | error of the sum | what the sum of relevance is off that of the values, as a share of the latter |
 | passes | runs of the model, forward and backward together |
 
-Models that rules are chosen on and models that confirm what was chosen are kept apart, and fixed
-in the code: what has been tried until it was good on the first is judged by the second alone. Every
-model counts alike.
+Models that [rules are chosen on](causal-choosing.md) and models that confirm what was chosen are
+kept apart, and fixed in the code: what has been tried until it was good on the first is judged by
+the second alone. Every model counts alike.
 
 {groups}
 
@@ -98,6 +99,15 @@ python tools/causal_page.py RESULTS
 ```
 """
 
+_CHOICE = """\
+# Interventions on the models that rules are chosen on
+
+What has been tried until it was good on these models looks better on them than it is; it is
+[confirmed on others](causal.md), where the columns are explained, too.
+
+{groups}
+"""
+
 
 def main(folder: Path, docs: Path = DOCS) -> None:
     results = list(Records(folder / CAUSAL.name))
@@ -114,6 +124,7 @@ def main(folder: Path, docs: Path = DOCS) -> None:
     picture(groups).savefig(docs / PICTURE, dpi=70)
     text = page(groups, models, held, gains, machine)
     (docs / PAGE).write_text(text, encoding="utf-8")
+    (docs / CHOICE).write_text(choice(groups), encoding="utf-8")
 
 
 def page(
@@ -124,7 +135,8 @@ def page(
     machine: Mapping[str, str],
 ) -> str:
     """The page, from the lines of groups and models, and what they gain."""
-    named = {line.model for line in groups if line.model.startswith(CONFIRMING)}
+    confirming = [line for line in groups if line.model.startswith(CONFIRMING)]
+    named = {line.model for line in confirming}
     return _TEXT.format(
         picture=f"../{PICTURE}",
         date=machine["date"],
@@ -133,13 +145,19 @@ def page(
         draws=DRAWS,
         truth=SHAPLEY.method,
         ceilings=ceilings(groups),
-        groups=f"{by_group(CAUSAL, groups)}\n\n{legend(CAUSAL)}",
+        groups=f"{by_group(CAUSAL, confirming)}\n\n{legend(CAUSAL)}",
         gains=by_group(held, [line for line in gains if line.model in named]),
         gain_table=f"{held.name}.csv",
         agreement=AGREEMENT,
         table=f"{CAUSAL.name}.csv",
         models=side_by_side(models),
     )
+
+
+def choice(groups: Sequence[Line]) -> str:
+    """The page of the models that rules are chosen on."""
+    own = [line for line in groups if not line.model.startswith(CONFIRMING)]
+    return _CHOICE.format(groups=by_group(CAUSAL, own))
 
 
 def ceilings(groups: Sequence[Line]) -> str:

@@ -1,274 +1,270 @@
-"""Make docs/results.md and the tables beside it, from what ``captum-ssm evaluate`` has recorded.
+"""Make the pages of results and their pictures from the tables in docs/results.
 
-Usage: python tools/results_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` and DOCS the one to write to; by default that of this checkout.  In RESULTS/trainings may
-lie what was recorded of several trainings of each model, with ``--models``.
+Usage: python tools/results_page.py [DOCS], where DOCS is the folder of the tables and of the pages;
+by default that of this checkout.  ``python tools/results_tables.py`` makes the tables.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
-from captum_ssm.bench.experiments.counterparts import counterparts
-from captum_ssm.bench.harness.excerpt import ROWS, excerpt
-from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, markdown, sample_size
-from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
-from captum_ssm.bench.published.beyond import BEYOND
-from captum_ssm.bench.published.on_images import IMAGES
-from captum_ssm.bench.published.on_texts import TEXTS
-from captum_ssm.bench.published.on_tokens import TOKENS
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, TABLES = "results.md", "results"
-OWN_PAGES = (
-    "causal",
-    "roles",
-    "knockout",
-    "hybrid-parts",
-    "graphs",
-    "answers",
-    "erasers",
-    "forgotten-passkeys",
-    "motifs",
+import results_answers
+from matplotlib.figure import Figure
+from results_tables import (
+    AGAIN,
+    DOCS,
+    MEASURED,
+    ORDERINGS,
+    OWN_PAGES,
+    PUBLISHED,
+    TABLES,
+    Judged,
+    judged,
+    read_lines,
 )
 
-Results = Mapping[str, Sequence[Result]]
+from captum_ssm.bench import EXPERIMENTS, Experiment, Line
+from captum_ssm.bench.experiments.counterparts import counterparts
+from captum_ssm.bench.harness.excerpt import ROWS, excerpt
+from captum_ssm.bench.harness.tables import labels_of, legend, markdown, sample_size
+from captum_ssm.bench.harness.verdicts import Outcome
+from captum_ssm.viz import plot_intervals
 
-PUBLISHED = (*TOKENS, *TEXTS, *IMAGES)
-
+PICTURES = "images/results"
+SHOWN = (Outcome.CONFIRMED, Outcome.REFUTED, Outcome.OPEN)
 #: What becomes of a question that no paper has answered.
 ANSWERS = {
     Outcome.CONFIRMED: "better",
     Outcome.REFUTED: "worse",
     Outcome.OPEN: "not told apart",
 }
-
-_TEXT = """\
-# Results
-
-What `captum-ssm evaluate` measured on the small trained models that come with the package, whose
-right answers are known, and what that says of the orderings of methods that the papers publish.
-Pages of their own have [interventions](results/causal.md), [roles](results/roles.md),
-[knock-outs](results/knockout.md), [graphs](results/graphs.md), [whole answers](results/answers.md)
-and [motifs in DNA](results/motifs.md).
-
-Made on {date} with {machine}.
-
-## What the papers say
-
-A published ordering is *confirmed* if the interval of the paired difference lies on its side of 0,
-*refuted here* if on the other, else *not confirmed*. The gain is by how much the row said to be
-better is better, with its interval; both rows are measured on the same examples. Where a paper
-looks at one layer, the best one is chosen on every second example and compared on the others.
-
-{counts}
-
-{missing}
-
-The models here are small, with one to four layers and 12 to 300 thousand parameters, and learned
-one task each; those of the papers have up to 48 layers. An ordering refuted here may hold there.
-LATIM's tables are of its maps with `silu` and of the formulation `s6` of the hidden-attention
-paper (HA); UN is the unified paper. What they say of images comes from their scripts
-(`published code`), which differ from their equations; both are compared. The activation maps (CAM)
-of UN's table 6 are a transformer's, here both sides are of one model; the reductions of HA's table
-9 are taken for those of rollout, as in its table 5; and LATIM's tables 5 and 6 are of models that
-were not trained for retrieval, unlike those here.
-
-{published}
-
-## What is asked here
-
-Does the exact division of the activation (`linearized`) find sources better than LATIM's own
-(`silu`), do the exact relevances of the whole network (`LatimFlow`) do so better than the papers'
-and the usual methods, and does the unified formulation of implicit attention better than `s6`?
-
-{asked}
-
-## Vision Mamba beside a transformer
-
-Maps of models of equal size that learned the same scenes, beside what finds the objects without a
-model. The papers' transformer is DeiT (UN, tables 1, 3 and 6; HA, tables 1 and 2). The transformer
-here was trained to tell what each pixel shows as well, and Vision Mamba was not: that one finds
-objects better than the other says nothing of their architectures. VMamba, in two stages, was
-trained as Vision Mamba was; it has no gate, so that LatimFlow and MambaLRP say the same of it.
-
-{counterparts}
-
-## Tables
-
-Of each method and formulation the best row, and of these the best {rows} by the first column, with
-the baselines that look at no model wherever they are; the best layer is chosen on the same examples
-here, which favours methods with several.
-
-{tables}
-
-{again}This page is made by
+#: Columns of a picture at most.
+_PANELS = 4
+_DOTS_PER_INCH = 80
+_MADE = """\
+This page is made from the tables beside it, and they from what the command records:
 
 ```
-captum-ssm evaluate --all --out RESULTS
-python tools/results_page.py RESULTS
+captum-ssm evaluate {what} --out RESULTS
+python tools/results_tables.py RESULTS
+python tools/results_page.py
 ```
 """
 
-_AGAIN = """\
-## Trained again
+_EXPERIMENT = """\
+# {title}
 
-What is above is of one training of each model. Here models were trained with several seeds, of
+![The best rows of each model, with intervals]({picture})
+
+Made on {machine}. Of each method and formulation the best row, and of these the best {rows} by the
+first column, with the baselines that look at no model wherever they are; the best layer is chosen
+on the same examples here, which favours methods with several. [All rows]({name}.csv).
+
+{tables}
+
+{legend}
+
+{beside}{made}"""
+
+_BESIDE = """\
+## Models of several kinds
+
+Maps of models that learned the same scenes, beside what finds the objects without a model. The
+papers' transformer is DeiT. The transformer here was trained to tell what each pixel shows as
+well, and Vision Mamba was not: that one finds objects better than the other says nothing of their
+architectures. VMamba, in two stages, was trained as Vision Mamba was; it has no gate, so that
+LatimFlow and MambaLRP say the same of it.
+
+{table}
+
+"""
+
+_ORDERINGS = """\
+# The papers' orderings
+
+The papers publish which method does better than which. Here the same is measured on the small
+trained models that come with the package. An ordering is *confirmed* if the interval of the paired
+difference lies on its side of 0, *refuted here* if on the other, else *not confirmed*.
+
+![How many of the orderings of each paper are confirmed, not confirmed and refuted
+here](../{picture})
+
+{counts}
+
+One by one: {links}. {missing}
+
+The models here are small, with one to four layers and 12 to 300 thousand parameters, and learned
+one task each; those of the papers have up to 48 layers. An ordering refuted here may hold there.
+LATIM's tables are of its maps with `silu` and of the formulation `s6` of the hidden-attention paper
+(HA); UN is the unified paper. What they say of images comes from their scripts (`published code`),
+which differ from their equations; both are compared. The activation maps (CAM) of UN's table 6 are
+a transformer's, here both sides are of one model; the reductions of HA's table 9 are taken for
+those of rollout, as in its table 5; and LATIM's tables 5 and 6 are of models that were not trained
+for retrieval, unlike those here.
+
+## Questions that no paper asked
+
+Does the exact division of the activation (`linearized`) find sources better than LATIM's own
+(`silu`), do the exact relevances of the whole network (`LatimFlow`, by `rule="frozen"`) do so
+better than the papers' and the usual methods, and does the unified formulation of implicit
+attention better than `s6`? In how many of the models:
+
+{asked}
+
+[One by one](orderings-asked.md).
+
+{made}"""
+
+_ONE_BY_ONE = """\
+# {title}
+
+The gain is by how much the row said to be better is better, with its interval; both rows are
+measured on the same examples. Where a paper looks at one layer, the best one is chosen on every
+second example and compared on the others. [What the verdicts mean, and how many there are of
+each](orderings.md); [all as one table]({table}.csv).
+
+{parts}
+"""
+
+_AGAIN = """\
+# Trained again
+
+The other pages are of one training of each model. Here models were trained with several seeds, of
 weights and data (`captum-ssm train NAME --seed 1 --out FOLDER`), and explained together
 (`captum-ssm evaluate --models NAME NAME=FOLDER --out RESULTS/trainings`); the intervals are over
 trainings and their examples, so that what they exclude does not hang on one training.
 
+{tables}
+
+## Orderings
+
 {counts}
 
-{published}
+One by one: {links}. Maps of the published code were not made of these.
+"""
 
-{asked}
+_ONE_AGAIN = """\
+# {title}, trained again
+
+![The best rows of each model, over its trainings](../{picture})
+
+The intervals are over [several trainings](again.md) of each model, and their examples.
 
 {tables}
 
+{legend}
 """
 
-
-def main(folder: Path, docs: Path = DOCS) -> None:
-    results = recorded(folder)
-    machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
-    (docs / TABLES).mkdir(parents=True, exist_ok=True)
-    tables = {name: lines(EXPERIMENTS[name], found) for name, found in results.items()}
-    for name, table in tables.items():
-        (docs / TABLES / f"{name}.csv").write_text(as_csv(EXPERIMENTS[name], table), "utf-8")
-    again = trained_again(recorded(folder / "trainings"))
-    (docs / PAGE).write_text(page(results, tables, machine, again), encoding="utf-8")
+#: By how the names of their tables begin.
+PAPERS = {"latim": "LATIM", "ha": "HA", "un": "UN"}
 
 
-def recorded(folder: Path) -> Results:
-    """What was measured of each experiment, in their order, but for those with their own pages."""
-    names = [name for name in EXPERIMENTS if name not in OWN_PAGES and (folder / name).is_dir()]
-    known = {name: list(Records(folder / name)) for name in names}
-    return {name: found for name, found in known.items() if found}
+def main(docs: Path = DOCS) -> None:
+    for name, text in pages(docs).items():
+        (docs / name).write_text(text, encoding="utf-8")
+    (docs / PICTURES).mkdir(parents=True, exist_ok=True)
+    for name, draw in pictures(docs).items():
+        draw().savefig(docs / PICTURES / f"{name}.png", dpi=_DOTS_PER_INCH)
 
 
-def page(
-    results: Results, tables: Mapping[str, Sequence[Line]], machine: Mapping[str, str], again: str
+def pages(docs: Path = DOCS) -> dict[str, str]:
+    """The texts of all pages, by their paths, from the tables that there are."""
+    place = docs / TABLES
+    measured = json.loads((place / MEASURED).read_text(encoding="utf-8"))
+    tables, again = known_tables(place), known_tables(place, AGAIN)
+    once, several = (judged(place / f"{begin}{ORDERINGS}.csv") for begin in ("", AGAIN))
+    beside = counterparts(tables)
+    found = {
+        name: experiment_page(EXPERIMENTS[name], table, measured[name], beside.get(name, []))
+        for name, table in tables.items()
+    }
+    own = {name: page.partition("\n")[0].removeprefix("# ") for name, page in found.items()}
+    found |= orderings_pages(once) if once else {}
+    found |= again_pages(again, several) if again else {}
+    whole = {f"{TABLES}/{name}.md": wrapped(text) for name, text in found.items()}
+    said = answers(docs)
+    return whole | ({"results.md": wrapped(results_answers.page(said, own, found))} if said else {})
+
+
+def answers(docs: Path) -> dict[str, results_answers.Answer]:
+    """What the first page says; nothing where tables that it is about are not there."""
+    place, tables = docs / TABLES, known_tables(docs / TABLES)
+    causal, once = place / "causal.csv", judged(place / f"{ORDERINGS}.csv")
+    if not causal.exists() or "segmentation" not in tables or not once:
+        return {}
+    seen = read_lines(EXPERIMENTS["causal"], causal)
+    return results_answers.answers(seen, tables["segmentation"], tally(once))
+
+
+def pictures(docs: Path = DOCS) -> dict[str, Callable[[], Figure]]:
+    """What draws the pictures, by their names."""
+    place, found = docs / TABLES, {}
+    for begin in ("", AGAIN):
+        for name, table in known_tables(place, begin).items():
+            found[f"{begin}{name}"] = partial(picture, EXPERIMENTS[name], table)
+    said = answers(docs)
+    if said:
+        causal = read_lines(EXPERIMENTS["causal"], place / "causal.csv")
+        found["which_method"] = partial(results_answers.overview, causal)
+    return found | {name: answer.draw for name, answer in said.items()}
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs in lines of a width that is easy to read; tables and blocks as they are."""
+    blocks, inside = [], False
+    for block in text.split("\n\n"):
+        plain = not inside and not block.startswith(("|", "#", "!", "-", "`", ":"))
+        inside ^= block.count("```") % 2 == 1
+        blocks.append(
+            textwrap.fill(block, 100, break_long_words=False, break_on_hyphens=False)
+            if plain
+            else block
+        )
+    return "\n\n".join(blocks).rstrip() + "\n"
+
+
+def known_tables(place: Path, begin: str = "") -> dict[str, list[Line]]:
+    """The tables of experiments that have no page of their own, by experiment."""
+    names = [name for name in EXPERIMENTS if name not in OWN_PAGES]
+    paths = {name: place / f"{begin}{name}.csv" for name in names}
+    return {n: read_lines(EXPERIMENTS[n], path) for n, path in paths.items() if path.exists()}
+
+
+# --- experiments ----------------------------------------------------------------------------------
+
+
+def experiment_page(
+    experiment: Experiment,
+    table: Sequence[Line],
+    machine: Mapping[str, str],
+    beside: Sequence[tuple[str, Line]],
 ) -> str:
-    """The page, from results and tables by experiment, and its part on other trainings."""
-    published = judged(results, PUBLISHED)
-    parts = [section(EXPERIMENTS[name], table) for name, table in tables.items()]
-    known = {each.comparison for each in published}
-    return _TEXT.format(
-        date=machine["date"],
-        machine=", ".join(f"{name} {value}" for name, value in machine.items() if name != "date"),
-        counts=counts(published),
-        missing=unmeasured([each for each in PUBLISHED if each not in known]),
-        published=by_source(published),
-        asked=answered(judged(results, BEYOND)),
-        counterparts=side_by_side(tables),
-        tables="\n\n".join(parts),
+    """The page of one experiment: its picture, the best rows of each model, and where they lie."""
+    name = experiment.name
+    versions = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "date")
+    return _EXPERIMENT.format(
+        title=experiment.title,
+        picture=f"../{PICTURES}/{name}.png",
+        machine=f"{machine['date']} with {versions}",
         rows=ROWS,
-        again=again,
+        name=name,
+        tables=by_model(experiment, table, "##"),
+        legend=legend(experiment),
+        beside=_BESIDE.format(table=side_by_side(experiment, beside)) if beside else "",
+        made=_MADE.format(what=name),
     )
 
 
-def trained_again(results: Results) -> str:
-    """The part of the page on models of several trainings; nothing if there are none."""
-    if not results:
-        return ""
-    parts = [
-        section(EXPERIMENTS[name], lines(EXPERIMENTS[name], found), linked=False)
-        for name, found in results.items()
-    ]
-    published = judged(results, PUBLISHED)
-    return _AGAIN.format(
-        counts=counts(published),
-        published=by_source(published),
-        asked=answered(judged(results, BEYOND)),
-        tables="\n\n".join(parts),
-    )
-
-
-def judged(results: Results, comparisons: Sequence[Comparison]) -> list[Verdict]:
-    """The verdicts on all comparisons of experiments that were run, in their order."""
-    found = [
-        verdict
-        for name, measured in results.items()
-        for verdict in verdicts(EXPERIMENTS[name], measured, comparisons)
-    ]
-    return [verdict for verdict in found if verdict.outcome is not Outcome.MISSING]
-
-
-def counts(found: Sequence[Verdict]) -> str:
-    """How many orderings of each table are confirmed, refuted and open."""
-    shown = (Outcome.CONFIRMED, Outcome.REFUTED, Outcome.OPEN)
-    by_table: dict[str, Counter[Outcome]] = {}
-    for verdict in found:
-        by_table.setdefault(verdict.comparison.source, Counter())[verdict.outcome] += 1
-    rows = [
-        [source, *(str(outcomes[each]) for each in shown)] for source, outcomes in by_table.items()
-    ]
-    return markdown(["of", *(each.value for each in shown)], rows)
-
-
-def unmeasured(comparisons: Sequence[Comparison]) -> str:
-    """Which orderings of which tables are not measured here."""
-    tables = Counter(f"{each.source} ({each.experiment})" for each in comparisons)
-    if not tables:
-        return "All that is listed for the experiments of this package was measured."
-    listed = ", ".join(f"{count} of {table}" for table, count in tables.items())
-    return f"Not measured here: {listed}."
-
-
-def by_source(found: Sequence[Verdict]) -> str:
-    """A table of verdicts for each published one."""
-    grouped: dict[str, list[Verdict]] = {}
-    for verdict in found:
-        grouped.setdefault(verdict.comparison.source, []).append(verdict)
-    head = ["model", "this", "against this", "by", "published", "gain here", "verdict"]
-    parts = []
-    for source, group in grouped.items():
-        rows = [
-            [*said(v), v.comparison.published or "-", str(v.gain), v.outcome.value] for v in group
-        ]
-        parts.append(f"### {source}\n\n{markdown(head, rows)}")
-    return "\n\n".join(parts)
-
-
-def answered(found: Sequence[Verdict]) -> str:
-    """How often each question has which answer, and a table of all answers."""
-    shown = (Outcome.CONFIRMED, Outcome.REFUTED, Outcome.OPEN)
-    by_question: dict[tuple[str, str], Counter[Outcome]] = {}
-    for verdict in found:
-        question = str(verdict.comparison.better), str(verdict.comparison.worse)
-        by_question.setdefault(question, Counter())[verdict.outcome] += 1
-    summary = [
-        [*question, *(str(outcomes[each]) for each in shown)]
-        for question, outcomes in by_question.items()
-    ]
-    rows = [[*said(v), str(v.gain), ANSWERS[v.outcome]] for v in found]
-    return "\n\n".join(
-        [
-            "In how many of the models:",
-            markdown(["this", "against this", *(ANSWERS[each] for each in shown)], summary),
-            "One by one:",
-            markdown(["model", "this", "against this", "by", "gain", "this is"], rows),
-        ]
-    )
-
-
-def said(verdict: Verdict) -> tuple[str, str, str, str]:
-    """The model, the two rows, and what they are compared by."""
-    comparison = verdict.comparison
-    return verdict.model, str(comparison.better), str(comparison.worse), comparison.column
-
-
-def section(experiment: Experiment, table: Sequence[Line], linked: bool = True) -> str:
-    """The best rows of an experiment, model by model, with a link to all rows if wanted."""
+def by_model(experiment: Experiment, table: Sequence[Line], level: str) -> str:
+    """The best rows of an experiment, model by model."""
     names = [column.name for column in experiment.columns]
-    parts = [f"### {experiment.title}"]
+    parts = []
     for model in sorted({line.model for line in table}):
         own = excerpt(experiment, [line for line in table if line.model == model])
         labels = labels_of(own)
@@ -276,24 +272,168 @@ def section(experiment: Experiment, table: Sequence[Line], linked: bool = True) 
             [*(getattr(line, label) for label in labels), *(str(line.entries[n]) for n in names)]
             for line in own
         ]
-        parts.append(f"{model}, {sample_size(own)}\n\n{markdown([*labels, *names], rows)}")
-    link = f" [All rows]({TABLES}/{experiment.name}.csv)." if linked else ""
-    parts.append(f"{legend(experiment)}{link}")
+        parts.append(f"{level} {model}, {sample_size(own)}\n\n{markdown([*labels, *names], rows)}")
     return "\n\n".join(parts)
 
 
-def side_by_side(tables: Mapping[str, Sequence[Line]]) -> str:
-    """A table for each experiment on images, of the maps that models of several kinds share."""
-    parts = []
-    for name, found in counterparts(tables).items():
-        columns = [column.name for column in EXPERIMENTS[name].columns]
-        rows = [
-            [kind, line.model, line.method, line.formulation, *map(str, line.entries.values())]
-            for kind, line in found
+def side_by_side(experiment: Experiment, found: Sequence[tuple[str, Line]]) -> str:
+    """A table of the maps that models of several kinds share."""
+    rows = [
+        [kind, line.model, line.method, line.formulation, *map(str, line.entries.values())]
+        for kind, line in found
+    ]
+    names = [column.name for column in experiment.columns]
+    return markdown(["map", "model", "method", "formulation", *names], rows)
+
+
+def picture(experiment: Experiment, table: Sequence[Line]) -> Figure:
+    """The best rows of each model as dots with bars, a panel for each of the first columns."""
+    columns = experiment.columns[:_PANELS]
+    groups = {
+        model: {
+            results_answers.label(line): [_interval(line, column.name) for column in columns]
+            for line in excerpt(experiment, [line for line in table if line.model == model])
+        }
+        for model in sorted({line.model for line in table})
+    }
+    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
+    figure: Figure = plot_intervals(groups, heads)[0]
+    return figure
+
+
+def _interval(line: Line, column: str) -> tuple[float, float, float]:
+    entry = line.entries[column]
+    return entry.low, entry.value, entry.high
+
+
+# --- orderings ------------------------------------------------------------------------------------
+
+
+def orderings_pages(found: Sequence[Judged]) -> dict[str, str]:
+    """What became of the papers' orderings, and of questions beside them."""
+    published = [each for each in found if each.source]
+    asked = [each for each in found if not each.source]
+    pages = {
+        ORDERINGS: _ORDERINGS.format(
+            picture=f"{PICTURES}/orderings.png",
+            counts=counts(published),
+            links=links(published, ORDERINGS),
+            missing=unmeasured(published),
+            asked=summary(asked),
+            made=_MADE.format(what="--all"),
+        ),
+        f"{ORDERINGS}-asked": _ONE_BY_ONE.format(
+            title="Questions that no paper asked, one by one",
+            table=ORDERINGS,
+            parts=one_by_one(asked),
+        ),
+    }
+    return pages | by_paper(published, ORDERINGS, "")
+
+
+def by_paper(published: Sequence[Judged], stem: str, more: str) -> dict[str, str]:
+    """A page for each paper, with a table for each of its own."""
+    pages = {}
+    for short, paper in PAPERS.items():
+        own = [each for each in published if each.source.startswith(paper)]
+        parts = [
+            f"## {source}\n\n{one_by_one([each for each in own if each.source == source])}"
+            for source in dict.fromkeys(each.source for each in own)
         ]
-        head = ["map", "model", "method", "formulation", *columns]
-        parts.append(f"### {EXPERIMENTS[name].title}\n\n{markdown(head, rows)}")
-    return "\n\n".join(parts) or "Not measured here."
+        if parts:
+            pages[f"{stem}-{short}"] = _ONE_BY_ONE.format(
+                title=f"{paper}'s orderings{more}", table=stem, parts="\n\n".join(parts)
+            )
+    return pages
+
+
+def again_pages(tables: Mapping[str, Sequence[Line]], found: Sequence[Judged]) -> dict[str, str]:
+    """What came out of several trainings."""
+    published = [each for each in found if each.source]
+    pages = {
+        f"{AGAIN}{name}": _ONE_AGAIN.format(
+            title=EXPERIMENTS[name].title,
+            picture=f"{PICTURES}/{AGAIN}{name}.png",
+            tables=by_model(EXPERIMENTS[name], table, "##"),
+            legend=legend(EXPERIMENTS[name]),
+        )
+        for name, table in tables.items()
+    }
+    text = _AGAIN.format(
+        tables="\n".join(f"- [{EXPERIMENTS[name].title}]({AGAIN}{name}.md)" for name in tables),
+        counts=counts(published),
+        links=links(published, f"{AGAIN}{ORDERINGS}"),
+    )
+    return {"again": text, **pages} | by_paper(published, f"{AGAIN}{ORDERINGS}", ", trained again")
+
+
+def tally(found: Iterable[Judged]) -> dict[str, Counter[str]]:
+    """The verdicts on each table's orderings."""
+    by_table: dict[str, Counter[str]] = {}
+    for each in found:
+        if each.source:
+            by_table.setdefault(each.source, Counter())[each.verdict] += 1
+    return by_table
+
+
+def counts(found: Sequence[Judged]) -> str:
+    """How many orderings of each table are confirmed, refuted and open."""
+    rows = [
+        [source, *(str(verdicts[each.value]) for each in SHOWN)]
+        for source, verdicts in tally(found).items()
+    ]
+    return markdown(["of", *(each.value for each in SHOWN)], rows)
+
+
+def links(found: Sequence[Judged], stem: str) -> str:
+    """To the pages of the papers."""
+    there = {
+        short: paper
+        for short, paper in PAPERS.items()
+        if any(each.source.startswith(paper) for each in found)
+    }
+    return ", ".join(f"[{paper}]({stem}-{short}.md)" for short, paper in there.items())
+
+
+def unmeasured(found: Sequence[Judged]) -> str:
+    """Which orderings of which tables are not measured here."""
+    known = {(x.experiment, x.source, x.better, x.worse, x.column) for x in found}
+    missing = Counter(
+        f"{x.source} ({x.experiment})"
+        for x in PUBLISHED
+        if (x.experiment, x.source, str(x.better), str(x.worse), x.column) not in known
+    )
+    if not missing:
+        return "All that is listed for the experiments of this package was measured."
+    listed = ", ".join(f"{count} of {table}" for table, count in missing.items())
+    return f"Not measured here: {listed}."
+
+
+def summary(asked: Sequence[Judged]) -> str:
+    """In how many of the models each question has which answer."""
+    by_question: dict[tuple[str, str], Counter[str]] = {}
+    for each in asked:
+        by_question.setdefault((each.better, each.worse), Counter())[each.verdict] += 1
+    rows = [
+        [*question, *(str(verdicts[each.value]) for each in SHOWN)]
+        for question, verdicts in by_question.items()
+    ]
+    return markdown(["this", "against this", *(ANSWERS[each] for each in SHOWN)], rows)
+
+
+def one_by_one(found: Sequence[Judged]) -> str:
+    """A row for each verdict."""
+    head = ["model", "this", "against this", "by", "published", "gain here", "verdict"]
+    said = {each.value: answer for each, answer in ANSWERS.items()}
+    rows = [
+        [x.model, x.better, x.worse, x.column, x.published or "-", str(x.entry), x.verdict]
+        if x.source
+        else [x.model, x.better, x.worse, x.column, str(x.entry), said[x.verdict]]
+        for x in found
+    ]
+    if found and not found[0].source:
+        head = ["model", "this", "against this", "by", "gain", "this is"]
+    return markdown(head, rows)
 
 
 if __name__ == "__main__":

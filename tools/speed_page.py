@@ -18,7 +18,11 @@ from benchmarks.plot import draw
 from benchmarks.report import markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, PICTURE = "speed.md", "images/speed.png"
+PAGE, OWN, PICTURE = "speed.md", "speed", "images/speed.png"
+#: The pages of parts, and the kinds that are on the first.
+FIRST = "recurrences"
+PARTS = {FIRST: "Recurrences alone", "matrices": "Matrix states and attention alone"}
+IN_MODELS = ("Mamba", "Vim-S", "Mamba-2", "RG-LRU", "RWKV-4")
 #: What a user calls, and the length at which the first table compares it.
 CALLS = ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow", "LatimLogit, projection")
 OF_DEEP = ("rollout row, unified", *CALLS)
@@ -28,6 +32,8 @@ Row = Mapping[str, Any]
 
 _TEXT = """\
 # Speed
+
+![Time, memory and error of each quantity against length]({picture})
 
 What explanations cost, beside one forward and backward pass of the same model (`f+b`, with respect
 to its embeddings or pixels) and beside the least arithmetic or traffic that the quantity can be
@@ -72,19 +78,13 @@ the greater length on 2026-11-22, and the second a quarter less.
 
 ## Parts
 
-Rows and matrices are those of the operators alone, given the model's run: a rollout row is that of
-all {layers} layers, a matrix one layer's; `scan` is the recurrence alone, `unified` with gate,
-convolution, activation and skip. `textbook` and `exponentials` are the obvious ways to the same
-matrix: the loop over triples of tokens of published code, and products of decays for all pairs at
-once.
-What takes microseconds is far from its bound, which counts arithmetic and not calls.
+What operators take alone, given the model's run: {parts}. On a GPU nothing of this was measured.
 
-{parts}
+```{{toctree}}
+:hidden:
 
-![Time, memory and error of each quantity against length]({picture})
-
-RetNet, GLA, RWKV-6 and DeltaNet have operators with random coefficients here, since no package has
-a model of theirs that runs on a CPU. On a GPU nothing of this was measured.
+{tree}
+```
 
 {on_a_gpu}
 
@@ -127,6 +127,21 @@ time; the counts are extended from those of small models, of which they are poly
 
 Each operation of torch counts all it reads and writes, while a fused kernel keeps its states to
 itself: this is where the difference to `f+b` comes from."""
+_PARTS = """\
+# {title}
+
+Rows and matrices are those of the operators alone, given the model's run: a rollout row is that of
+all {layers} layers, a matrix one layer's; `scan` is the recurrence alone, `unified` with gate,
+convolution, activation and skip. `textbook` and `exponentials` are the obvious ways to the same
+matrix: the loop over triples of tokens of published code, and products of decays for all pairs at
+once. What takes microseconds is far from its bound, which counts arithmetic and not calls.
+[Where and when](../speed.md) it was measured.
+
+{parts}
+
+RetNet, GLA, RWKV-6 and DeltaNet have operators with random coefficients here, since no package has
+a model of theirs that runs on a CPU.
+"""
 
 
 def main(results: Path, docs: Path = DOCS) -> None:
@@ -137,6 +152,10 @@ def main(results: Path, docs: Path = DOCS) -> None:
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     draw(speed["rows"], docs / PICTURE, dpi=55)
     (docs / PAGE).write_text(page(speed, deep, long), encoding="utf-8")
+    (docs / OWN).mkdir(exist_ok=True)
+    for name, title in PARTS.items():
+        own = own_page(title, name == FIRST, speed)
+        (docs / OWN / f"{name}.md").write_text(own, encoding="utf-8")
 
 
 def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, Any]) -> str:
@@ -154,10 +173,10 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         deep_layers=deep["facts"]["layers"],
         deep=markdown(calls(deep["rows"], "of f+b", OF_DEEP)),
         long=markdown(long["rows"]),
-        parts="\n\n".join(
-            f"### {family}\n\n{markdown(parts(rows, family))}"
-            for family in dict.fromkeys(row["family"] for row in rows)
+        parts=" and ".join(
+            f"[{title[0].lower()}{title[1:]}]({OWN}/{name}.md)" for name, title in PARTS.items()
         ),
+        tree="\n".join(f"{OWN}/{name}" for name in PARTS),
         picture=PICTURE,
         on_a_gpu=on_a_gpu(json.loads(budgets.FILE.read_text(encoding="utf-8"))),
     )
@@ -203,6 +222,25 @@ def on_a_gpu(table: Mapping[str, Any]) -> str:
         peak=gpu.peak / 1e12,
         launch=1e6 * gpu.launch,
         times=markdown(times),
+    )
+
+
+def own_page(title: str, first: bool, speed: Mapping[str, Any]) -> str:
+    """The page of what the operators of some kinds take alone.
+
+    Args:
+        title: its title.
+        first: whether it is that of :data:`IN_MODELS`, or of all others.
+        speed: the records of the benchmarks.
+    """
+    rows = speed["rows"]
+    families = [
+        f for f in dict.fromkeys(row["family"] for row in rows) if (f in IN_MODELS) == first
+    ]
+    return _PARTS.format(
+        title=title,
+        layers=speed["facts"]["layers"],
+        parts="\n\n".join(f"## {family}\n\n{markdown(parts(rows, family))}" for family in families),
     )
 
 

@@ -99,7 +99,7 @@ def compare(
     check_batch(tensor, additional)
     checks.flags(per_token=per_token)
     made = {
-        name: _made(method, forward_func, model, layers) for name, method in _named(methods).items()
+        name: _made(method, forward_func, model, layers) for name, method in named(methods).items()
     }
     chosen = _chosen(options, made)
     for name, method in made.items():
@@ -125,7 +125,7 @@ def compare(
     return {name: torch.cat(found) for name, found in parts.items()}
 
 
-def _named(
+def named(
     methods: Sequence[Method] | Mapping[str, Method],
 ) -> dict[str, Attribution | type[Attribution]]:
     """The methods by names of which no two are the same."""

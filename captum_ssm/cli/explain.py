@@ -244,6 +244,7 @@ def run(options: argparse.Namespace) -> None:
         matrices=maps if is_page else False,
         shown_layers=options.layers,
         accounts=options.out.suffix.lower() == ".json",
+        answers=is_page,
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     _tell(found)

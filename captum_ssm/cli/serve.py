@@ -61,7 +61,7 @@ def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
     classes = class_names(loaded[0], names)
     made: Texts | Images
     if options.texts:
-        made = Texts(options.texts, loaded, classes)
+        made = Texts(options.texts, loaded, classes, options.models)
     else:
         made = Images(options.images, loaded, classes)
     return AttributionVisualizer(

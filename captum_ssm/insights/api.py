@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..edges import Edges
 from ..errors import OptionError
+from .calculation import VisualizationOutput
 from .dataset import Example
 from .filters import FilterConfig
 
@@ -58,6 +59,34 @@ class Api:
         with self._lock:
             return questions[question](request)
 
+    def kept(self, classes: int) -> dict[str, Any]:
+        """Answers to all that a page without a server can ask, by question.
+
+        Args:
+            classes: how many of the likeliest classes of each example are explained.
+        """
+        with self._lock:
+            config = self._config({})
+            shown = config["filter"]
+            found = self._examples({"filter": shown._asdict(), "again": True})
+            relevance = {}
+            for example in found["examples"]:
+                for output in example["models"]:
+                    for score in output.get("predicted", [])[:classes]:
+                        model, method = output["model_index"], output["method_index"]
+                        of = self._shown[example["id"]], model, method
+                        said = (
+                            output
+                            if score.index == output["active_index"]
+                            else self._explained(*of, score.index, filtered=False)
+                        )
+                        place = f"{example['id']},{model},{method},{score.index}"
+                        relevance[place] = said
+            layers: list[list[str]] = [[] for _ in config["models"]]  # cutting needs a server
+            answers = {"config": config | {"layers": layers, "filter": shown._asdict()}}
+            kept: dict[str, Any] = plain(answers | {"examples": found, "relevance": relevance})
+            return kept
+
     def _config(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
         return {
@@ -79,13 +108,29 @@ class Api:
             examples.append({"id": identity, "number": example.number, "models": outputs})
         while len(self._shown) > _REMEMBERED:
             self._shown.popitem(last=False)
-        return {"examples": examples, "searched": found.searched, "ended": found.ended}
+        return {
+            "examples": examples,
+            "searched": found.searched,
+            "ended": found.ended,
+            "labelled": found.labelled,
+        }
 
     def _relevance(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
         visualizer.config = _filter(request)
         example, model, target = self._asked(request)
-        return self._told(model, lambda: visualizer.explain(example, model, target)) or {}
+        method = request.get("method", 0)
+        count = len(visualizer.config.methods)
+        if type(method) is not int or not 0 <= method < count:
+            raise OptionError(f"method={method!r} is none of the {count} methods.")
+        return self._explained(example, model, method, target, filtered=False) or {}
+
+    def _explained(
+        self, example: Example, model: int, method: int, target: int | None, *, filtered: bool
+    ) -> dict[str, Any] | None:
+        explain = self._visualizer.explain
+        found = self._told(model, lambda: _sent(explain(example, model, target, filtered, method)))
+        return None if found is None else found | {"method_index": method}
 
     def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
@@ -109,8 +154,9 @@ class Api:
             raise OptionError(f"target={target!r} is no class.")
         return self._shown[identity], model, target
 
-    def _view(self, example: Example, model: int) -> dict[str, Any] | None:
-        return self._told(model, lambda: self._visualizer.view(example, model))
+    def _view(self, example: Example, index: int) -> dict[str, Any] | None:
+        model, method = divmod(index, len(self._visualizer.config.methods))
+        return self._explained(example, model, method, None, filtered=True)
 
     def _told(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
         """An explanation; an error of one model leaves the others to be shown."""
@@ -143,6 +189,17 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         return [plain(inner) for inner in value]
     return str(value)
+
+
+def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
+    """An explanation as the page reads it: the relevance of an image as rasters alone."""
+    if output is None:
+        return None
+    features = [
+        feature._replace(modified=None) if rasters and feature.type == "image" else feature
+        for feature, rasters in zip(output.feature_outputs, output.rasters, strict=True)
+    ]
+    return output._replace(feature_outputs=features)
 
 
 def _position(given: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,18 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.call.inputs import as_tuple, call_model
-from ..attr.call.targets import logits_of
+from ..attr.call.layout import PatchGrid, patch_sums, spread_over_image
+from ..attr.call.targets import CONTRASTS, logits_of
 from ..attr.engine.method import SSMAttribution
 from ..edges import EdgeEffects, Edges
 from ..errors import CaptumSSMError, InputError, OptionError
 from ..explain.knockout import Cut, cut_edges
 from ..tracing import find_mixers, find_model
-from ..viz.html.parts import decomposition, roles_of, tells_roles
+from ..viz.html.parts import decomposition, roles_of, tells_pixels, tells_roles
+from ..viz.html.pictures import Raster, raster
 from .applicability import obstacle
 from .dataset import Example
 from .features import BaseFeature, FeatureOutput
 from .filters import FilterConfig, OutputScore
-from .methods import ATTRIBUTION_NAMES_TO_METHODS, DEFAULTS_FROM_INPUTS, parameters_of
+from .methods import (
+    ATTRIBUTION_NAMES_TO_METHODS,
+    DEFAULTS_FROM_INPUTS,
+    parameters_of,
+    titled,
+)
 
 #: So many classes are named of a prediction.
 _NAMED = 4
@@ -38,10 +46,13 @@ class Prediction(NamedTuple):
     Attributes:
         scores: its likeliest classes, likeliest first; empty where the output names no class.
         output: what the model returned, (1, ...).
+        grid: height and width of the grid of patches that it cut an image into. Default: None,
+            there is none.
     """
 
     scores: list[OutputScore]
     output: Tensor
+    grid: tuple[int, int] | None = None
 
     def target(self, index: int) -> Any:
         """Captum's target of a class: of a sequence's output, that of its last position."""
@@ -61,6 +72,11 @@ class VisualizationOutput(NamedTuple):
         model_index: which of the models.
         roles: of a text, the relevance of each word by what it did, from -100 to 100, where the
             method's rule tells it; 100 is the largest of all roles. Default: empty.
+        rasters: of each feature that is an image, its relevance as ``"patches"``, where the model
+            has some, and as ``"pixels"``, where the method tells them apart; nothing of others.
+            Default: empty.
+        method: the method, with the arguments that are set. Default: ``""``.
+        method_index: which of the methods that are shown. Default: 0.
     """
 
     feature_outputs: list[FeatureOutput]
@@ -69,6 +85,9 @@ class VisualizationOutput(NamedTuple):
     active_index: int | None
     model_index: int
     roles: Mapping[str, list[float]] = MappingProxyType({})
+    rasters: Sequence[Mapping[str, Raster]] = ()
+    method: str = ""
+    method_index: int = 0
 
 
 class AttributionCalculation:
@@ -117,11 +136,13 @@ class AttributionCalculation:
 
     def predict(self, model: Any, inputs: tuple[Tensor, ...], additional: Any) -> Prediction:
         """What a model says of transformed inputs."""
-        with torch.no_grad():
+        patches = _patches_of(model, inputs)
+        with torch.no_grad(), nullcontext() if patches is None else patches.watch():
             output = _output(model, inputs, additional)
             last = output[:, -1] if output.dim() == 3 else output
             scores = last if self.score_func is None else self.score_func(last)
-        return Prediction(self._named(scores.detach().cpu().double().flatten()), output)
+        named = self._named(scores.detach().cpu().double().flatten())
+        return Prediction(named, output, None if patches is None else patches.grid)
 
     def _named(self, scores: Tensor) -> list[OutputScore]:
         if len(scores) == 1:
@@ -164,6 +185,9 @@ class AttributionCalculation:
     ) -> tuple[Tensor, ...]:
         """What a method says of transformed inputs, one tensor for each.
 
+        It is of the input's shape; by a method that tells no pixels of an image apart it is of the
+        patches, (1, h, w).
+
         Args:
             model: one of the models.
             inputs: what it is given.
@@ -176,13 +200,22 @@ class AttributionCalculation:
             raise OptionError(f"{name} does not fit this model: {reason}.")
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         explained = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
+        options = self._options(name, inputs, arguments, target)
+        if inputs[0].dim() == 4 and not tells_pixels(kind):
+            options = {"per_token": True} | options
         found = kind(explained).attribute(
             inputs,
             target=target if self.use_label_for_attr else None,
             additional_forward_args=additional or None,
-            **self._options(name, inputs, arguments),
+            **options,
         )
-        return tuple(tensor.detach() for tensor in as_tuple(found))
+        relevance = tuple(tensor.detach() for tensor in as_tuple(found))
+        if inputs[0].dim() == 4 and relevance[0].dim() == 2:
+            raise InputError(
+                f"{name} tells the relevance of {relevance[0].shape[1]} tokens, which are no grid "
+                "of patches of the image. Use a method that tells pixels apart, such as LATIM Flow."
+            )
+        return relevance
 
     def roles(
         self,
@@ -198,7 +231,8 @@ class AttributionCalculation:
         Args:
             model, inputs, additional, target, name, arguments: as in :meth:`relevance`.
         """
-        kind, chosen = ATTRIBUTION_NAMES_TO_METHODS[name], self._options(name, inputs, arguments)
+        kind = ATTRIBUTION_NAMES_TO_METHODS[name]
+        chosen = self._options(name, inputs, arguments, target)
         if not self._is_one_text:
             return {}
         if not tells_roles(kind, chosen, inputs[0]):
@@ -245,7 +279,7 @@ class AttributionCalculation:
         return cut_edges(method, inputs[0], asked, edges, label, additional=additional)
 
     def _options(
-        self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any]
+        self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any
     ) -> dict[str, Any]:
         """A method's options, with what the features and the inputs say of them."""
         accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
@@ -258,7 +292,19 @@ class AttributionCalculation:
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         if "baselines" in accepted and not issubclass(kind, SSMAttribution):  # ours have their own
             chosen["baselines"] = self.baselines(inputs)
+        contrast = chosen.get("contrast")
+        if isinstance(contrast, str) and contrast not in CONTRASTS:
+            chosen["contrast"] = self._class_like(contrast, target)
         return chosen
+
+    def _class_like(self, label: str, target: Any) -> Any:
+        """A class by its name, as a target of the form of another."""
+        if label not in self.classes:
+            raise OptionError(
+                f"contrast={label!r} is no class, and none of {', '.join(CONTRASTS)}. Use one."
+            )
+        index = list(self.classes).index(label)
+        return (*target[:-1], index) if isinstance(target, tuple) else index
 
 
 class Logits(nn.Module):
@@ -285,6 +331,7 @@ def explanation(
     model_index: int,
     target: int | None = None,
     filtered: bool = False,
+    method_index: int = 0,
 ) -> VisualizationOutput | None:
     """What a model and a method make of an example.
 
@@ -295,8 +342,10 @@ def explanation(
         model_index: which of the models.
         target: the class to explain. Default: None, the one that this model predicts.
         filtered: return None if the example does not pass the filter. Default: False.
+        method_index: which of the methods. Default: 0, the first.
     """
     model = calculation.models[model_index]
+    name, arguments = config.methods[method_index]
     inputs = calculation.transformed(example)
     prediction = calculation.predict(model, inputs, example.additional)
     actual = None if example.label is None else calculation.score(_CERTAIN, example.label)
@@ -309,19 +358,70 @@ def explanation(
         inputs,
         example.additional,
         None if target is None else prediction.target(target),
-        config.attribution_method,
-        config.attribution_arguments,
+        name,
+        arguments,
     )
     relevance = calculation.relevance(*asked)
     shares = shares_of(relevance)
+    rasters = [rasters_of(found, prediction.grid) for found in relevance]
     outputs = [
-        feature.visualize(found, data, share)
-        for feature, found, data, share in zip(
-            calculation.features, relevance, example.inputs, shares, strict=True
+        feature.visualize(_as_given(found, given), data, share)
+        for feature, found, given, data, share in zip(
+            calculation.features, relevance, inputs, example.inputs, shares, strict=True
         )
     ]
     roles = calculation.roles(*asked)
-    return VisualizationOutput(outputs, actual, prediction.scores, target, model_index, roles)
+    return VisualizationOutput(
+        outputs,
+        actual,
+        prediction.scores,
+        target,
+        model_index,
+        roles,
+        rasters,
+        titled(name, arguments),
+        method_index,
+    )
+
+
+def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
+    """Relevance of an image by its patches, and by its pixels where it tells them apart.
+
+    Args:
+        found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no
+            rasters.
+        grid: height and width of the grid of patches; None where there is none.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights.calculation import rasters_of
+        >>> {name: made[:3] for name, made in rasters_of(torch.ones(1, 3, 8, 8), (2, 4)).items()}
+        {'patches': (2, 4, 24.0), 'pixels': (8, 8, 3.0)}
+    """
+    if found.dim() == 3 and grid is not None:
+        return {"patches": raster(found[0], extremes=True)}
+    if found.dim() != 4:
+        return {}
+    patches = {} if grid is None else {"patches": raster(patch_sums(found, grid)[0], extremes=True)}
+    return patches | {"pixels": raster(found[0].sum(0), extremes=False)}
+
+
+def _as_given(found: Tensor, given: Tensor) -> Tensor:
+    """Relevance in the shape of the input; that of patches is spread over their pixels."""
+    of_patches = given.dim() == 4 and found.dim() == 3
+    return spread_over_image(found, given) if of_patches else found
+
+
+def _patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:
+    """What finds the patches that a model cuts an image into; None where it knows no tokens."""
+    if len(inputs) != 1 or inputs[0].dim() != 4:
+        return None
+    try:
+        module = find_model(model)
+        find_mixers(module)
+    except CaptumSSMError:  # a model of another kind
+        return None
+    return PatchGrid(module)
 
 
 def shares_of(relevance: Sequence[Tensor]) -> list[float]:

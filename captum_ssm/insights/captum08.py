@@ -18,6 +18,7 @@ from .config import (
     BaselinesConfig,
     BoolConfig,
     Config,
+    ContrastConfig,
     NumberConfig,
     StrConfig,
     StrEnumConfig,
@@ -142,7 +143,7 @@ def _reader(name: str, kind: Config) -> Callable[[Any], Any]:
         if isinstance(kind, NumberConfig) and isinstance(value, str):
             value = float(value)
         if (
-            isinstance(kind, StrEnumConfig | BaselinesConfig)
+            isinstance(kind, StrEnumConfig | BaselinesConfig | ContrastConfig)
             and value == _NOTHING
             and None in kind.limit
         ):

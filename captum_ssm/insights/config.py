@@ -1,8 +1,8 @@
 """What arguments of a method may be: each kind has a default, says what it is, and reads a value.
 
 The names are those of ``captum.insights.attr_vis.config``, so that a script that adds a method of
-its own to the tables still can; :class:`BaselinesConfig`, :class:`BoolConfig` and
-:class:`TupleConfig` are new.
+its own to the tables still can; :class:`BaselinesConfig`, :class:`BoolConfig`,
+:class:`ContrastConfig` and :class:`TupleConfig` are new.
 """
 
 from __future__ import annotations
@@ -79,6 +79,24 @@ class BaselinesConfig(NamedTuple):
         return 0.0 if isinstance(value, str) and value == "0" else value
 
 
+class ContrastConfig(NamedTuple):
+    """What a class is held against: a word that contrasts have, or another class by its name.
+
+    Attributes:
+        value: the default. Default: None, nothing.
+        limit: the words, and None. A class that is called like one of them cannot be named.
+            Default: None alone.
+    """
+
+    value: str | None = None
+    limit: Sequence[str | None] = (None,)
+    type: str = "contrast"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """The word or the name; an empty text is None. Which class a name is, the classes say."""
+        return None if isinstance(value, str) and value == "" else value
+
+
 class StrConfig(NamedTuple):
     """Any text.
 
@@ -137,7 +155,15 @@ class TupleConfig(NamedTuple):
         return tuple(value)
 
 
-Config = NumberConfig | StrEnumConfig | BaselinesConfig | StrConfig | BoolConfig | TupleConfig
+Config = (
+    NumberConfig
+    | StrEnumConfig
+    | BaselinesConfig
+    | ContrastConfig
+    | StrConfig
+    | BoolConfig
+    | TupleConfig
+)
 
 
 class ConfigParameters(NamedTuple):

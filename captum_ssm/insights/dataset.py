@@ -197,20 +197,22 @@ class Found(Generic[Seen]):
     """The examples that passed the filter.
 
     Attributes:
-        examples: each with what the models that it passed for made of it.
+        examples: each with what the views that it passed for show of it.
         searched: how many examples were run.
         ended: whether the end of the dataset was met.
+        labelled: how many of those that were run have a label.
     """
 
     examples: list[tuple[Example, list[Seen]]]
     searched: int
     ended: bool
+    labelled: int
 
 
 def search(
     stream: Stream,
     count: int,
-    models: int,
+    views: int,
     view: Callable[[Example, int], Seen | None],
     again: bool = False,
 ) -> Found[Seen]:
@@ -219,17 +221,18 @@ def search(
     Args:
         stream: the examples.
         count: how many are enough.
-        models: how many models there are.
-        view: what the model of an index makes of an example; None if it does not pass.
+        views: how many views of an example there are: models, each by each method.
+        view: what the view of an index shows of an example; None if it does not pass.
         again: begin where the last search began. Default: False, where it ended.
     """
     found: list[tuple[Example, list[Seen]]] = []
-    searched = 0
+    searched = labelled = 0
     for example in stream.page(again):
         searched += 1
-        seen = [view(example, index) for index in range(models)]
+        labelled += example.label is not None
+        seen = [view(example, index) for index in range(views)]
         if passed := [one for one in seen if one is not None]:
             found.append((example, passed))
         if len(found) == count or searched == MOST_SEARCHED:
             break
-    return Found(found, searched, stream.ended)
+    return Found(found, searched, stream.ended, labelled)

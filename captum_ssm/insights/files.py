@@ -16,6 +16,7 @@ from ..explain.loading import Loaded
 from ..models.image_files import SUFFIXES
 from .dataset import Batch
 from .features import ImageFeature, TextFeature
+from .vocabularies import check_tokenizers
 
 
 def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
@@ -46,9 +47,22 @@ class Texts:
         path: the file or the folder.
         loaded: the models, which must read a text as the same tokens.
         classes: the names of the classes.
+        names: what the models are called. Default: None, their numbers.
+
+    Raises:
+        OptionError: when the models have different vocabularies.
+        DataError: when there is no text.
     """
 
-    def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        loaded: Sequence[Loaded],
+        classes: Sequence[str],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        named = [f"model {number}" for number in range(1, len(loaded) + 1)]
+        check_tokenizers(names or named, [each.tokenizer for each in loaded])
         self._codecs = [Codec(each.tokenizer) for each in loaded]
         self._device = _device(loaded)
         if path.is_file():

@@ -14,6 +14,8 @@ from .methods import ATTRIBUTION_NAMES_TO_METHODS
 PREDICTIONS = ("all", "correct", "incorrect")
 #: More examples than this are not explained at a time.
 MOST_EXAMPLES = 100
+#: More methods than this are not shown beside the first.
+MOST_BESIDE = 3
 
 
 class OutputScore(NamedTuple):
@@ -40,6 +42,8 @@ class FilterConfig(NamedTuple):
             neither of the latter. Default: ``"all"``.
         classes: names of the classes one of which must be the predicted one. Default: [], any.
         num_examples: how many examples at a time. Default: 4.
+        beside: further methods, each its name and its arguments, shown beside the first.
+            Default: (), none.
 
     Raises:
         OptionError: when it is given to a visualizer and something in it is not known.
@@ -57,6 +61,13 @@ class FilterConfig(NamedTuple):
     prediction: str = "all"
     classes: Sequence[str] = []
     num_examples: int = 4
+    beside: Sequence[tuple[str, Mapping[str, Any]]] = ()
+
+    @property
+    def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """All methods that are shown, each its name and its arguments."""
+        first = (self.attribution_method, self.attribution_arguments)
+        return [first, *((name, arguments) for name, arguments in self.beside)]
 
     def check(self, classes: Sequence[str]) -> None:
         """Raise for what is not known, naming it.
@@ -64,14 +75,12 @@ class FilterConfig(NamedTuple):
         Args:
             classes: the names of all classes.
         """
-        method = self.attribution_method
-        if not isinstance(method, str) or method not in ATTRIBUTION_NAMES_TO_METHODS:
-            known = ", ".join(ATTRIBUTION_NAMES_TO_METHODS)
-            raise OptionError(f"attribution_method={method!r} is not known. Use one of: {known}.")
+        _check_method("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
                 f"attribution_arguments={self.attribution_arguments!r} must be values by name."
             )
+        self._check_beside()
         if self.prediction not in PREDICTIONS:
             raise OptionError(f"prediction={self.prediction!r}: use one of {PREDICTIONS}.")
         chosen = self.classes
@@ -82,6 +91,22 @@ class FilterConfig(NamedTuple):
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
             raise OptionError(f"num_examples={count!r}: use 1 to {MOST_EXAMPLES}.")
+
+    def _check_beside(self) -> None:
+        beside = self.beside
+        if not isinstance(beside, list | tuple) or len(beside) > MOST_BESIDE:
+            raise OptionError(f"beside={beside!r} must be a list of at most {MOST_BESIDE} methods.")
+        for one in beside:
+            if (
+                not isinstance(one, list | tuple)
+                or len(one) != 2
+                or not isinstance(one[1], Mapping)
+            ):
+                raise OptionError(
+                    f"beside holds {one!r}; each must be a method and its arguments, for example "
+                    "('LATIM Flow', {'rule': 'frozen'})."
+                )
+            _check_method("beside", one[0])
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
         """Whether an example is to be shown.
@@ -98,3 +123,9 @@ class FilterConfig(NamedTuple):
         if best is None or actual is None:
             return False
         return (best.index == actual.index) == (self.prediction == "correct")
+
+
+def _check_method(argument: str, name: Any) -> None:
+    if not isinstance(name, str) or name not in ATTRIBUTION_NAMES_TO_METHODS:
+        known = ", ".join(ATTRIBUTION_NAMES_TO_METHODS)
+        raise OptionError(f"{argument}={name!r} is not known. Use one of: {known}.")

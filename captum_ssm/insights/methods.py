@@ -7,7 +7,8 @@ of its own: its class to :data:`ATTRIBUTION_NAMES_TO_METHODS`, and what may be s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from captum.attr import (
     Attribution,
@@ -22,18 +23,21 @@ from captum.attr import (
 )
 from torch import Tensor
 
-from ..attr.catalogue import METHODS, Option
+from ..attr import LatimFlow
+from ..attr.catalogue import METHODS, Entry, Option
 from .config import (
     BaselinesConfig,
     BoolConfig,
     Config,
     ConfigParameters,
+    ContrastConfig,
     NumberConfig,
     StrEnumConfig,
     TupleConfig,
 )
 
-#: In the order in which they are offered; the first that fits a model is the first it is shown by.
+#: In the order in which they are offered; a page begins with :data:`RECOMMENDED`, or where that
+#: does not fit the model with the first that does.
 SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = [
     IntegratedGradients,
     Saliency,
@@ -79,6 +83,8 @@ def _kind(option: Option) -> Config:
     """The kind of argument that an option of a method of this package is."""
     if option.name == "baselines":
         return BaselinesConfig(option.default)
+    if option.name == "contrast":
+        return ContrastConfig(option.default, option.words)
     if option.words:
         return StrEnumConfig(option.default, option.words)
     if option.limits is not None:
@@ -86,13 +92,25 @@ def _kind(option: Option) -> Config:
     return BoolConfig(option.default) if isinstance(option.default, bool) else TupleConfig()
 
 
+#: What the rules of a method tell, where it has some.
+_RULES = "By rule centred: what mattered. By rule frozen: whose content was moved."
+
+
+def _parameters(entry: Entry) -> ConfigParameters:
+    """What may be set of a method of this package, and what it says."""
+    kinds = {option.name: _kind(option) for option in entry.options}
+    says = entry.says[0].upper() + entry.says[1:] + "."
+    return ConfigParameters(kinds, f"{says} {_RULES}" if "rule" in kinds else says)
+
+
 ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
-    method.get_name(): ConfigParameters(arguments)
-    for method, arguments in (
-        *_OF_CAPTUM.items(),
-        *((m.method, {option.name: _kind(option) for option in m.options}) for m in METHODS),
-    )
+    **{method.get_name(): ConfigParameters(kinds) for method, kinds in _OF_CAPTUM.items()},
+    **{entry.method.get_name(): _parameters(entry) for entry in METHODS},
 }
+
+#: The method that a page begins with where it fits, and its arguments: of those that cost a
+#: gradient it agrees best with interventions.
+RECOMMENDED: tuple[str, dict[str, object]] = (LatimFlow.get_name(), {"rule": "centred"})
 
 #: An occluding window covers an eighth of each side of an image, and moves by half of that.
 _WINDOW = 8
@@ -128,3 +146,20 @@ DEFAULTS_FROM_INPUTS: dict[str, Callable[[tuple[Tensor, ...]], dict[str, object]
 def parameters_of(name: str) -> ConfigParameters:
     """What may be set of a method; nothing where the tables do not say."""
     return ATTRIBUTION_METHOD_CONFIG.get(name, ConfigParameters({}))
+
+
+def titled(name: str, arguments: Mapping[str, Any]) -> str:
+    """A method with those of its arguments that are set.
+
+    Example:
+        >>> from captum_ssm.insights.methods import titled
+        >>> titled("LATIM Flow", {"rule": "centred", "contrast": None, "zero_bias": False})
+        'LATIM Flow, rule centred'
+    """
+    kinds = parameters_of(name).params
+    given = {
+        key: value
+        for key, value in arguments.items()
+        if value is not None and value != "" and not (key in kinds and kinds[key].value == value)
+    }
+    return ", ".join([name, *(f"{key} {value}" for key, value in given.items())])

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from ..errors import CaptumSSMError, OptionError
 from ..viz.html.page import asset
 from .api import Api, encoded
+from .page import SCRIPTS, STYLES, served_page
 
 _LOOPBACK = "127.0.0.1"
 #: A request of the page is a few names and numbers.
@@ -28,21 +29,11 @@ _SILENCE = 30
 #: Seconds that the end of the server may take.
 _PATIENCE = 0.1
 
-_PAGE = "insights.html"
 #: By path, what holds no data, and is handed out without a token.
-_ASSETS = {
-    f"/{name}": name
-    for name in (
-        "common.css",
-        "insights.css",
-        "common.js",
-        "drawing.js",
-        "controls.js",
-        "insights.js",
-    )
-}
+_ASSETS = {f"/{name}": name for name in (*STYLES, *SCRIPTS)}
 #: By the ending of its name, what a file is.
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_KINDS = {"css": "text/css", "js": "text/javascript"}
+_HTML = "text/html; charset=utf-8"
 #: By path, how it is asked and what of.
 _QUESTIONS = {
     "/api/config": ("GET", "config"),
@@ -50,9 +41,12 @@ _QUESTIONS = {
     "/api/relevance": ("POST", "relevance"),
     "/api/cut": ("POST", "cut"),
 }
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "Content-Security-Policy": f"{_POLICY}; "
     "frame-ancestors 'self' http://127.0.0.1:* http://localhost:*",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -150,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send_asset(_ASSETS[address.path])
             self._check_token(address.query)
             if method == "GET" and address.path == "/":
-                return self._send_asset(_PAGE)
+                return self._send(HTTPStatus.OK, _HTML, served_page(_POLICY).encode())
             if _QUESTIONS.get(address.path, ("", ""))[0] != method:
                 raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
             request = _request(content) if method == "POST" else {}

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from captum.log import log_usage
 from torch import Tensor
 
+from .._files import make_folder, write_whole
 from ..edges import Edges
 from ..errors import OptionError
 from ..explain.knockout import Cut
+from ..viz.html.page import framed
 from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
 from .dataset import Example, Found, Seen, Stream, search
 from .features import BaseFeature
 from .filters import FilterConfig
-from .methods import ATTRIBUTION_METHOD_CONFIG, ATTRIBUTION_NAMES_TO_METHODS
+from .methods import ATTRIBUTION_METHOD_CONFIG, ATTRIBUTION_NAMES_TO_METHODS, RECOMMENDED
+from .vocabularies import check_sizes
 
 if TYPE_CHECKING:
     from .server import Server
@@ -42,9 +46,9 @@ class AttributionVisualizer:
     """Shows examples of a dataset, what models predict for them, and why.
 
     The successor of Captum Insights, with its interface.  :meth:`serve` shows a page that only this
-    machine can open, :meth:`render` shows it in a notebook, :meth:`visualize` returns what the page
-    shows.  The server runs beside the script and ends with it, or with :meth:`close`, or with the
-    ``with`` that the visualizer is used in.
+    machine can open, :meth:`render` shows it in a notebook, :meth:`snapshot` makes one file of it,
+    :meth:`visualize` returns what the page shows.  The server runs beside the script and ends with
+    it, or with :meth:`close`, or with the ``with`` that the visualizer is used in.
 
     Args:
         models: a model, or several to be shown side by side.
@@ -57,7 +61,8 @@ class AttributionVisualizer:
             that return one number. Default: True.
 
     Raises:
-        OptionError: when there is no model or no feature.
+        OptionError: when there is no model or no feature, or models read vocabularies of different
+            sizes.
         InputError: when the examples are looked through and do not have one input for each
             feature, or the model has more scores than classes have names.
 
@@ -92,6 +97,7 @@ class AttributionVisualizer:
         if not self.models or not self.features:
             what = "features" if self.models else "models"
             raise OptionError(f"{what} is empty. Name at least one.")
+        check_sizes(self.models)
         self.dataset = dataset
         self.attribution_calculation = AttributionCalculation(
             self.models, self.classes, self.features, score_func, use_label_for_attr
@@ -102,7 +108,7 @@ class AttributionVisualizer:
 
     @property
     def config(self) -> FilterConfig:
-        """What is shown. At first, any example by the first method that fits the first model."""
+        """What is shown. At first, any example by LATIM Flow, or by the first method that fits."""
         if self._config is None:
             self._config = self._first_config()
         return self._config
@@ -137,6 +143,9 @@ class AttributionVisualizer:
                 name: described(parameters)
                 for name, parameters in ATTRIBUTION_METHOD_CONFIG.items()
             },
+            "method_help": {
+                name: parameters.help_info for name, parameters in ATTRIBUTION_METHOD_CONFIG.items()
+            },
             "selected_method": self.config.attribution_method,
         }
 
@@ -156,15 +165,23 @@ class AttributionVisualizer:
         """Goes on through the dataset until as many examples as asked for pass the filter.
 
         Args:
-            view: what the model of an index makes of an example; None if it does not pass.
+            view: what is shown of an example by an index, which counts models, and within them
+                methods; None if it does not pass.
             again: begin where the last search began. Default: False, where it ended.
         """
         with _RUNNING:
-            return search(self._stream, self.config.num_examples, len(self.models), view, again)
+            views = len(self.models) * len(self.config.methods)
+            return search(self._stream, self.config.num_examples, views, view, again)
 
-    def view(self, example: Example, model_index: int) -> VisualizationOutput | None:
-        """What a model and the method make of an example, if it passes the filter."""
-        return self.explain(example, model_index, filtered=True)
+    def view(self, example: Example, index: int) -> VisualizationOutput | None:
+        """What a model and a method make of an example, if it passes the filter.
+
+        Args:
+            example: a batch of one.
+            index: of the model, times the number of methods, plus that of the method.
+        """
+        model, method = divmod(index, len(self.config.methods))
+        return self.explain(example, model, filtered=True, method_index=method)
 
     def explain(
         self,
@@ -172,18 +189,26 @@ class AttributionVisualizer:
         model_index: int,
         target: int | None = None,
         filtered: bool = False,
+        method_index: int = 0,
     ) -> VisualizationOutput | None:
-        """What a model and the method make of an example.
+        """What a model and a method make of an example.
 
         Args:
             example: a batch of one.
             model_index: which of the models.
             target: the class to explain. Default: None, the predicted one.
             filtered: return None if the example does not pass the filter. Default: False.
+            method_index: which of the methods that are shown. Default: 0, the first.
         """
         with _RUNNING:
             return explanation(
-                self.attribution_calculation, self.config, example, model_index, target, filtered
+                self.attribution_calculation,
+                self.config,
+                example,
+                model_index,
+                target,
+                filtered,
+                method_index,
             )
 
     def layers(self) -> list[list[str]]:
@@ -252,9 +277,46 @@ class AttributionVisualizer:
                 self.close()
         return server.port
 
+    def snapshot(self, path: str | Path | None = None, *, classes: int = 2) -> str:
+        """The page with the examples that it shows now, whole: it needs no server and no network.
+
+        It opens from the disk, and in notebooks whose kernel runs elsewhere, where the visualizer
+        shows it as the value of a cell.  Searching on and cutting messages need :meth:`serve`.
+
+        Args:
+            path: a file to write it to; its folder is made if it is missing. Default: None, none.
+            classes: how many of the likeliest classes of each example are explained, to be chosen
+                from. Default: 2.
+
+        Returns:
+            The HTML.
+
+        Raises:
+            OptionError: when classes is no number of at least 1.
+            WriteError: when the file cannot be written.
+        """
+        from .api import Api
+        from .page import kept_page
+
+        if type(classes) is not int or classes < 1:
+            raise OptionError(f"classes={classes!r}: use a whole number of at least 1.")
+        page = kept_page(Api(self).kept(classes))
+        if path is not None:
+            file = Path(path)
+            make_folder(file.parent)
+            write_whole(file, page)
+        return page
+
+    def _repr_html_(self) -> str:
+        """The snapshot, as notebooks show the value of a cell."""
+        return framed(self.snapshot())
+
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:
         """Shows the page in a notebook whose kernel runs on the browser's machine.
+
+        In others, such as those of Colab or a remote Jupyter, let the visualizer itself be the
+        value of the cell: it shows a :meth:`snapshot`.
 
         Args:
             debug: as in :meth:`serve`. Default: True.
@@ -297,7 +359,11 @@ class AttributionVisualizer:
         return self._server
 
     def _first_config(self) -> FilterConfig:
-        for name, reasons in self.obstacles().items():
+        obstacles = self.obstacles()
+        name, arguments = RECOMMENDED
+        if obstacles[name][0] is None:
+            return FilterConfig(name, arguments)
+        for name, reasons in obstacles.items():
             if reasons[0] is None:
                 return FilterConfig(name)
         return FilterConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class NodeLike(Protocol):
     def position(self) -> int | None: ...
 
     @property
+    def activation(self) -> float: ...
+
+    @property
     def influence(self) -> float: ...
 
     @property
@@ -61,24 +64,36 @@ class GraphLike(Protocol):
     def tokens(self) -> Sequence[str]: ...
 
 
-def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) -> tuple[Figure, Any]:
+def plot_graph(
+    graph: GraphLike,
+    *,
+    most: int = 24,
+    by: Literal["influence", "relevance"] = "influence",
+    title: str | None = None,
+) -> tuple[Figure, Any]:
     """Draw a graph's nodes over the words of the text, a row for each layer, and their edges.
 
     A node is as large as its influence, an edge as wide as what it carries of that: purple where it
     adds to what it enters, and brown where it takes off.  Errors are hollow.  Of a text that is too
     long for one row, words far from all nodes are left out.
 
+    Of whole activations the graph is a flow: ``by="relevance"`` makes each edge as wide as the
+    relevance that runs along it, and each node as large as what it adds to the target.  What flows
+    into a node adds up to it.
+
     Args:
         graph: a :class:`captum_ssm.inside.Graph`.
         most: of how many nodes, beside tokens and the target: those of the greatest influence.
             Default: 24.
+        by: what widths and sizes are: ``"influence"``, or ``"relevance"``, for graphs whose nodes
+            are whole activations. Default: ``"influence"``.
         title: a heading. Default: None.
 
     Returns:
         The matplotlib figure and its axis.
 
     Raises:
-        OptionError: for ``most`` below 1.
+        OptionError: for ``most`` below 1, or ``by="relevance"`` where nodes are features.
         InputError: when a number is NaN or infinite.
 
     Example:
@@ -97,6 +112,7 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
     """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise OptionError(f"most={most!r} must be an integer, at least 1.")
+    _check_by(graph, by)
     edges = numbers(graph.edges, "graph")
     chosen = chosen_nodes(graph, most)
     last = len(graph.nodes) - 1
@@ -116,6 +132,9 @@ def plot_graph(graph: GraphLike, *, most: int = 24, title: str | None = None) ->
     influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
     influence[last] = 1.0
     drawn = links_between(edges, chosen, influence)
+    if by == "relevance":
+        influence = _relevance(graph, edges)
+        drawn = _flow_between(edges, chosen)
     largest = max((carried for *_, carried in drawn), default=0.0) or 1.0
     for source, target, weight, carried in sorted(drawn, key=lambda link: link[-1]):
         share = carried / largest
@@ -155,6 +174,32 @@ def chosen_nodes(graph: GraphLike, most: int) -> list[int]:
     ]
     tokens = sorted(tokens, key=lambda i: -graph.nodes[i].influence)[:most]
     return sorted([*tokens, *inner, len(graph.nodes) - 1])
+
+
+def _check_by(graph: GraphLike, by: str) -> None:
+    if by not in ("influence", "relevance"):
+        raise OptionError(f"by={by!r} must be 'influence' or 'relevance'.")
+    kinds = {node.kind for node in graph.nodes} & {"feature", "direction"}
+    if by == "relevance" and kinds:
+        raise OptionError(
+            f"by='relevance' is for graphs of whole activations, and this one has nodes of kind "
+            f"{', '.join(sorted(kinds))}, whose parts are of their own size. Use by='influence', "
+            "or make the graph with layers alone, nodes=[...]."
+        )
+
+
+def _relevance(graph: GraphLike, edges: Tensor) -> Tensor:
+    """How much each node adds to the target, or if it was not followed, to nodes that were (n,)."""
+    own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
+    whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
+    return torch.where(whole, own, edges.sum(0)).abs()
+
+
+def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
+    """Source, target, the relevance that runs between them, and its size; no thin ones."""
+    found = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
+    least = _LEAST * max((abs(weight) for *_, weight in found), default=0.0)
+    return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]
 
 
 def _column(graph: GraphLike, i: int) -> int:

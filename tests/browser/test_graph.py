@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.chromium import Page
@@ -42,14 +44,14 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
     for number, example in enumerate(read_page(path).facts["examples"]):
         choose(page, number)
         tokens, graph = example["tokens"], example["graph"]
-        assert page.count("#graph circle") == len(graph["nodes"]) > 6
+        assert page.count("#graph .dot") == len(graph["nodes"]) > 6
         assert page.count("#graph line") == len(graph["links"]) > 6
         hollow = sum(node["kind"] == "error" for node in graph["nodes"])
-        assert page.count("#graph circle.hollow") == hollow
+        assert page.count("#graph .hollow") == hollow
         takes = sum(link["weight"] < 0 for link in graph["links"])
         assert page.count("#graph line.takes") == takes
         # nodes of a token stand above each other, those of a row beside each other
-        across, down = (of_all(page, "#graph circle", f"e.c{axis}.baseVal.value") for axis in "xy")
+        across, down = (of_all(page, "#graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
         nodes = graph["nodes"]
         assert len({(node["position"], x) for node, x in zip(nodes, across, strict=True)}) == len(
             {node["position"] for node in nodes}
@@ -62,9 +64,9 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
         for end in "12":
             ends = [of_all(page, "#graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
             assert set(zip(*ends, strict=True)) <= dots
-        (label,) = of_all(page, "#graph svg[role=img]", "e.ariaLabel")
+        (label,) = of_all(page, "#graph svg[role=group]", "e.ariaLabel")
         assert f"on the way to {example['explained']}" in label
-        cells = of_all(page, "#graph tbody td", "e.textContent")
+        cells = of_all(page, "#graph .strongest tbody td", "e.textContent")
         assert len(cells) == 4 * len(graph["path"])
         for place, step in enumerate(graph["path"]):
             what, position, word, adds = cells[4 * place : 4 * place + 4]
@@ -73,6 +75,119 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
             assert [position, word] == [str(node["position"]), tokens[node["position"]]]
             assert float(adds.replace("−", "-")) == pytest.approx(step["adds"], rel=0.01)
     assert page.errors == [] and page.dialogs == []
+
+
+WIDTHS = pytest.mark.parametrize("width", [390, 1280])
+SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of which every activation is followed."""
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("graph") / "report.html"
+    words = [f"w{i}" for i in range(7)]
+    return report(mamba_lm(), token_ids(1, 7), [LatimFlow], tokens=words, graph=99, path=path)
+
+
+@pytest.fixture
+def opened(page: Page, made: Path) -> Iterator[Page]:
+    page.goto(made)
+    yield page
+    assert page.overflow() <= 0
+    assert page.errors == [] and page.requests == [made.as_uri()]
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
+def check_parts(page: Page, made: Path, chosen: int) -> None:
+    """The table holds the parts of a node, the strongest first, and they add up to it."""
+    (example,) = read_page(made).facts["examples"]
+    graph = example["graph"]
+    names = of_all(page, "#graph .parts td:first-child", "e.textContent")
+    values = [number(x) for x in of_all(page, "#graph .parts td:last-child", "e.textContent")]
+    assert names[-2:] == ["Biases", "Together"]
+    assert values[-1] == pytest.approx(graph["nodes"][chosen]["value"], rel=6e-3)
+    size = sum(map(abs, values[:-1]))
+    assert sum(values[:-1]) == pytest.approx(values[-1], abs=6e-3 * size)
+    entering = [link["weight"] for link in graph["links"] if link["target"] == chosen]
+    assert values[0] == pytest.approx(max(entering, key=abs), rel=6e-3)
+
+
+def lit(page: Page) -> int:
+    """How many lines stand out."""
+    return page.count("#graph line:not(.faint, .hidden)")
+
+
+@WIDTHS
+@SCHEMES
+def test_a_click_on_a_dot_isolates_what_it_is_made_of(
+    opened: Page, made: Path, width: int, scheme: str
+) -> None:
+    opened.resize(width)
+    opened.prefer(scheme)
+    (example,) = read_page(made).facts["examples"]
+    nodes, links = example["graph"]["nodes"], example["graph"]["links"]
+    check_parts(opened, made, len(nodes) - 1)
+    chosen = next(i for i, node in enumerate(nodes) if node["row"] == 2)
+    said = f"backbone.layers.1 at token {nodes[chosen]['position']} “w"
+    opened.click(f"#graph .dot[aria-label^='{said}']")
+    assert lit(opened) == sum(link["target"] == chosen for link in links)
+    check_parts(opened, made, chosen)
+    assert opened.count("#graph .dot[aria-pressed='true']") == 1
+    # on to a part, by the table
+    opened.click("#graph .parts button")
+    strongest = max((x for x in links if x["target"] == chosen), key=lambda x: abs(x["weight"]))
+    check_parts(opened, made, strongest["source"])
+    opened.click("#graph .whole")
+    assert opened.evaluate("document.querySelector('#graph .whole').hidden")
+    assert opened.count("#graph .faint") == 0
+
+
+@WIDTHS
+def test_a_graph_by_keyboard(opened: Page, made: Path, width: int) -> None:
+    opened.resize(width)
+    (example,) = read_page(made).facts["examples"]
+    nodes = example["graph"]["nodes"]
+    opened.evaluate("document.querySelector('#smallest').focus()")
+    opened.key("Home")
+    opened.key("Tab")
+    said = "document.activeElement.getAttribute('aria-label')"
+    assert opened.evaluate(said).startswith("what is explained")
+    opened.key("ArrowDown")
+    assert opened.evaluate(said).startswith("backbone.layers.2 at token 6 “w6” adds ")
+    assert opened.text("#tip") == opened.evaluate(said)
+    opened.key("Enter")
+    chosen = next(i for i, n in enumerate(nodes) if n["row"] == 3 and n["position"] == 6)
+    check_parts(opened, made, chosen)
+    opened.key("ArrowDown")
+    opened.key("ArrowLeft")
+    assert opened.evaluate(said).startswith("backbone.layers.1 at token 5")
+    opened.key("Escape")
+    assert opened.count("#graph .faint") == 0
+    assert opened.count('#graph .dot[tabindex="0"]') == 1
+
+
+@SCHEMES
+def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path, scheme: str) -> None:
+    opened.prefer(scheme)
+    (example,) = read_page(made).facts["examples"]
+    sizes = sorted((abs(link["weight"]) for link in example["graph"]["links"]), reverse=True)
+    assert lit(opened) <= 60 < len(sizes)  # to begin with
+    opened.evaluate("document.querySelector('#smallest').focus()")
+    opened.key("Home")
+    assert lit(opened) == len(sizes)
+    opened.key("End")
+    assert lit(opened) == 1
+    assert opened.text("#graph output").startswith(f"{sizes[0]:.3g} (")
+    # the widest last, on top, and as wide as it is relevant
+    widths = of_all(opened, "#graph line", "Number(e.getAttribute('stroke-width'))")
+    shares = (np.array(widths) - widths[0]) / (widths[-1] - widths[0])
+    expected = np.array(sizes[::-1])
+    expected = (expected - expected[0]) / (expected[-1] - expected[0])
+    np.testing.assert_allclose(shares, expected, atol=1e-4)
 
 
 def test_words_of_a_long_text_that_have_no_nodes_are_left_out(page: Page, tmp_path: Path) -> None:

@@ -160,13 +160,13 @@ def test_images_are_drawn_and_relevance_can_be_laid_over_them(opened):
     page = opened(photos(cnn(), [Batch(torch.rand(2, 3, 6, 6), torch.tensor([1, 2]))]))
     page.wait_for("[...document.images].every((image) => image.complete)")
     sizes = page.evaluate("[...document.images].map((i) => [i.naturalWidth, i.naturalHeight])")
-    assert sizes == [[6, 6]] * 6
-    assert page.style(".stack > img + img", "opacity") == "1"
-    page.evaluate("document.querySelector('#overlay').focus()")
+    assert sizes == [[6, 6]] * 4 and page.count(".stack canvas") == 2
+    assert page.style(".stack canvas", "opacity") == "0.85"
+    page.evaluate("document.querySelector('#over-image input').focus()")
     page.key("Home")
-    assert page.style(".stack > img + img", "opacity") == "0"
+    assert page.style(".stack canvas", "opacity") == "0"
     page.key("End")
-    assert page.style(".stack > img + img", "opacity") == "1"
+    assert page.style(".stack canvas", "opacity") == "1"
 
 
 def test_an_empty_dataset(opened):
@@ -222,7 +222,7 @@ def test_methods_and_their_arguments(opened):
     assert all(float(text) >= 0 for text in texts(page, "td.number"))
     page.click("#argument-abs")
     show(page)
-    assert visualizer.config == ("Saliency", {"abs": False}, "all", [], 4)
+    assert visualizer.config == ("Saliency", {"abs": False}, "all", [], 4, [])
     choose(page, "#method", "Integrated Gradients")
     assert page.evaluate("document.querySelector('#argument-n_steps').value") == "3"
     show(page)
@@ -373,8 +373,8 @@ def test_relevant_words_are_coloured(opened):
     page = opened(visualizer)
     (output,) = visualizer.search(visualizer.view).examples[0][1]
     percent = output.feature_outputs[0].modified
-    titles = page.evaluate("[...document.querySelectorAll('.token')].map((w) => w.title)")
-    assert [float(title) for title in titles] == pytest.approx(percent, abs=6e-4)
+    told = page.evaluate("[...document.querySelectorAll('.token')].map((w) => w.dataset.percent)")
+    assert [float(number) for number in told] == pytest.approx(percent, abs=6e-4)
     more, less = (shade(page, f".{sign}.swatch") for sign in ("more", "less"))
     for i, share in enumerate(percent, 1):
         *colour, opacity = shade(page, f".token:nth-child({i})")
@@ -396,13 +396,19 @@ def test_a_right_to_left_text_runs_to_the_left(opened):
 def test_everything_works_by_keys_alone(opened):
     page = opened(table(Always(1), [numbers(1, 0, 2, 3, 4, 0)]))
     seen = []
-    for _ in range(14):
+    for _ in range(15):
         page.key("Tab")
         seen.append(page.focused())
     order = [name for name in seen if "#" in name]
     assert seen[0] == "a.skip"
     wanted = ["button#theme", "select#method", "input#argument-n_steps", "select#argument-method"]
-    wanted += ["select#prediction", "input#class", "button#add-class", "input#count"]
+    wanted += [
+        "button#add-method",
+        "select#prediction",
+        "input#class",
+        "button#add-class",
+        "input#count",
+    ]
     wanted += ["button#show", "button#next"]
     assert [name for name in order if name in wanted] == wanted
     page.evaluate("document.querySelector('#prediction').focus()")

@@ -181,7 +181,8 @@ def test_an_error_of_one_model_leaves_the_other(capsys):
 
     api = Api(table([Failing(), table_model()], [numbers(1)]))
     (example,) = api.answer("examples", {})["examples"]
-    assert example["models"][0] == {"model_index": 0, "error": "out of order"}
+    failed = {"model_index": 0, "method_index": 0, "error": "out of order"}
+    assert example["models"][0] == failed
     assert example["models"][1]["model_index"] == 1 and "error" not in example["models"][1]
     assert capsys.readouterr().err == ""
     api.debug = True

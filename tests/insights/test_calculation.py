@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from captum.attr import FeatureAblation, IntegratedGradients, Saliency
@@ -11,11 +13,19 @@ from helpers.insights_examples import CLASSES, cnn, softmax, table_model
 from torch import nn
 from zoo.small import VOCABULARY, classifier, mamba_lm, token_ids, vision
 
-from captum_ssm import LatimFlow, MambaAttribution
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution
 from captum_ssm.errors import InputError, OptionError
-from captum_ssm.insights import EmptyFeature, ImageFeature, TextFeature
+from captum_ssm.insights import (
+    AttributionVisualizer,
+    Batch,
+    EmptyFeature,
+    FilterConfig,
+    ImageFeature,
+    TextFeature,
+)
 from captum_ssm.insights.calculation import AttributionCalculation, shares_of
 from captum_ssm.insights.dataset import Example
+from captum_ssm.viz.html.pictures import heat
 
 
 def calculation(model, *features, classes=CLASSES, **options):
@@ -142,7 +152,29 @@ def test_our_methods_say_what_they_say_alone(model, inputs, target):
     of = calculation(model)
     for name, method in [("LATIM Flow", LatimFlow), ("Mamba Attribution", MambaAttribution)]:
         (found,) = of.relevance(model, (inputs,), (), target, name, {})
-        torch.testing.assert_close(found, method(model).attribute(inputs, target=target))
+        by_patch = inputs.dim() == 4 and method is MambaAttribution
+        alone = method(model).attribute(inputs, target=target, per_token=by_patch)
+        torch.testing.assert_close(found, alone)
+
+
+def test_an_image_by_its_patches_and_by_its_pixels():
+    model, image = vision("middle", (3, 4)), torch.randn(1, 3, 12, 12)
+    feature = ImageFeature("photo", None, None)
+    visualizer = AttributionVisualizer(model, CLASSES, feature, [Batch(image, None)])
+    for method in [LatimFlow, ImplicitAttentionRollout]:
+        visualizer.config = FilterConfig(method.get_name(), num_examples=1)
+        ((output,),) = visualizer.visualize()
+        target = output.active_index
+        (rasters,) = output.rasters
+        asked = {"target": target} if method is LatimFlow else {}
+        patches = method(model).attribute(image, **asked, per_token=True)[0]
+        pixels = method(model).attribute(image, **asked)
+        steps = np.frombuffer(base64.b64decode(rasters["patches"].steps), "i1").reshape(3, 4)
+        assert rasters["patches"].largest == pytest.approx(float(patches.abs().max()), rel=1e-5)
+        wanted = (patches / patches.abs().max() * 127).numpy()
+        assert np.abs(steps - wanted).max() <= 0.51
+        assert ("pixels" in rasters) == (method is LatimFlow)
+        assert output.feature_outputs[0].modified == heat(pixels)
 
 
 def test_captums_methods_read_the_logits_of_transformers():

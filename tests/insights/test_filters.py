@@ -44,6 +44,7 @@ GOOD = [
     {"attribution_method": "LATIM Flow", "attribution_arguments": {"rule": "half"}},
     {"classes": ("ant",), "num_examples": 1},
     {"num_examples": 100},
+    {"beside": [("LATIM Flow", {"rule": "half"}), ["Saliency", {}]]},
 ]
 
 
@@ -66,6 +67,11 @@ BAD = [
     ({"num_examples": 101}, "num_examples"),
     ({"num_examples": 2.0}, "num_examples"),
     ({"num_examples": True}, "num_examples"),
+    ({"beside": "Saliency"}, "beside='Saliency' must be a list"),
+    ({"beside": ["Saliency"]}, "beside holds 'Saliency'; each must be a method and its arguments"),
+    ({"beside": [("Saliency", 1)]}, r"beside holds \('Saliency', 1\)"),
+    ({"beside": [("Oracle", {})]}, "beside='Oracle' is not known.*Saliency"),
+    ({"beside": [("Saliency", {})] * 4}, "at most 3"),
 ]
 
 
@@ -76,4 +82,4 @@ def test_what_is_not_known_is_named(options, what):
 
 
 def test_defaults_are_those_of_captum_insights():
-    assert FilterConfig() == ("Integrated Gradients", {}, "all", [], 4)
+    assert FilterConfig() == ("Integrated Gradients", {}, "all", [], 4, ())

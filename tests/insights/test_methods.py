@@ -11,7 +11,7 @@ from helpers.sessions import spread
 from zoo.small import classifier, mamba_lm, token_ids
 
 from captum_ssm.attr.engine.method import SSMAttribution
-from captum_ssm.insights.config import NumberConfig, StrEnumConfig
+from captum_ssm.insights.config import ContrastConfig, NumberConfig, StrEnumConfig
 from captum_ssm.insights.methods import (
     ATTRIBUTION_METHOD_CONFIG,
     ATTRIBUTION_NAMES_TO_METHODS,
@@ -49,7 +49,7 @@ CHOICES = [
     (method, argument, word)
     for method in OURS
     for argument, kind in parameters_of(method.get_name()).params.items()
-    if isinstance(kind, StrEnumConfig)
+    if isinstance(kind, StrEnumConfig | ContrastConfig)
     for word in kind.limit
     if word not in (kind.value, "cls")
 ]

@@ -16,6 +16,7 @@ from helpers.sessions import sampled
 
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import Batch
+from captum_ssm.insights.page import served_page
 from captum_ssm.insights.server import _ASSETS
 from captum_ssm.viz.html.page import asset
 
@@ -51,10 +52,10 @@ def test_what_the_page_needs_is_there(visualizer, path):
 
 
 def test_the_page_names_nothing_that_is_not_served():
-    texts = {name: asset(name) for name in ["insights.html", *_ASSETS.values()]}
+    texts = {name: asset(name) for name in _ASSETS.values()} | {"page": served_page("")}
     for name, text in texts.items():
         assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\(", text), name
-    named = re.findall(r'(?:src|href)="([^"#]+)"', texts["insights.html"])
+    named = re.findall(r'(?:src|href)="([^"#]+)"', texts["page"])
     assert [f"/{n}" for n in named if not n.startswith("data:")] == list(_ASSETS)
 
 

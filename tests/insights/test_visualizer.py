@@ -87,17 +87,17 @@ def test_several_inputs_share_the_relevance():
         assert sum(abs(share) for share in shares) == pytest.approx(1)
 
 
-def test_a_language_model_begins_with_a_method_of_ours():
+def test_a_language_model_begins_with_the_method_that_is_recommended():
     model, ids = mamba_lm(), token_ids(2, 6)
     words = [f"w{i}" for i in range(VOCABULARY)]
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
-    assert visualizer.config.attribution_method == "LATIM Flow"
+    assert visualizer.config.methods == [("LATIM Flow", {"rule": "centred"})]
     assert visualizer.get_insights_config()["selected_method"] == "LATIM Flow"
     for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
         target = int(model(example).logits[0, -1].argmax())
-        wanted = LatimFlow(model).attribute(example, target=(-1, target))[0]
-        assert output.active_index == target
+        wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
+        assert output.active_index == target and output.method == "LATIM Flow, rule centred"
         assert output.feature_outputs[0].base == [words[i] for i in example[0]]
         percent = 100 * wanted / wanted.abs().max()
         assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
@@ -200,6 +200,39 @@ def test_a_method_may_fit_one_model_and_not_the_other():
         visualizer.visualize()
 
 
+def test_several_methods_of_each_model_side_by_side():
+    models, batch = [Always(1), Always(3)], numbers(3)
+    visualizer = table(models, [batch])
+    beside = [("Saliency", {"abs": False}), ("Input X Gradient", {})]
+    visualizer.config = FilterConfig("Saliency", beside=beside)
+    ((*shown,),) = visualizer.visualize()
+    assert [(o.model_index, o.method_index) for o in shown] == [
+        (model, method) for model in (0, 1) for method in (0, 1, 2)
+    ]
+    assert [o.method for o in shown[:3]] == ["Saliency", "Saliency, abs False", "Input X Gradient"]
+    for output in shown:
+        gradient = models[output.model_index].linear.weight[output.active_index].detach()
+        value = (gradient.abs(), gradient, gradient * batch.inputs[0])[output.method_index]
+        wanted = (100 * value / value.norm()).tolist()
+        assert output.feature_outputs[0].modified == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_class_is_held_against_another_by_its_name():
+    model, ids = mamba_lm(), token_ids(1, 6)
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
+    visualizer.config = FilterConfig("LATIM Flow", {"contrast": "w4"})
+    ((output,),) = visualizer.visualize()
+    target = (-1, output.active_index)
+    wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, 4))[0]
+    percent = (100 * wanted / wanted.abs().max()).tolist()
+    assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
+    visualizer.config = FilterConfig("LATIM Flow", {"contrast": "none such"})
+    with pytest.raises(OptionError, match="contrast='none such' is no class"):
+        visualizer.search(visualizer.view, again=True)
+
+
 # --- filters and pages ---------------------------------------------------------------------------
 
 
@@ -230,6 +263,12 @@ def test_without_labels_examples_are_shown_and_none_is_right_or_wrong():
     for prediction in ("correct", "incorrect"):
         visualizer.config = FilterConfig(prediction=prediction)
         assert visualizer.visualize() == []
+
+
+def test_how_many_have_labels_is_told():
+    visualizer = table(Always(1), [numbers(0, 1), numbers(None)])
+    found = visualizer.search(visualizer.view)
+    assert (found.searched, found.labelled) == (3, 2)
 
 
 @pytest.mark.parametrize("dataset", [[], iter([])])

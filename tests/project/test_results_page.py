@@ -1,13 +1,14 @@
-"""The page of results says what was recorded."""
+"""The pages of results say what was recorded."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from captum_ssm.bench import Key, Records, lines
+from captum_ssm.bench import EXPERIMENTS, Key, Records, lines
+from captum_ssm.bench.harness.excerpt import excerpt
+from captum_ssm.bench.harness.tables import as_csv
 from captum_ssm.bench.harness.verdicts import Side
 
 pytestmark = pytest.mark.bench
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 MACHINE = {"date": "2020-02-29", "torch": "9.9"}
 #: Rows of the copying table; each with the expected share of right tokens.
 ROWS = {
@@ -33,13 +37,20 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The tool that makes pages; those that it is made of are its neighbours."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    before = set(sys.modules)
+    yield import_module("results_page")
+    for name in set(sys.modules) - before:
+        if name.startswith("results_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def tables(tools: Any) -> Any:
+    return import_module("results_tables")
 
 
 @pytest.fixture
@@ -66,94 +77,144 @@ def numbers(share: float) -> dict[str, float]:
     return {"auc": share, "ap": share, "recall": share, "top1": share, **links}
 
 
-def test_the_page_of_some_results(tool: Any, results: Path, tmp_path: Path) -> None:
-    tool.main(results, tmp_path)
-    page = (tmp_path / tool.PAGE).read_text()
-    assert "Made on 2020-02-29 with torch 9.9." in page
-    # published: l2 beats Mamba-Attention and MambaLRP; here it is below both
-    assert "| LATIM, table 2 | 0 | 6 | 0 |" in page
-    assert re.search(
-        r"Not measured here: 39 of LATIM, table 2 \(copying\), 12 of LATIM, table 3", page
-    )
-    said = (
-        "copying-mamba | LatimNorm l2, silu, best layer | ImplicitAttention, s6, best layer | AP "
-    )
-    found = r"\| 0\.41 against 0\.36 \| -0\.\d+ \[.*\] \| refuted here \|"
-    assert re.search(re.escape(said) + found, page)
-    assert "\n| LatimFlow, frozen | MambaLRP, half | 1 | 0 | 0 |\n" in page
-    asked = "copying-mamba | LatimFlow, frozen | MambaLRP, half | top 1 "
-    assert re.search(re.escape(asked) + r"\| 0\.\d+ \[.*\] \| better \|", page)
-    assert "Trained again" not in page
-    order = re.findall(r"^\| (\w[\w ]*) \| (\w+) \| ([\w ]*) \| \d", page, re.MULTILINE)
+@pytest.mark.full
+def test_the_pages_of_some_results(tools: Any, tables: Any, results: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    tables.main(results, docs)
+    pages = tools.pages(docs)
+    assert set(pages) == {
+        f"results/{name}.md"
+        for name in ("copying", "orderings", "orderings-asked", "orderings-latim")
+    }
+    copying = pages["results/copying.md"]
+    assert "Made on 2020-02-29 with torch 9.9." in copying
+    order = re.findall(r"^\| (\w[\w ]*) \| (\w+) \| ([\w ]*) \| \d", copying, re.MULTILINE)
     assert order == [
         ("LatimFlow", "frozen", ""),
         ("MambaLRP", "half", ""),
         ("ImplicitAttention", "s6", "layer 1"),
         ("LatimNorm l2", "silu", "layer 1"),
     ]
-    with (tmp_path / tool.TABLES / "copying.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(ROWS)
+    # published: l2 beats Mamba-Attention and MambaLRP; here it is below both
+    orderings = pages["results/orderings.md"]
+    assert "| LATIM, table 2 | 0 | 6 | 0 |" in orderings
+    assert "12 of LATIM, table 3 (translation)" in re.sub(r"\s+", " ", orderings)
+    assert "\n| LatimFlow, frozen | MambaLRP, half | 1 | 0 | 0 |\n" in orderings
+    said = (
+        "copying-mamba | LatimNorm l2, silu, best layer | ImplicitAttention, s6, best layer | AP "
+    )
+    found = r"\| 0\.41 against 0\.36 \| -0\.\d+ \[.*\] \| refuted here \|"
+    assert re.search(re.escape(said) + found, pages["results/orderings-latim.md"])
+    asked = "copying-mamba | LatimFlow, frozen | MambaLRP, half | top 1 "
+    one_by_one = pages["results/orderings-asked.md"]
+    assert re.search(re.escape(asked) + r"\| 0\.\d+ \[.*\] \| better \|", one_by_one)
+    for page in pages.values():
+        check_tables(page)
 
 
-def test_other_trainings_have_a_part_of_the_page(tool: Any, results: Path, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_other_trainings_have_a_page(
+    tools: Any, tables: Any, results: Path, tmp_path: Path
+) -> None:
     again = Records(results / "trainings" / "copying")
     for key, rows in Records(results / "copying"):
         for model in (key.model, f"{key.model}@1"):
             again.append(key._replace(model=model), rows)
-    tool.main(results, tmp_path)
-    page = (tmp_path / tool.PAGE).read_text()
-    check_tables(page)
-    part = page[page.index("## Trained again") :]
-    assert "copying-mamba, 60 examples of 2 trainings" in part and "refuted here" in part
-    assert "copying-mamba, 30 examples\n" in page[: page.index("## Trained again")]
+    tables.main(results, tmp_path)
+    pages = tools.pages(tmp_path)
+    check_tables(pages["results/again.md"])
+    assert "copying-mamba, 60 examples of 2 trainings" in pages["results/again-copying.md"]
+    assert "refuted here" in pages["results/again-orderings-latim.md"]
+    assert "copying-mamba, 30 examples\n" in pages["results/copying.md"]
 
 
-def test_no_table_has_a_broken_row(tool: Any, results: Path, tmp_path: Path) -> None:
-    tool.main(results, tmp_path)
-    check_tables((tmp_path / tool.PAGE).read_text())
+@pytest.mark.full
+def test_what_was_not_measured_again_stays(tables: Any, results: Path, tmp_path: Path) -> None:
+    tables.main(results, tmp_path)
+    orderings = tmp_path / "results" / "orderings.csv"
+    other = tables.judged(orderings)[0].__class__(
+        "passkey", "made up", "m", "this", "that", "AP", "", 0.1, 0.05, 0.2, "confirmed"
+    )
+    tables.write_judged(orderings, [*tables.judged(orderings), other])
+    (tmp_path / "results" / "passkey.csv").write_text("as it was")
+    before = tables.judged(orderings)
+    tables.main(results, tmp_path)
+    assert tables.judged(orderings) == before and other in before
+    assert (tmp_path / "results" / "passkey.csv").read_text() == "as it was"
 
 
-def test_the_best_row_of_each_formulation(tool: Any, results: Path) -> None:
-    copying = tool.EXPERIMENTS["copying"]
-    table = lines(copying, Records(results / "copying"))
-    found = tool.excerpt(copying, table)
-    assert [Side(t.method, t.formulation, t.row) for t in found] == [
+def test_a_table_is_read_as_it_was_written(tables: Any, results: Path, tmp_path: Path) -> None:
+    copying = EXPERIMENTS["copying"]
+    path = tmp_path / "copying.csv"
+    path.write_text(as_csv(copying, lines(copying, Records(results / "copying"))))
+    found = tables.read_lines(copying, path)
+    assert as_csv(copying, found) == path.read_text()
+    assert [Side(t.method, t.formulation, t.row) for t in excerpt(copying, found)] == [
         side for side in sorted(ROWS, key=ROWS.__getitem__, reverse=True) if side.row != "layer 0"
     ]
 
 
-def test_the_shipped_page_says_what_its_tables_say(tool: Any) -> None:
-    page = (ROOT / "docs" / tool.PAGE).read_text(encoding="utf-8")
-    check_tables(page)
-    known = {name: list(read(ROOT / "docs" / tool.TABLES / f"{name}.csv")) for name in linked(page)}
-    assert {"copying", "translation", "decomposition-error", "repeated-words"} <= set(known)
-    end = page.find("## Trained again")
-    tables = page[page.index("## Tables") : end if end >= 0 else None]
-    parts = re.split(r"^### ", tables, flags=re.MULTILINE)[1:]
-    assert len(parts) == len(known)
-    for part, (name, table) in zip(parts, known.items(), strict=True):
-        column = tool.EXPERIMENTS[name].columns[0].name
-        entries = {
-            (row["model"], row["method"], row["formulation"], row["row"]): row for row in table
-        }
-        shown = 0
-        for model, body in re.findall(
-            r"^([\w-]+), \d+ examples.*?\n\n(.*?)\n\n", part, re.S | re.M
-        ):
-            head, _, *lines_below = (
-                [c.strip() for c in r.strip("|").split("|")] for r in body.splitlines()
-            )
-            for cells in (dict(zip(head, each, strict=True)) for each in lines_below):
-                labels = (cells.get(label, "") for label in ("method", "formulation", "row"))
-                entry = entries[(model, *labels)]
-                said = float(cells[column].split()[0])
-                assert said == pytest.approx(float(entry[column]), abs=5.1e-4), (name, model, cells)
-                shown += 1
-        assert shown
+# --- the pages that ship --------------------------------------------------------------------------
 
 
-def linked(page: str) -> list[str]:
-    return re.findall(r"\[All rows\]\(results/([\w-]+)\.csv\)", page)
+@pytest.mark.full
+def test_the_shipped_pages_are_made_of_the_shipped_tables(tools: Any) -> None:
+    for name, text in tools.pages().items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, (
+            f"run tools/results_page.py: {name}"
+        )
+        check_tables(text)
+
+
+@pytest.mark.full
+def test_every_page_has_its_picture(tools: Any) -> None:
+    for name, text in tools.pages().items():
+        shown = re.findall(r"!\[[^\]]*\]\((\S+)\)", text)
+        missing = [each for each in shown if not (DOCS / name).parent.joinpath(each).exists()]
+        assert not missing, name
+        assert shown or "orderings-" in name or name == "results/again.md", name
+    drawn = {path.stem for path in (DOCS / "images" / "results").glob("*.png")}
+    assert drawn == set(tools.pictures())
+
+
+def test_which_method_when_says_what_the_table_says() -> None:
+    """Each number of the page's first part is one of the picture that it opens with."""
+    page = (DOCS / "methods" / "index.md").read_text(encoding="utf-8")
+    said = page[page.index("No method is best") : page.index("\n| question")]
+    columns = ("top 1", "ρ Shapley", "mask AP", "passes")
+    shown = {
+        (row["method"], row["formulation"], column): float(row[column])
+        for row in read(DOCS / "results" / "causal.csv")
+        if row["model"].startswith("confirming")
+        for column in columns
+        if row["model"].startswith("confirming on") == (column == "mask AP")
+    }
+    stated = {
+        "0.95": ("LatimFlow", "frozen", "top 1"),
+        "0.82": ("Shapley values", "", "top 1"),
+        "0.65": ("LatimFlow", "centred", "ρ Shapley"),
+        "0.44": ("LatimFlow", "frozen", "ρ Shapley"),
+        "0.70": ("ExpectedGradients", "32 references", "ρ Shapley"),
+        "0.89": ("LatimALTI", "", "mask AP"),
+        "0.81": ("LatimFlow", "frozen", "mask AP"),
+        "0.85": ("LatimFlow", "centred", "mask AP"),
+        "0.56": ("ImplicitAttention", "", "mask AP"),
+        "0.67": ("MambaAttribution", "", "mask AP"),
+    }
+    size = next(
+        float(row["mAP"])
+        for row in read(DOCS / "results" / "segmentation.csv")
+        if row["model"] == "scenes-vim"
+        and (row["method"], row["formulation"]) == ("LatimFlow", "patches, absolute")
+    )
+    assert set(re.findall(r"\d\.\d+", said)) == {*stated, f"{size:.2f}"}
+    for number, where in stated.items():
+        assert f"{shown[where]:.2f}" == number, where
+    assert shown["ExpectedGradients", "32 references", "passes"] == 64
+    tops = {where: value for where, value in shown.items() if where[2] == "top 1"}
+    assert max(tops, key=tops.__getitem__) == stated["0.95"]
+    objects = {where: value for where, value in shown.items() if where[2] == "mask AP"}
+    assert max(objects, key=objects.__getitem__) == stated["0.89"]
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from helpers.pictures import AWKWARD, draw
 
+from captum_ssm import attribution_graph
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.inside import Graph, Node
+from captum_ssm.models import load_bundled
 from captum_ssm.viz import plot_graph
 
 WORDS = ("anna", "owns", "the", "lamp")
@@ -75,6 +77,41 @@ def test_edges_are_as_wide_as_what_they_carry_and_coloured_by_sign():
     assert thing.get_color() == error.get_color() != name.get_color()
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["adds", "takes off"]
+
+
+def flow() -> Graph:
+    """What whole activations of a small trained model pass on, all of them."""
+    model, vocabulary = load_bundled("recall-mamba")
+    words = ["anna", "owns", "the", "lamp", ".", "?", "anna", "owns", "the"]
+    ids = torch.tensor([vocabulary.encode(" ".join(words))])
+    blocks = ["backbone.layers.0", "backbone.layers.1"]
+    target = (-1, vocabulary.encode("lamp")[0])
+    return attribution_graph(model.double(), ids, target, nodes=blocks, keep=None, tokens=words)
+
+
+def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
+    """What flows into a node adds up to what is there, and all words and biases to the logit."""
+    found = flow()
+    figure, axis = plot_graph(found, most=99, by="relevance")
+    draw(figure)
+    for node, row in zip(found.nodes, found.edges, strict=True):
+        if node.kind in ("whole", "target"):
+            assert float(row.sum()) == pytest.approx(node.activation, abs=1e-5)
+    parts = found.effects()
+    given = torch.tensor([node.kind in ("token", "constants") for node in found.nodes])
+    assert float(parts[given].sum()) == pytest.approx(found.nodes[-1].activation, abs=1e-5)
+    # constants are not drawn, nor lines of less than three hundredths of the widest
+    sizes = found.edges[:, :-2].abs().flatten()
+    wanted = sorted(x for x in (sizes / sizes.max()).tolist() if x > 0.03)
+    widths = sorted((line.get_linewidth() - 0.6) / 4.5 for line in axis.lines)
+    assert widths == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_flow_is_of_whole_activations() -> None:
+    with pytest.raises(OptionError, match="by='relevance' is for graphs of whole activations"):
+        plot_graph(graph(), by="relevance")
+    with pytest.raises(OptionError, match="by='weight' must be"):
+        plot_graph(graph(), by="weight")
 
 
 def test_the_least_influential_are_left_out():

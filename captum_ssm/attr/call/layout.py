@@ -64,13 +64,18 @@ class PatchGrid:
                 "per_token=True with images, but the model has no 2-D convolution before its first "
                 "mixer that makes patches. Use per_token=False."
             )
-        out = pixels.sum(1)
-        for dim, cells in zip((1, 2), self.grid, strict=True):
-            size = out.shape[dim]
-            cell = torch.arange(size, device=out.device) * cells // size
-            shape = [*out.shape[:dim], cells, *out.shape[dim + 1 :]]
-            out = out.new_zeros(shape).index_add(dim, cell, out)
-        return out
+        return patch_sums(pixels, self.grid)
+
+
+def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What each patch of a grid (h, w) holds of (B, C, H, W) in all, (B, h, w)."""
+    out = pixels.sum(1)
+    for dim, cells in zip((1, 2), grid, strict=True):
+        size = out.shape[dim]
+        cell = torch.arange(size, device=out.device) * cells // size
+        shape = [*out.shape[:dim], cells, *out.shape[dim + 1 :]]
+        out = out.new_zeros(shape).index_add(dim, cell, out)
+    return out
 
 
 class ImageProbe(PatchGrid):

@@ -75,7 +75,9 @@ class Segmenting(ByMaps):
         Column("pixel accuracy", counts_of((BACKGROUND, OBJECT)), statistic=summed_accuracy),
         Column("mAP", ("ap",)),
         Column("mF1", ("f1",)),
+        Column("pointing", ("pointing",)),
     )
+    note = "Pointing: the share of the map's peak that lies on the object."
 
     def __init__(
         self, models: Sequence[str] = (VIM, VMAMBA, VIT), task: SceneTask = SCENES
@@ -106,6 +108,7 @@ def mask_scores(found: Tensor, gold: Tensor, ranking: str = "classes") -> Number
         **pixel_counts(given, gold, (BACKGROUND, OBJECT)),
         "ap": float(segmentation_average_precision(found, gold, ranking=ranking)),
         "f1": float(f1(confusion(given, gold, 2))[0, 1]),
+        "pointing": float(gold[found == found.amax()].double().mean()),
     }
 
 

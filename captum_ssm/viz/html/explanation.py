@@ -8,24 +8,36 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from captum.attr import Attribution
 from torch import Tensor
 
 from ...attr import compare
+from ...attr.call.layout import patch_sums
 from ...attr.catalogue import METHODS
+from ...attr.comparison import named
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import spelled
 from ..overlay import picture_of
+from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
 from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .parts import Account, account, decomposes, decomposition, roles_of, tells_roles
-from .pictures import in_base64
+from .parts import (
+    Account,
+    account,
+    decomposes,
+    decomposition,
+    roles_of,
+    tells_pixels,
+    tells_roles,
+)
+from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
@@ -48,6 +60,8 @@ class Wanted:
         graph: how many nodes of the graph are followed.
         accounts: whether the accounts of methods that decompose the output are. For them, and for
             roles where the rule tells some, such methods explain once more.
+        answers: whether methods that can also explain the other predictions, for which they explain
+            once more.
         show_progress: show progress bars.
     """
 
@@ -59,6 +73,7 @@ class Wanted:
     edges: int
     graph: int
     accounts: bool
+    answers: bool
     show_progress: bool
 
 
@@ -88,7 +103,15 @@ class Explanation:
             method
             | {
                 "values": _shortened(method["values"]),
-                "roles": {role: _shortened(v) for role, v in method["roles"].items()},
+                "roles": _shortened_roles(method["roles"]),
+                "answers": [
+                    answer
+                    | {
+                        "values": _shortened(answer["values"]),
+                        "roles": _shortened_roles(answer["roles"]),
+                    }
+                    for answer in method["answers"]
+                ],
             }
             for method in self.facts["methods"]
         ]
@@ -107,6 +130,7 @@ def explain(
         wanted: what is wanted.
         number: of the example, which keeps the names of its blocks apart from others'.
     """
+    gridded = known.grid is not None
     found = compare(
         subject.forward_func,
         wanted.methods,
@@ -115,24 +139,34 @@ def explain(
         example.additional or None,
         model=subject.module,
         layers=subject.layers,
-        options=wanted.options,
+        options=_by_patch(wanted) if gridded else wanted.options,
+        per_token=not gridded,
     )
     names = _names(example, known)
-    accounts, roles = _parts(subject, example, known, wanted, list(found))
+    accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+    blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
         "explained": spelled(known.explained),
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
+        "asked": known.asked,
+        "asking": known.asking,
         "tokens": [spelled(token) for token in names],
         "breaks": [i for i, token in enumerate(names) if "\n" in token],
         "direction": _direction("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
+        "start": _start(answers, known),
         "image": _image(example, known),
         "edges": _edges(subject, example, known, wanted.edges),
         "graph": graph_of(subject, example, known, wanted.graph),
         "maps": [],
     }
-    blocks: dict[str, bytes] = {}
+    for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
+        values = partial(_values, name, known=known)
+        method["answers"], streams = facts_of(
+            answers.get(name, []), values, f"streams-{number}-{place}"
+        )
+        blocks |= streams
     for kind in wanted.maps:
         layers = []
         taken = maps_of(
@@ -148,21 +182,49 @@ def explain(
 
 def _parts(
     subject: Subject, example: Example, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]]]:
-    """What methods that decompose the output say beside relevance: accounts, and roles by name."""
-    accounts, roles = {}, {}
+) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
+    """What methods that decompose the output say beside relevance, by their names.
+
+    Accounts, roles, and what they say of each prediction.
+    """
+    accounts, roles, answers = {}, {}, {}
     for name, method in zip(names, _listed(wanted.methods), strict=True):
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
-        if not (told or (wanted.accounts and decomposes(method))):
+        each = wanted.answers and switches(method, options)
+        if not (told or each or (wanted.accounts and decomposes(method))):
             continue
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
-        given = example.inputs, known.target, example.additional or None
-        found = decomposition(method, *given, options=options, roles=told)
-        accounts[spelled(name)] = account(found)
-        roles[name] = {role: _values(name, x, known) for role, x in roles_of(found).items()}
-    return accounts if wanted.accounts else {}, roles
+        if each:
+            answers[name] = answers_of(method, subject, example, known, options=options, roles=told)
+            sums, by_role = answers[name][known.asked].account, answers[name][known.asked].roles
+        else:
+            given = example.inputs, known.target, example.additional or None
+            found = decomposition(method, *given, options=options, roles=told)
+            sums, by_role = account(found), roles_of(found)
+        accounts[spelled(name)] = sums
+        roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
+    return accounts if wanted.accounts else {}, roles, answers
+
+
+def streams_size(outlines: Sequence[Outline], methods: Methods) -> int:
+    """The most bytes that a page holds of what enters layers.
+
+    Args:
+        outlines: of its examples.
+        methods: the methods; what is none is refused later.
+    """
+    known = isinstance(methods, Mapping | Sequence)
+    count = sum(switches(method, {}) for method in _listed(methods)) if known else 0
+    return count * sum(packed_size(known) for known in outlines)
+
+
+def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | None:
+    """The layer that a page begins with."""
+    for found in answers.values():
+        return start_layer(found[known.asked].streams, known.asking)
+    return None
 
 
 def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
@@ -231,6 +293,7 @@ def _methods(
             "values": _values(name, relevance, known),
             "own": known.asking if _holds_identity(kind) else None,
             "roles": roles.get(name, {}),
+            "pixels": _pixels(relevance),
         }
         for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
     ]
@@ -241,8 +304,26 @@ def _holds_identity(method: Any) -> bool:
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
+def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
+    """The options, with which methods that do not tell pixels apart return patches."""
+    options = dict(wanted.options or {})
+    for name, method in named(wanted.methods).items():
+        if not tells_pixels(method):
+            options[name] = {"per_token": True, **options.get(name, {})}
+    return options
+
+
+def _pixels(relevance: Tensor) -> dict[str, Any] | None:
+    """Relevance (1, C, H, W) of the pixels of an image; None for what is of another form."""
+    if relevance.dim() != 4:
+        return None
+    return raster(relevance[0].sum(0), extremes=False)._asdict()
+
+
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     """One number per token; None for tokens that are no patches of an image."""
+    if relevance.dim() == 4 and known.grid is not None:
+        relevance = patch_sums(relevance, known.grid.size)
     scores = numbers(relevance[0], f"the relevance by {name}")
     if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
         placed: list[float | None] = [None] * len(known.real)
@@ -259,6 +340,12 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 def _shortened(scores: Sequence[float | None]) -> list[float | None]:
     return [None if score is None else float(f"{score:.5g}") for score in scores]
+
+
+def _shortened_roles(
+    roles: Mapping[str, Sequence[float | None]],
+) -> dict[str, list[float | None]]:
+    return {role: _shortened(values) for role, values in roles.items()}
 
 
 def _image(example: Example, known: Outline) -> dict[str, Any] | None:

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from ...errors import CaptumSSMError, LayerError
 from ...inside import Graph, attribution_graph
 from ...tracing import find_mixers
-from ..graphs import chosen_nodes, links_between
+from ..graphs import chosen_nodes
 from .example import Example, Subject
 from .outline import Outline
 
@@ -25,8 +24,13 @@ _ROWS = 12
 _LARGEST = 4000
 
 
-#: Source, target, what the one adds to the other, and the influence that this carries.
-Link: TypeAlias = tuple[int, int, float, float]
+#: For each activation that is followed a page holds at most so many links.
+_LINKS = 10
+
+#: Kinds of nodes that something enters, and that have a value of their own.
+_ENTERED = ("whole", "target")
+#: Source, target, and the relevance that the one passes to the other.
+Link: TypeAlias = tuple[int, int, float]
 
 
 def graph_of(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
@@ -102,11 +106,11 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
     number = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [number[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
-    influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
-    influence[last] = 1.0
     chosen = sorted({*chosen_nodes(graph, count), *path})
-    links = _strongest(graph, links_between(graph.edges, chosen, influence, 0.0), path, count)
+    links = _strongest(graph, chosen, path, count)
     chosen = sorted({last, *(end for link in links for end in link[:2])})
+    added = graph.edges.sum(0).tolist()
+    constants = graph.edges[:, last - 1].tolist()
     place = {token: position for position, token in enumerate(known.real)}
     rows = {node.depth: node.layer for node in graph.nodes if node.layer}
     drawn = {node: i for i, node in enumerate(chosen)}
@@ -117,16 +121,16 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
             "kind": node.kind,
             "row": node.depth,
             "position": None if node.position is None else place.get(node.position),
-            "value": _short(node.activation),
-            "influence": _short(float(influence[i])),
+            # of what was not followed, what it adds to all that was
+            "value": _short(node.activation if node.kind in _ENTERED else added[i]),
+            "constants": _short(constants[i]),
         }
         nodes.append(facts)
     return {
         "rows": [rows[depth] for depth in sorted(rows)],
         "nodes": nodes,
         "links": [
-            {"source": drawn[s], "target": drawn[t], "weight": _short(w), "carried": _short(c)}
-            for s, t, w, c in links
+            {"source": drawn[s], "target": drawn[t], "weight": _short(w)} for s, t, w in links
         ],
         "path": [
             {"node": drawn[i], "adds": _short(float(graph.edges[after, i]))}
@@ -135,19 +139,21 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
     }
 
 
-def _strongest(graph: Graph, links: Sequence[Link], path: Sequence[int], count: int) -> list[Link]:
-    """The links that carry most, twice as many as nodes, and that lead to the target; the path."""
+def _strongest(graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int) -> list[Link]:
+    """The links of most relevance between these nodes, the path's too, that lead to the target."""
+    links = [
+        (s, t, float(graph.edges[t, s])) for t in chosen for s in chosen if bool(graph.edges[t, s])
+    ]
     along = set(pairwise(path))
-    strongest = sorted(links, key=lambda link: -link[-1])[: 2 * count]
+    strongest = sorted(links, key=lambda link: -abs(link[-1]))[: _LINKS * count]
     strongest += [link for link in links if link[:2] in along and link not in strongest]
     reached, found = {len(graph.nodes) - 1}, []
     for link in sorted(strongest, key=lambda link: -graph.nodes[link[1]].depth):
-        source, target, _, carried = link
-        if target in reached and carried > 0:
-            reached.add(source)
+        if link[1] in reached:
+            reached.add(link[0])
             found.append(link)
     return found
 
 
 def _short(number: float) -> float:
-    return float(f"{number:.5g}")
+    return float(f"{number:.7g}")

@@ -66,6 +66,8 @@ class Outline:
         target: what is explained: the user's, or what the model predicts.
         explained: the same in words.
         predictions: the likeliest classes, or tokens where the target stands.
+        targets: each of these as a target in Captum's forms; the target alone where there are none.
+        asked: which of them is explained.
     """
 
     layers: list[LayerOutline]
@@ -75,6 +77,8 @@ class Outline:
     target: Any
     explained: str
     predictions: list[Prediction]
+    targets: list[Any]
+    asked: int
 
 
 def outline(subject: Subject, example: Example) -> Outline:
@@ -102,7 +106,7 @@ def outline(subject: Subject, example: Example) -> Outline:
     target = _predicted(output, positions) if example.target is None else example.target
     index = target_index(target, output)
     asking = _asking(output, index, record, mask)
-    explained, predictions = _said(subject, output.detach(), index)
+    explained, predictions, targets, asked = _said(subject, output.detach(), index, target)
     return Outline(
         layers=layers,
         real=positions,
@@ -111,6 +115,8 @@ def outline(subject: Subject, example: Example) -> Outline:
         target=target,
         explained=explained,
         predictions=predictions,
+        targets=targets,
+        asked=asked,
     )
 
 
@@ -142,21 +148,26 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
     return int(output[0].argmax()) if output.dim() == 2 and output.shape[1] > 1 else None
 
 
-def _said(subject: Subject, output: Tensor, index: Tensor | None) -> tuple[str, list[Prediction]]:
-    """What is explained, in words, and the likeliest answers."""
+def _said(
+    subject: Subject, output: Tensor, index: Tensor | None, target: Any
+) -> tuple[str, list[Prediction], list[Any], int]:
+    """What is explained, in words, the likeliest answers, each as a target, and which is asked."""
     if index is None:
-        return f"the model's output, {float(output.flatten()[0]):.4g}", []
+        return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()
     logits = output[(0, *place)].double().cpu()
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
+    named = list(dict.fromkeys([*best, chosen]))
     predictions = [
-        Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k]))
-        for k in dict.fromkeys([*best, chosen])
+        Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k])) for k in named
     ]
+    asked = named.index(chosen)
+    targets: list[Any] = [(*place, k) if place else k for k in named]
+    targets[asked] = target  # in the user's own words
     label = label_of(subject, chosen, output)
     where = f", predicted after token {place[0]}" if output.dim() == 3 else ""
-    return f"the logit of “{label}”{where}", predictions
+    return f"the logit of “{label}”{where}", predictions, targets, asked
 
 
 def label_of(subject: Subject, index: int, output: Tensor) -> str:

@@ -15,8 +15,9 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 #: In this order they are one style, and one script.
@@ -25,9 +26,13 @@ _SCRIPTS = (
     "common.js",
     "maps.js",
     "canvases.js",
+    "images.js",
     "tokens.js",
     "tables.js",
     "graph.js",
+    "tip.js",
+    "answers.js",
+    "layers.js",
     "report.js",
 )
 
@@ -35,14 +40,32 @@ _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
 def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
-    """The whole file.
+    """A report as a whole file.
 
     Args:
         title: the heading.
         facts: what the script reads as JSON.
         blocks: bytes that it reads when they are needed, by the id of their element.
     """
-    style, script = ("\n".join(map(asset, names)) for names in (_STYLES, _SCRIPTS))
+    return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def whole_page(
+    skeleton: str,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    title: str,
+    facts: Mapping[str, Any],
+    blocks: Mapping[str, bytes] = MappingProxyType({}),
+) -> str:
+    """A file that needs no other.
+
+    Args:
+        skeleton: the name of the file whose places are filled.
+        styles, scripts: names of files that become one style, and one script.
+        title, facts, blocks: as in :func:`page`. Default of blocks: none.
+    """
+    style, script = ("\n".join(map(asset, names)) for names in (styles, scripts))
     data = [f'<script type="application/json" id="facts">{_json(facts)}</script>']
     for name, content in blocks.items():
         encoded = base64.b64encode(content).decode("ascii")
@@ -55,8 +78,30 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         "script": f"<script>{script}</script>",
         "data": "\n".join(data),
     }
-    # in one pass: what is put in is not searched again
-    return _PLACE.sub(lambda place: parts[place[1]], asset("report.html"))
+    return filled(skeleton, parts)
+
+
+def filled(skeleton: str, parts: Mapping[str, str]) -> str:
+    """A skeleton with its places filled, in one pass: what is put in is not searched again.
+
+    Args:
+        skeleton: the name of the file.
+        parts: what comes to each place: title, policy, style, data and script, as HTML.
+    """
+    return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
+
+
+def framed(page: str, height: int = 900) -> str:
+    """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
+
+    Args:
+        page: the HTML of the page.
+        height: of the element, in pixels. Default: 900.
+    """
+    return (
+        f'<div><iframe srcdoc="{html.escape(page, quote=True)}" width="100%" height="{height}" '
+        'style="border: 0"></iframe></div>'
+    )
 
 
 def asset(name: str) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...attr import LatimFlow, LatimLogit
 from ...attr.engine.decompose import Decomposition, Parts
+from ...attr.engine.method import SSMAttribution
+from ...attr.flow import FlowMethod
 
 #: Options of ``attribute`` that say how relevance is returned; no ``decompose`` has them.
 _OF_ATTRIBUTE = ("per_token", "internal_batch_size")
@@ -56,6 +58,15 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor) -> bool
     return (kind.default_rule if chosen is None else chosen) != "frozen"
 
 
+def tells_pixels(method: Any) -> bool:
+    """Whether a method, or a class of them, tells the pixels of a patch apart.
+
+    Methods that read rows of matrices know tokens, which are patches.
+    """
+    kind = method if isinstance(method, type) else type(method)
+    return issubclass(kind, FlowMethod) or not issubclass(kind, SSMAttribution)
+
+
 def decomposition(
     method: LatimFlow | LatimLogit,
     inputs: Tensor,
@@ -73,10 +84,15 @@ def decomposition(
         options: those of its ``attribute``.
         roles: whether relevance is told apart by role.
     """
-    chosen = {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
+    chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)
     return method.decompose(inputs, target, additional, **chosen)
+
+
+def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of ``attribute`` those that ``decompose`` has as well."""
+    return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 
 def account(found: Parts) -> Account:

@@ -1,4 +1,4 @@
-"""Images and their relevance as PNG files, for pages."""
+"""Images as PNG files, and their relevance as PNG files or in steps, for pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import math
 import struct
 import zlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,42 @@ from ..figure import scale
 _BEYOND = 0.02
 #: The grey of pixels that hold no number.
 _NO_NUMBER = 128 / 255
+#: Steps from no relevance to the end of the scale, and what stands for no number.
+_STEPS, _NO_STEP = 127, -128
+
+
+class Raster(NamedTuple):
+    """Relevance of an image by rows and columns, in few bytes.
+
+    Attributes:
+        rows, columns: of patches, or of pixels.
+        largest: the end of the scale.
+        steps: each value in 127ths of ``largest``, row by row, int8 in base64; what lies beyond
+            the scale is at its end, and -128 is no number.
+    """
+
+    rows: int
+    columns: int
+    largest: float
+    steps: str
+
+
+def raster(values: Tensor, *, extremes: bool) -> Raster:
+    """Relevance (h, w) for a page.
+
+    Args:
+        values: the relevance.
+        extremes: whether the scale ends at the largest; else a few of the largest lie beyond.
+    """
+    values = values.detach().cpu().double()
+    known = values.isfinite()
+    finite = torch.where(known, values, 0.0)
+    end = float(finite.abs().max()) if extremes else _end_of_scale(finite)
+    steps = (finite.clamp(-end, end) / (end or 1.0) * _STEPS).round()
+    steps = torch.where(known, steps, float(_NO_STEP)).to(torch.int8)
+    text = base64.b64encode(steps.contiguous().numpy().tobytes()).decode("ascii")
+    rows, columns = values.shape
+    return Raster(rows, columns, end, text)
 
 
 def png(picture: Tensor) -> bytes:

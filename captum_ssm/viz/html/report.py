@@ -17,7 +17,7 @@ from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
-from .explanation import Explanation, Methods, Wanted, explain
+from .explanation import Explanation, Methods, Wanted, explain, streams_size
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .page import page
@@ -52,10 +52,12 @@ def report(
     """Explain examples by several methods and write one HTML file that needs nothing else.
 
     The page shows the model's predictions; the relevance of every token, or patch of an image, by
-    every method; from token to token, layer by layer, what a token takes from each other one; the
-    messages between tokens whose cutting would change most, by
-    :class:`~captum_ssm.EdgeEffects`' estimate; and of a text, by
-    :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output.
+    every method, the strongest first and with what they add up to; what enters each layer; from token
+    to token, layer by layer, what a token takes from each other one; of a text, by
+    :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output;
+    and the messages between tokens whose cutting would change most, by
+    :class:`~captum_ssm.EdgeEffects`' estimate.  By LatimFlow and MambaLRP it explains each of the
+    predictions, and each rather than another, as one clicks.
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
@@ -86,8 +88,9 @@ def report(
             ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
         shown_layers: indices of the layers whose maps are shown, in the order in which they ran;
             negative ones count from the end. Default: None, all.
-        megabytes: how much the maps may add to the file; where all of their entries do not fit,
-            the strongest of each row are kept, and the page says how many. Default: 12.
+        megabytes: how much the maps, and what enters each layer, may add to the file; where not all
+            entries of maps fit, the strongest of each row are kept, and the page says how many.
+            Default: 12.
         edges: how many of the strongest edges are listed with the estimated effect of cutting each;
             0 for none. Default: None, 10 beside maps, and none without.
         graph: how many activations are followed on the way from the words to the output, those
@@ -135,6 +138,7 @@ def report(
         megabytes=megabytes,
         edges=edges,
         graph=graph,
+        answers=True,
         show_progress=show_progress,
     )
     for name, explanation in zip(names or (), found, strict=names is not None):
@@ -154,6 +158,7 @@ def explain_all(
     edges: int | None = None,
     graph: int | None = None,
     accounts: bool = False,
+    answers: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
     """What a report holds, example by example.
@@ -164,6 +169,8 @@ def explain_all(
         methods, options, matrices, shown_layers, megabytes, edges, graph, show_progress: as
             in :func:`report`, with the same defaults.
         accounts: also say what else the explained number is made of. Default: False.
+        answers: also explain the other predictions, by the methods that do so in the same run.
+            Default: False.
     """
     kinds = _kinds(matrices)
     listed = _count("edges", edges, _EDGES * bool(kinds))
@@ -176,8 +183,10 @@ def explain_all(
         with cut.counting():
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    kept = _kept(outlines, chosen, kinds, megabytes)
-    asked = Wanted(methods, options, kinds, chosen, kept, listed, followed, accounts, show_progress)
+    taken = streams_size(outlines, methods) if answers else 0
+    kept = _kept(outlines, chosen, kinds, megabytes, taken)
+    counts = kept, listed, followed
+    asked = Wanted(methods, options, kinds, chosen, *counts, accounts, answers, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)
@@ -225,10 +234,14 @@ def _count(name: str, value: int | None, default: int) -> int:
 
 
 def _kept(
-    outlines: Sequence[Outline], chosen: Sequence[int], kinds: Sequence[str], megabytes: float
+    outlines: Sequence[Outline],
+    chosen: Sequence[int],
+    kinds: Sequence[str],
+    megabytes: float,
+    taken: int,
 ) -> int:
-    """How many entries of each row of a map fit into the file."""
+    """How many entries of each row of a map fit into the file, beside so many bytes."""
     sizes = [known.layers[i].tokens for known in outlines for i in chosen] * len(kinds)
     if not sizes:
         return 0
-    return entries_kept(sizes, int(megabytes * 1e6 * 3 / 4))  # base64 takes 4 bytes for 3
+    return entries_kept(sizes, int(megabytes * 1e6 * 3 / 4) - taken)  # base64 takes 4 bytes for 3

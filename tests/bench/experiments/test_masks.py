@@ -21,6 +21,7 @@ from captum_ssm.bench.experiments.masks import (
     BACKGROUND_SCORES,
     PseudoMasks,
     Segmenting,
+    mask_scores,
     masks,
     pixel_counts,
 )
@@ -64,7 +65,9 @@ def test_the_table_of_segmentation(name: str) -> None:
         gold = torch.where(example.masks == 0, 0, 1)
         wanted.update(pixel_relevance(found, (SIDE, SIDE)), gold)
     scores = wanted.compute()
-    assert values(line) == pytest.approx(
+    found = values(line)
+    assert 0 <= found.pop("pointing") <= 1
+    assert found == pytest.approx(
         {
             "mIoU": scores.mean_iou,
             "pixel accuracy": scores.pixel_accuracy,
@@ -74,6 +77,18 @@ def test_the_table_of_segmentation(name: str) -> None:
     )
     for entry in line.entries.values():
         assert entry.low <= entry.value <= entry.high
+
+
+@pytest.mark.parametrize(
+    ("peaks", "share"), [([(0, 0)], 1.0), ([(1, 2)], 0.0), ([(0, 0), (0, 1), (1, 2)], 2 / 3)]
+)
+def test_pointing_is_the_share_of_the_peak_on_the_object(
+    peaks: list[tuple[int, int]], share: float
+) -> None:
+    found, gold = torch.zeros(1, 2, 3), torch.tensor([[[1, 1, 0], [1, 0, 0]]])
+    for row, column in peaks:
+        found[0, row, column] = 2
+    assert mask_scores(found, gold)["pointing"] == pytest.approx(share)
 
 
 def test_segmentation_is_of_the_predicted_class() -> None:

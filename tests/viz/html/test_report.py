@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from captum.attr import Saliency
 from helpers.pages import read_page
 from helpers.pictures import AWKWARD
 from torch import nn
@@ -149,6 +151,25 @@ def test_images_have_patches(path: Path, cls: str | None) -> None:
         assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
 
 
+def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
+    model, picture = vision("head", (3, 5)), images(1, (3, 5))
+    report(model, picture, [LatimFlow, MambaAttribution, Saliency], target=1, path=path)
+    flow, row, saliency = read_page(path).facts["examples"][0]["methods"]
+    assert row["pixels"] is None
+    wanted = [
+        LatimFlow(model).attribute(picture, target=1),
+        Saliency(model).attribute(picture, target=1),
+    ]
+    for method, relevance in zip((flow, saliency), wanted, strict=True):
+        pixels, exact = method["pixels"], relevance.sum(1)[0].detach().numpy()
+        assert (pixels["rows"], pixels["columns"]) == exact.shape
+        steps = np.frombuffer(base64.b64decode(pixels["steps"]), "i1").reshape(exact.shape)
+        end = pixels["largest"]
+        assert np.abs(steps / 127 * end - exact.clip(-end, end)).max() <= end / 254 * 1.01
+        patches = exact.reshape(3, 4, 5, 3).sum((1, 3)).flatten()
+        np.testing.assert_allclose(values(method)[model.patch_tokens()], patches, rtol=1e-4)
+
+
 def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
@@ -233,7 +254,7 @@ def test_contributions_and_chosen_layers(path: Path) -> None:
 
 def test_little_room_keeps_the_strongest(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 150)
-    report(model, ids, [LatimFlow], path=path, megabytes=0.09)
+    report(model, ids, [LatimFlow], path=path, megabytes=0.1)
     page = read_page(path)
     layer = page.facts["examples"][0]["maps"][0]["layers"][2]
     exact = ImplicitAttention(model).matrices(ids, layers=[2])[0][0].numpy()

@@ -2,22 +2,26 @@
 
 /* Small pictures of many numbers. */
 
-/** The theme's colours as numbers, for canvases. */
-function palette() {
+/** The theme's colours as numbers, for canvases, or those of a `kind` such as "-on-image". */
+function palette(kind = '') {
   const style = getComputedStyle(document.documentElement);
   const numbers = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
-  return { more: numbers('--more'), less: numbers('--less') };
+  return { more: numbers(`--more${kind}`), less: numbers(`--less${kind}`) };
 }
 
+/** What is painted where there is no number: grey. */
+const NO_NUMBER = [128, 128, 128, 255];
+
 /** Fill a canvas of width x height cells with values in rows; opaque is the largest. */
-function paintCells(canvas, values, width, height, largest, densest = 0.9) {
+function paintCells(canvas, values, width, height, largest, densest = 0.9, colours = palette()) {
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext('2d');
   const image = context.createImageData(width, height);
-  const { more, less } = palette();
+  const { more, less } = colours;
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
+    if (Number.isNaN(value)) image.data.set(NO_NUMBER, 4 * i);
     if (!value || !largest) continue;
     image.data.set(value > 0 ? more : less, 4 * i);
     image.data[4 * i + 3] = 255 * densest * Math.min(1, Math.abs(value) / largest);
@@ -36,4 +40,15 @@ function paintStrip(canvas, values, largest) {
     cells.push(strongestOf(values.slice(start, start + cell)));
   }
   paintCells(canvas, cells, cells.length, 1, largest);
+}
+
+/** The strongest entry of a strip's values in the cell that an event is at. */
+function stripIndex(canvas, event, values) {
+  const box = canvas.getBoundingClientRect();
+  const cell = Math.ceil(values.length / STRIP);
+  const cells = Math.ceil(values.length / cell);
+  const at = Math.max(0, Math.min(cells - 1, Math.floor(((event.clientX - box.left) / box.width) * cells)));
+  const start = at * cell;
+  const [best] = strongest(values.slice(start, start + cell), 1);
+  return start + (best ?? 0);
 }

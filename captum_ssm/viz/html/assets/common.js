@@ -27,6 +27,18 @@ function tint(value, largest) {
   return `rgb(var(${value > 0 ? '--more' : '--less'}) / calc(var(--densest) * ${level / LEVELS}))`;
 }
 
+/** The bar of a value, from zero to it, on a scale from what is lowest to what is highest. */
+function bar(value, low, high) {
+  const made = make('span', { className: 'bar' });
+  if (value && high > low) {
+    const place = (end) => (100 * (Math.max(low, Math.min(high, end)) - low)) / (high - low);
+    made.style.width = `${Math.abs(place(value) - place(0))}%`;
+    made.style.marginInlineStart = `${place(Math.min(value, 0))}%`;
+    made.style.backgroundColor = tint(Math.sign(value), 1);
+  }
+  return made;
+}
+
 /** A button that goes from the system's theme to the other one, on to the system's by its name,
  * and back to following the system; `changed` is called after each change, and at once.
  */

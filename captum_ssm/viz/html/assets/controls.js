@@ -5,17 +5,90 @@
 /** More classes than this are not suggested at a time: a vocabulary is one, too. */
 const SUGGESTED = 100;
 
+/** Offer the texts that hold what is typed. */
+function suggest(list, texts, typed) {
+  const fitting = texts.filter((text) => text.toLowerCase().includes(typed.toLowerCase()));
+  list.replaceChildren(...fitting.slice(0, SUGGESTED).map((value) => make('option', { value })));
+}
+
+/** More methods than this are not shown side by side. */
+const MOST_METHODS = 4;
+
+/** One of the methods that are shown, with its arguments. */
+class MethodChoice {
+  /** `number` counts from 0; `remove` is called to take it away, and is none of the first. */
+  constructor(config, number, [name, values], remove) {
+    this.config = config;
+    this.values = { [name]: { ...values } }; // by method, what its arguments were set to
+    this.fields = {}; // by argument of the method shown, a function that reads it
+    this.ending = number ? `-${number + 1}` : '';
+    this.list = make('select', { id: `method${this.ending}` }, ...config.methods.map((each) => {
+      const fits = config.obstacles[each].some((reason) => reason === null);
+      return make('option', { value: each, disabled: !fits }, each);
+    }));
+    this.list.value = name;
+    this.list.addEventListener('change', () => this.#showArguments());
+    this.arguments = make('div', { className: 'arguments' });
+    this.help = make('p', { className: 'note' });
+    const caption = number ? 'Beside it' : 'Attribution method';
+    this.element = make('div', { className: 'choice' }, make('label', {}, `${caption} `, this.list), this.arguments);
+    if (remove) {
+      const button = make('button', { type: 'button', className: 'remove' }, 'Remove');
+      button.setAttribute('aria-label', `Remove method ${number + 1}`);
+      button.addEventListener('click', remove);
+      this.element.append(button);
+    }
+    this.element.append(this.help);
+    this.#showArguments();
+  }
+
+  /** The method and its arguments. */
+  read() {
+    this.#keep();
+    return [this.shown, this.values[this.shown]];
+  }
+
+  #showArguments() {
+    this.#keep();
+    this.shown = this.list.value;
+    this.fields = {};
+    const known = this.config.method_arguments[this.shown] ?? {};
+    const values = this.values[this.shown] ?? {};
+    const labels = Object.entries(known).map(([name, kind]) => {
+      const [field, read] = KINDS[kind.type](kind, name in values ? values[name] : kind.value, this.config);
+      field.id = `argument-${name}${this.ending}`;
+      this.fields[name] = read;
+      const inline = kind.type === 'boolean';
+      return make('label', { className: inline ? 'inline' : '' }, `${name} `, field);
+    });
+    this.arguments.replaceChildren(...labels);
+    this.help.textContent = this.config.method_help[this.shown] ?? '';
+  }
+
+  #keep() {
+    if (this.shown === undefined) return;
+    const values = { ...this.values[this.shown] };
+    for (const [name, read] of Object.entries(this.fields)) {
+      values[name] = read();
+      if (values[name] === undefined) delete values[name]; // its default holds
+    }
+    this.values[this.shown] = values;
+  }
+}
+
 class Controls {
   constructor(config) {
     this.config = config;
     this.classes = [...config.filter.classes];
-    this.values = {}; // by method, what its arguments were set to
-    this.values[config.filter.attribution_method] = { ...config.filter.attribution_arguments };
-    this.fields = {}; // by argument of the method shown, a function that reads it
+    const { attribution_method: first, attribution_arguments: values, beside } = config.filter;
+    this.methods = [];
+    for (const one of [[first, values], ...beside]) this.#addMethod(one);
+    byId('add-method').addEventListener('click', () => {
+      this.#addMethod(this.methods.at(-1).read());
+      this.methods.at(-1).list.focus();
+    });
 
-    this.#listMethods();
-    byId('method').value = config.filter.attribution_method;
-    byId('method').addEventListener('change', () => this.#showArguments());
+    this.#tellObstacles();
     byId('prediction').value = config.filter.prediction;
     byId('count').value = config.filter.num_examples;
     byId('class').addEventListener('input', () => this.#suggest());
@@ -28,28 +101,40 @@ class Controls {
     byId('add-class').addEventListener('click', () => this.#addClass());
     this.#suggest();
     this.#showClasses();
-    this.#showArguments();
   }
 
   /** The filter, as the server wants it. */
   read() {
     this.#addClass();
-    this.#keep();
+    const [[name, values], ...beside] = this.methods.map((method) => method.read());
     return {
-      attribution_method: this.shown,
-      attribution_arguments: this.values[this.shown],
+      attribution_method: name,
+      attribution_arguments: values,
       prediction: byId('prediction').value,
       classes: this.classes,
       num_examples: byId('count').valueAsNumber,
+      beside,
     };
   }
 
-  #listMethods() {
+  /** Methods are numbered anew when one is taken away. */
+  #addMethod(chosen) {
+    const number = this.methods.length;
+    const remove = () => {
+      const left = this.methods.filter((_, index) => index !== number).map((method) => method.read());
+      this.methods = [];
+      for (const one of left) this.#addMethod(one);
+      byId('add-method').focus();
+    };
+    this.methods.push(new MethodChoice(this.config, number, chosen, number ? remove : null));
+    byId('methods').replaceChildren(...this.methods.map(({ element }) => element));
+    byId('add-method').disabled = this.methods.length === MOST_METHODS;
+  }
+
+  #tellObstacles() {
     const reasons = byId('unfit').querySelector('dl');
     for (const name of this.config.methods) {
       const obstacles = this.config.obstacles[name];
-      const fits = obstacles.some((reason) => reason === null);
-      byId('method').append(make('option', { value: name, disabled: !fits }, name));
       const common = new Set(obstacles).size === 1; // the same for all models
       obstacles.slice(0, common ? 1 : undefined).forEach((reason, model) => {
         if (reason === null) return;
@@ -59,33 +144,6 @@ class Controls {
     }
     byId('unfit').hidden = reasons.children.length === 0;
     byId('unfit').querySelector('summary').textContent = 'Methods that do not fit, and why';
-  }
-
-  #showArguments() {
-    this.#keep();
-    this.shown = byId('method').value;
-    this.fields = {};
-    const known = this.config.method_arguments[this.shown] ?? {};
-    const values = this.values[this.shown] ?? {};
-    const labels = Object.entries(known).map(([name, kind]) => {
-      const [field, read] = KINDS[kind.type](kind, name in values ? values[name] : kind.value);
-      field.id = `argument-${name}`;
-      this.fields[name] = read;
-      const inline = kind.type === 'boolean';
-      return make('label', { className: inline ? 'inline' : '' }, `${name} `, field);
-    });
-    byId('arguments').replaceChildren(...labels);
-  }
-
-  #keep() {
-    if (this.shown !== undefined) {
-      const values = { ...this.values[this.shown] };
-      for (const [name, read] of Object.entries(this.fields)) {
-        values[name] = read();
-        if (values[name] === undefined) delete values[name]; // its default holds
-      }
-      this.values[this.shown] = values;
-    }
   }
 
   #addClass() {
@@ -102,11 +160,8 @@ class Controls {
   }
 
   #suggest() {
-    const typed = byId('class').value.toLowerCase();
     byId('class').setCustomValidity('');
-    const fitting = this.config.classes.filter((name) => name.toLowerCase().includes(typed));
-    const options = fitting.slice(0, SUGGESTED).map((name) => make('option', { value: name }));
-    byId('known-classes').replaceChildren(...options);
+    suggest(byId('known-classes'), this.config.classes, byId('class').value);
   }
 
   #showClasses() {
@@ -139,6 +194,19 @@ const KINDS = {
     kind.limit.forEach((word) => field.append(make('option', {}, word ?? 'default')));
     field.selectedIndex = Math.max(0, kind.limit.indexOf(value));
     return [field, () => kind.limit[field.selectedIndex]];
+  },
+  contrast(kind, value, { classes }) {
+    const field = make('input', { type: 'text', value: value ?? '', placeholder: 'nothing', autocomplete: 'off' });
+    field.setAttribute('list', 'known-contrasts');
+    const words = kind.limit.filter((word) => word !== null);
+    const offer = () => {
+      suggest(byId('known-contrasts'), [...words, ...classes], field.value);
+      const known = field.value === '' || words.includes(field.value) || classes.includes(field.value);
+      field.setCustomValidity(known ? '' : `Use one of ${words.join(', ')}, or the name of a class.`);
+    };
+    field.addEventListener('input', offer);
+    field.addEventListener('focus', offer);
+    return [field, () => field.value || null];
   },
   boolean(kind, value) {
     const field = make('input', { type: 'checkbox', checked: value });

@@ -31,18 +31,6 @@ function written(text) {
 
 const number = (value) => (value === null ? 'not a number' : value.toFixed(3));
 
-/** The bar of a percentage, which runs from the middle to its side. */
-function bar(percent) {
-  const made = make('span', { className: 'bar' });
-  if (percent) {
-    const width = Math.min(100, Math.abs(percent)) / 2;
-    made.style.width = `${width}%`;
-    made.style.marginInlineStart = `${percent > 0 ? 50 : 50 - width}%`;
-    made.style.backgroundColor = tint(Math.sign(percent), 1);
-  }
-  return made;
-}
-
 function rows(labels, percents) {
   return labels.map((label, i) => {
     const percent = percents[i] ?? null;
@@ -51,7 +39,7 @@ function rows(labels, percents) {
       {},
       make('th', { scope: 'row', dir: 'auto' }, ...written(label)),
       make('td', { className: 'number' }, number(percent)),
-      make('td', { className: 'scale' }, bar(percent)),
+      make('td', { className: 'scale' }, bar(percent, -100, 100)),
     );
   });
 }
@@ -72,35 +60,59 @@ function picture(png, alt) {
   return made;
 }
 
+/** What lies over an image: its relevance, or the picture that a feature of one's own made. */
+function overlay({ name, modified }, rasters) {
+  const says = `${name}: the relevance of its parts`;
+  if (!Object.keys(rasters).length) {
+    const made = picture(modified, says);
+    made.classList.add('over');
+    return made;
+  }
+  const canvas = make('canvas', { className: 'over' });
+  canvas.setAttribute('role', 'img');
+  canvas.setAttribute('aria-label', says);
+  const { patches, pixels } = rasters;
+  canvas.lay = (manner) => {
+    const cells = manner === 'pixels' ? (pixels ?? patches) : (patches ?? pixels);
+    paintOver(canvas, cellsOf(cells), manner);
+  };
+  canvas.told = Boolean(pixels);
+  return canvas;
+}
+
 /** Words on backgrounds coloured by percentages. */
-function wordsOf(base, percents) {
+function wordsOf(base, percents, says) {
   const words = base.map((word, i) => {
     const percent = percents[i] ?? null;
-    const made = makeToken(number(percent), ...written(word));
+    const made = makeToken('', ...written(word));
+    made.dataset.percent = number(percent);
     made.style.backgroundColor = tint(percent, 100);
     made.classList.toggle('unknown', percent === null);
     return made;
   });
   const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
-  const paragraph = make('p', { className: 'flow' }, ...spaced);
+  const paragraph = make('p', { className: 'flow', tabIndex: 0 }, ...spaced);
+  paragraph.setAttribute('role', 'group');
+  paragraph.setAttribute('aria-label', `${says}: arrow keys go from word to word`);
   if (RIGHT_TO_LEFT.test(base.join(' '))) paragraph.dir = 'auto';
   return paragraph;
 }
 
 const FEATURES = {
-  image(feature) {
+  image(feature, rasters) {
     const base = () => picture(feature.base, `${feature.name}: the input`);
-    const heat = picture(feature.modified, `${feature.name}: the relevance of its pixels`);
+    const below = base();
+    below.classList.add('under');
     const shown = [
       ['Input', base()],
-      ['Relevance', make('div', { className: 'stack' }, base(), heat)],
+      ['Relevance', make('div', { className: 'stack' }, below, overlay(feature, rasters))],
     ].map(([caption, image]) =>
       make('figure', {}, image, make('figcaption', {}, caption)),
     );
     return [make('div', { className: 'gallery' }, ...shown)];
   },
   text(feature) {
-    const paragraph = wordsOf(feature.base, feature.modified);
+    const paragraph = wordsOf(feature.base, feature.modified, readable(feature.name));
     const numbers = make('details', {}, make('summary', {}, 'Numbers'));
     numbers.addEventListener(
       'toggle',
@@ -117,9 +129,9 @@ const FEATURES = {
   empty: () => [],
 };
 
-function drawFeature(feature) {
+function drawFeature(feature, rasters) {
   const draw = FEATURES[feature.type];
-  const drawn = draw ? draw(feature) : [`This page cannot draw features of type ${feature.type}.`];
+  const drawn = draw ? draw(feature, rasters) : [`This page cannot draw features of type ${feature.type}.`];
   return make('div', {}, make('h4', {}, readable(feature.name)), ...drawn);
 }
 
@@ -127,8 +139,8 @@ function drawFeature(feature) {
 function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];
-  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role])));
-  return [make('h4', {}, 'By role, on one scale'), ...flows];
+  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role], role)));
+  return [make('details', {}, make('summary', {}, 'By role, on one scale'), ...flows)];
 }
 
 function shares(features) {
@@ -138,7 +150,7 @@ function shares(features) {
   return [make('h4', {}, 'Share of each input'), table(names, percents)];
 }
 
-function classButtons(output, explain) {
+function classButtons(output, { explain, known }) {
   const offered = [...output.predicted];
   const actual = output.actual;
   if (actual && !offered.some((score) => score.index === actual.index)) offered.push(actual);
@@ -147,6 +159,7 @@ function classButtons(output, explain) {
     const made = make('button', { type: 'button' }, `${readable(score.label)} (${label})`);
     made.dataset.index = score.index;
     made.setAttribute('aria-pressed', String(score.index === output.active_index));
+    made.disabled = !known(score.index);
     made.addEventListener('click', () => explain(score.index));
     return made;
   });
@@ -158,7 +171,8 @@ function classButtons(output, explain) {
 
 function verdict(output) {
   const best = output.predicted[0];
-  if (!best || !output.actual) return '';
+  if (!output.actual) return ', no label was given';
+  if (!best) return '';
   return best.index === output.actual.index ? ', correct' : ', incorrect';
 }
 
@@ -201,51 +215,57 @@ function drawCutting(words, layers, cut) {
   return make('details', { className: 'cutting' }, summary, form, result);
 }
 
-/** What a model says of an example; `explain` is called with the index of a class. */
-function drawModel(output, title, layers, explain, cut) {
+/** What a method says of an example, or why it does not. */
+function drawMethod(output) {
+  const title = output.method ? [make('p', { className: 'by note' }, `by ${readable(output.method)}`)] : [];
+  if (output.error !== undefined) {
+    return make('div', {}, ...title, make('p', { className: 'error' }, readable(output.error)));
+  }
+  const features = output.feature_outputs.flatMap((feature, index) =>
+    (feature.type === 'empty' ? [] : [drawFeature(feature, output.rasters[index])]));
+  return make('div', {}, ...title, ...shares(output.feature_outputs), ...features, ...drawRoles(output));
+}
+
+/** What a model says of an example, by each method; `answers` explains classes and cuts. */
+function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
-  made.setAttribute('aria-label', title);
-  if (output === undefined) {
-    made.append(make('h3', {}, title), make('p', {}, 'Does not pass the filter.'));
-  } else if (output.error !== undefined) {
-    made.append(
-      make('h3', {}, title),
-      make('p', { className: 'error' }, readable(output.error)),
-    );
-  } else {
-    made.append(
-      make('h3', {}, title + verdict(output)),
-      classButtons(output, explain),
-      ...shares(output.feature_outputs),
-      ...output.feature_outputs.filter((f) => f.type !== 'empty').map(drawFeature),
-      ...drawRoles(output),
-      ...(layers.length
-        ? [drawCutting(output.feature_outputs[0].base, layers, (edge) => cut(output.active_index, edge))]
-        : []),
-    );
+  const told = outputs.find((output) => output.error === undefined);
+  made.append(make('h3', {}, told ? title + verdict(told) : title));
+  if (!outputs.length) made.append(make('p', {}, 'Does not pass the filter.'));
+  if (told) made.append(classButtons(told, answers));
+  made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
+  if (told && layers.length) {
+    const words = told.feature_outputs[0].base;
+    made.append(drawCutting(words, layers, (edge) => answers.cut(told.active_index, edge)));
   }
   return made;
 }
 
-/** An example, with a section for each model. */
-function drawExample(example, models, explain, cut) {
+/** An example, with a section for each model; `page` answers what is asked of it. */
+function drawExample(example, models, page) {
   const labelled = example.models.find((output) => output.actual);
   const label = labelled ? `: ${readable(labelled.actual.label)}` : '';
   const sections = models.map(({ name, layers }, index) => {
     const title = models.length > 1 ? `Model ${index + 1}, ${name}` : name;
-    const draw = (output) => {
-      const explained = async (target) => {
-        const answer = await explain(example.id, index, target);
-        if (answer === undefined) return;
-        const renewed = draw(answer);
-        section.replaceWith(renewed);
-        renewed.querySelector('[aria-pressed="true"]')?.focus();
+    const asked = { id: example.id, model: index };
+    const draw = (outputs) => {
+      const answers = {
+        known: (target) => page.known({ ...asked, target }),
+        cut: (target, edge) => page.cut({ ...asked, target, ...edge }),
+        explain: async (target) => {
+          const answer = await page.explain({ ...asked, target });
+          if (answer === undefined) return;
+          const renewed = draw(answer);
+          section.replaceWith(renewed);
+          page.drawn();
+          renewed.querySelector('[aria-pressed="true"]')?.focus();
+        },
       };
-      const cutOf = (target, edge) => cut({ id: example.id, model: index, target, ...edge });
-      const section = drawModel(output, title, layers, explained, cutOf);
+      const section = drawModel(outputs, title, layers, answers);
+      section.setAttribute('aria-label', `Example ${example.number}, ${title}`);
       return section;
     };
-    return draw(example.models.find((output) => output.model_index === index));
+    return draw(example.models.filter((output) => output.model_index === index));
   });
   return make(
     'article',

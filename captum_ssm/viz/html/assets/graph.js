@@ -12,13 +12,17 @@ const GAP = 9;
 /** Words in a row take no more room than this; turned, no more than so many are shown. */
 const LINE = 880;
 const WORDS = 40;
-/** Radii of the least and the most influential dot, and widths of the weakest and widest line. */
+/** Radii of the weakest and the strongest dot, and of what is hit; widths of lines. */
 const RADII = [2.5, 8];
-const WIDTHS = [0.75, 6];
+const HIT = 11;
+const WIDTHS = [0.75, 7];
 /** Characters of a label. */
 const LABEL = 16;
 /** A picture that is too wide is made smaller down to this share, and then scrolls. */
 const LEAST = 0.8;
+/** To begin with, so many lines are shown; and of a dot's parts so many have a row. */
+const LINES = 60;
+const PARTS = 8;
 
 function draw(tag, attributes, ...children) {
   const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
@@ -71,72 +75,235 @@ function columnsOf(tokens, columns, wide) {
   return { middles, words, turned, width: end };
 }
 
-/** A place of the graph in words. */
-function placeOf({ kind, position }, row, tokens) {
-  const at = position === null ? '' : `token ${position} “${tokens[position]}”`;
-  if (kind === 'token') return at;
-  return kind === 'target' ? 'what is explained' : `${row} at ${at}`;
-}
-
-/** The picture as SVG. */
-function graphPicture({ tokens, direction, explained, graph }, wide) {
-  const { rows, nodes, links } = graph;
-  const column = ({ position }) => (position === null ? tokens.length - 1 : position);
-  const { middles, words, turned, width } = columnsOf(tokens, nodes.map(column), wide);
-  const names = ['words', ...rows.map((module) => cutLabel(rowName(module))), 'explained'];
-  const left = Math.max(...names.map(wide)) + MARGIN;
-  const across = (x) => left + (direction === 'rtl' ? width - x : x);
-  const apart = ROWS[rows.length > MANY ? 1 : 0];
-  const height = apart * (names.length - 1) + 2 * MARGIN;
-  const up = (row) => height - MARGIN - apart * row;
-  const below = turned ? Math.max(...words.map(({ text }) => wide(text))) : 12;
-  const size = { width: Math.ceil(left + width + MARGIN), height: Math.ceil(height + below + MARGIN) };
-  const places = nodes.map((node) => ({ x: across(middles.get(column(node))), y: up(node.row) }));
-  const said = nodes.map((node) => placeOf(node, rows[node.row - 1], tokens));
-  const most = largestOf(links.map(({ carried }) => carried)) || 1;
-  const top = largestOf(nodes.map(({ kind, influence }) => (kind === 'target' ? 0 : influence))) || 1;
-  const lines = [...links]
-    .sort((a, b) => a.carried - b.carried)
-    .map(({ source, target, weight, carried }) => {
-      const [{ x: x1, y: y1 }, { x: x2, y: y2 }] = [places[source], places[target]];
-      const share = carried / most;
-      const looks = {
-        class: weight >= 0 ? 'adds' : 'takes',
-        'stroke-width': WIDTHS[0] + (WIDTHS[1] - WIDTHS[0]) * share,
-        'stroke-opacity': 0.3 + 0.65 * share,
-      };
-      const title = `${said[source]} adds ${short(weight)} to ${said[target]}`;
-      return draw('line', { x1, y1, x2, y2, ...looks }, draw('title', {}, title));
-    });
-  const dots = nodes.map(({ kind, influence, value }, index) => {
-    const share = kind === 'target' ? 1 : Math.min(1, influence / top);
-    const radius = Math.sqrt(RADII[0] ** 2 + (RADII[1] ** 2 - RADII[0] ** 2) * share);
-    const { x, y } = places[index];
-    const adds = kind === 'whole' ? ` adds ${short(value)} to what is explained` : '';
-    const title = `${said[index]}${adds}; ${percent(influence)} of the influence`;
-    const looks = kind === 'error' ? 'hollow' : '';
-    return draw('circle', { cx: x, cy: y, r: radius, class: looks }, draw('title', {}, title));
-  });
-  const labels = words.map(({ text, x }) => {
-    const [at, y] = [across(x), height];
-    const looks = turned
-      ? { transform: `rotate(-90 ${at} ${y})`, 'text-anchor': 'end', dy: '0.35em' } // read upwards
-      : { 'text-anchor': 'middle', dy: '0.8em' };
-    return draw('text', { x: at, y, ...looks }, text);
-  });
-  const sides = names.map((text, row) => draw('text', { x: 0, y: up(row), dy: '0.35em', class: 'row' }, text));
-  const label = `What adds to what on the way to ${explained}: ${nodes.length} dots, ${links.length} lines. The strongest path is in the table below.`;
-  const looks = { role: 'img', 'aria-label': label, viewBox: `0 0 ${size.width} ${size.height}`, ...size };
-  const made = draw('svg', looks, ...lines, ...dots, ...sides, ...labels);
-  made.style.minWidth = `${LEAST * size.width}px`;
-  return made;
-}
-
 /** What is drawn, in words. */
 function graphNote({ rows, kind, places }) {
   const what = kind === 'blocks' ? 'a block of the model handed on' : 'a mixer returned';
   const some = rows.length < places ? ` Of ${places} ${kind}, ${rows.length} are rows, taken evenly; the way runs through the others too.` : '';
-  return `A dot is a word, or all that ${what} at that word; the larger it is, the more of the output runs through it. A line is what the one adds to the next: purple adds, brown takes off. Those that add most are followed down to what they are made of; hollow ones are not.${some} Hold the pointer over a dot or a line to see its number.`;
+  return `A dot is a word, or all that ${what} at that word; a line is the relevance that it passes on: purple adds to what is explained, brown takes off, and both are the wider the more they are. Those that add most are followed down to what they are made of; hollow ones are not.${some} Choose a dot to see its parts alone; the arrow keys go from dot to dot.`;
+}
+
+/** The graph of an example: a picture, and a table of the parts of what is chosen in it. */
+class Flow {
+  constructor(section, example) {
+    this.section = section;
+    this.example = example;
+    Object.assign(this, example.graph);
+    this.target = this.nodes.length - 1;
+    this.chosen = null;
+    this.reachable = this.target;
+    this.said = this.nodes.map((node) => this.placeOf(node));
+    const sizes = this.links.map(({ weight }) => Math.abs(weight)).sort((a, b) => b - a);
+    this.largest = sizes[0] || 1;
+    this.picture();
+    const slider = this.part('input');
+    const first = sizes.length > LINES ? Math.ceil(100 * Math.sqrt(sizes[LINES - 1] / this.largest)) : 0;
+    slider.value = Math.min(100, first);
+    slider.oninput = () => this.show();
+    this.part('.whole').onclick = () => {
+      this.choose(null);
+      this.focus(this.reachable);
+    };
+    this.show();
+  }
+
+  part(name) {
+    return this.section.querySelector(name);
+  }
+
+  /** A place of the graph in words. */
+  placeOf({ kind, row, position }) {
+    const at = position === null ? '' : `token ${position} “${this.example.tokens[position]}”`;
+    if (kind === 'token') return at;
+    return kind === 'target' ? 'what is explained' : `${this.rows[row - 1]} at ${at}`;
+  }
+
+  /** The lines that lead into a dot, the strongest first. */
+  into(index) {
+    const found = this.links.filter(({ target }) => target === index);
+    return found.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
+  }
+
+  /** Draw the picture as SVG. */
+  picture() {
+    const { example, rows, nodes } = this;
+    const { tokens, direction } = example;
+    const wide = ruler(this.section);
+    const column = ({ position }) => (position === null ? tokens.length - 1 : position);
+    const { middles, words, turned, width } = columnsOf(tokens, nodes.map(column), wide);
+    const names = ['words', ...rows.map((module) => cutLabel(rowName(module))), 'explained'];
+    const left = Math.max(...names.map(wide)) + MARGIN;
+    const across = (x) => left + (direction === 'rtl' ? width - x : x);
+    const apart = ROWS[rows.length > MANY ? 1 : 0];
+    const height = apart * (names.length - 1) + 2 * MARGIN;
+    const up = (row) => height - MARGIN - apart * row;
+    const below = turned ? Math.max(...words.map(({ text }) => wide(text))) : 12;
+    const size = { width: Math.ceil(left + width + MARGIN), height: Math.ceil(height + below + MARGIN) };
+    this.places = nodes.map((node) => ({ x: across(middles.get(column(node))), y: up(node.row) }));
+    this.lines = this.links.map((link) => this.line(link));
+    this.dots = nodes.map((node, index) => this.dot(node, index));
+    const weakest = this.links.map((_, i) => i).sort((a, b) => Math.abs(this.links[a].weight) - Math.abs(this.links[b].weight));
+    const labels = words.map(({ text, x }) => {
+      const [at, y] = [across(x), height];
+      const looks = turned
+        ? { transform: `rotate(-90 ${at} ${y})`, 'text-anchor': 'end', dy: '0.35em' } // read upwards
+        : { 'text-anchor': 'middle', dy: '0.8em' };
+      return draw('text', { x: at, y, ...looks }, text);
+    });
+    const sides = names.map((text, row) => draw('text', { x: 0, y: up(row), dy: '0.35em', class: 'row' }, text));
+    const label = `What adds to what on the way to ${example.explained}: ${nodes.length} dots, ${this.links.length} lines. Arrow keys move, Enter shows what a dot is made of, Escape shows all`;
+    const looks = { role: 'group', 'aria-label': label, viewBox: `0 0 ${size.width} ${size.height}`, ...size };
+    const made = draw('svg', looks, ...weakest.map((i) => this.lines[i]), ...this.dots, ...sides, ...labels);
+    made.style.minWidth = `${LEAST * size.width}px`;
+    this.listen(this.part('.picture'), made);
+    this.reach(this.target);
+  }
+
+  /** Hear what is done to the dots. */
+  listen(holder, made) {
+    const around = make('div', {}, made); // a picture that listens itself could have the focus
+    const at = (event) => this.dots.indexOf(event.target.closest('.dot'));
+    const say = (event) => {
+      if (at(event) >= 0) showTip(this.dots[at(event)].getBoundingClientRect(), [this.numberOf(at(event))]);
+    };
+    around.addEventListener('pointerover', say);
+    around.addEventListener('focusin', (event) => {
+      this.reach(at(event));
+      if (event.target.matches(':focus-visible')) say(event);
+    });
+    for (const name of ['pointerout', 'focusout']) around.addEventListener(name, hideTip);
+    around.addEventListener('click', (event) => {
+      if (at(event) >= 0) this.choose(at(event) === this.chosen ? null : at(event));
+    });
+    around.addEventListener('keydown', (event) => {
+      if (this.press(event.key, at(event))) event.preventDefault();
+    });
+    holder.replaceChildren(around);
+  }
+
+  line({ source, target, weight }) {
+    const [{ x: x1, y: y1 }, { x: x2, y: y2 }] = [this.places[source], this.places[target]];
+    const share = Math.abs(weight) / this.largest;
+    const looks = {
+      class: weight >= 0 ? 'adds' : 'takes',
+      'stroke-width': WIDTHS[0] + (WIDTHS[1] - WIDTHS[0]) * share,
+      'stroke-opacity': 0.35 + 0.6 * share,
+    };
+    const title = `${this.said[source]} adds ${short(weight)} to ${this.said[target]}`;
+    return draw('line', { x1, y1, x2, y2, ...looks }, draw('title', {}, title));
+  }
+
+  dot({ kind, value }, index) {
+    const share = kind === 'target' ? 1 : Math.min(1, Math.abs(value) / (largestOf(this.nodes.map((node) => node.value)) || 1));
+    const radius = Math.sqrt(RADII[0] ** 2 + (RADII[1] ** 2 - RADII[0] ** 2) * share);
+    const { x, y } = this.places[index];
+    const looks = { class: 'dot', role: 'button', tabindex: -1, 'aria-label': this.numberOf(index), 'aria-pressed': 'false' };
+    const hit = draw('circle', { cx: x, cy: y, r: HIT, class: 'hit' });
+    return draw('g', looks, hit, draw('circle', { cx: x, cy: y, r: radius, class: kind === 'error' ? 'hollow' : 'full' }));
+  }
+
+  /** A dot and its number, in words. */
+  numberOf(index) {
+    const { kind, value } = this.nodes[index];
+    if (kind === 'target') return `${this.said[index]}: ${short(value)}`;
+    return `${this.said[index]} adds ${short(value)} to what ${kind === 'whole' ? 'is explained' : 'is followed'}`;
+  }
+
+  /** What a key does on a dot; whether it did anything. */
+  press(key, index) {
+    if (index < 0) return false;
+    if (key === 'Enter' || key === ' ') this.choose(index === this.chosen ? null : index);
+    else if (key === 'Escape' && this.chosen !== null) this.choose(null);
+    else if (!key.startsWith('Arrow')) return false;
+    else this.focus(this.beside(index, key));
+    return true;
+  }
+
+  /** The dot that lies nearest in the direction of an arrow key, or the same one. */
+  beside(index, key) {
+    const from = this.places[index];
+    const upright = key === 'ArrowUp' || key === 'ArrowDown';
+    const sign = key === 'ArrowUp' || key === 'ArrowLeft' ? -1 : 1;
+    const along = ({ x, y }) => sign * (upright ? y - from.y : x - from.x);
+    const aside = ({ x, y }) => Math.abs(upright ? x - from.x : y - from.y);
+    const found = this.places
+      .map((place, at) => ({ at, along: along(place), aside: aside(place) }))
+      .filter(({ at, along: far, aside: off }) => far > 0.5 && (upright || off < 0.5) && !this.dots[at].matches('.hidden'));
+    found.sort((a, b) => (upright ? a.along - b.along || a.aside - b.aside : a.along - b.along));
+    return found.length ? found[0].at : index;
+  }
+
+  /** Make this dot the one that Tab comes to. */
+  reach(index) {
+    this.dots[this.reachable].setAttribute('tabindex', -1);
+    this.reachable = index;
+    this.dots[index].setAttribute('tabindex', 0);
+  }
+
+  focus(index) {
+    this.reach(index);
+    this.dots[index].focus();
+  }
+
+  /** Show what one dot is made of, alone; null for all. */
+  choose(index) {
+    this.chosen = index;
+    this.show();
+  }
+
+  /** What is drawn by the choice of a dot and the least that is shown, and its parts in numbers. */
+  show() {
+    const { chosen } = this;
+    const least = this.largest * (this.part('input').value / 100) ** 2;
+    this.part('output').textContent = `${short(least).replace('+', '')} (${percent(least / (Math.abs(this.nodes[this.target].value) || 1))} of what is explained)`;
+    const ends = new Set([this.target, chosen]);
+    const parts = new Set([chosen]);
+    this.links.forEach(({ source, target, weight }, i) => {
+      const [own, seen] = [target === chosen, Math.abs(weight) >= least || target === chosen];
+      if (seen) ends.add(source).add(target);
+      if (own) parts.add(source);
+      this.lines[i].classList.toggle('hidden', !seen);
+      this.lines[i].classList.toggle('faint', chosen !== null && !own);
+    });
+    this.dots.forEach((dot, index) => {
+      dot.classList.toggle('hidden', !ends.has(index));
+      dot.classList.toggle('faint', chosen !== null && !parts.has(index));
+      dot.setAttribute('aria-pressed', String(index === chosen));
+    });
+    if (!ends.has(this.reachable)) this.reach(this.target);
+    this.part('.whole').hidden = chosen === null;
+    this.showParts(chosen ?? this.target);
+  }
+
+  /** A table of what a dot is made of, which adds up to it. */
+  showParts(index) {
+    const { kind, value, constants } = this.nodes[index];
+    const table = this.part('.parts');
+    table.caption.textContent = `Parts of ${this.numberOf(index)}`;
+    const links = this.into(index);
+    const rows = links.slice(0, PARTS).map(({ source, weight }) => [this.sourceOf(source), weight]);
+    if (kind === 'whole' || kind === 'target') {
+      const rest = value - constants - sumOf(links.slice(0, PARTS).map(({ weight }) => weight));
+      if (links.length > PARTS || Math.abs(rest) > 1e-4 * Math.abs(value)) rows.push(['All others', rest]);
+      rows.push(['Biases', constants], ['Together', value]);
+    } else rows.push([kind === 'token' ? 'A word has no parts.' : 'It was not followed.', null]);
+    table.tBodies[0].replaceChildren(
+      ...rows.map(([name, number]) =>
+        make('tr', {}, make('td', {}, name), make('td', { className: 'number' }, number === null ? '' : short(number))),
+      ),
+    );
+  }
+
+  /** A button that goes on to a part, or its name where it has no parts of its own. */
+  sourceOf(index) {
+    const name = make('bdi', {}, this.said[index]);
+    if (this.nodes[index].kind !== 'whole') return name;
+    const button = make('button', { type: 'button', className: 'jump' }, name);
+    button.addEventListener('click', () => {
+      this.choose(index);
+      this.part('.whole').focus();
+    });
+    return button;
+  }
 }
 
 /** The graph and its strongest path, or why there is none. */
@@ -149,11 +316,12 @@ function showGraph(section, example) {
   part('.obstacle').textContent = `There is no graph: ${obstacle}`;
   part('.drawn').hidden = !nodes.length;
   if (!nodes.length) return;
-  part('.picture').replaceChildren(graphPicture(example, ruler(section)));
-  part('.drawn .note').textContent = graphNote(graph);
-  part('table').hidden = !path.length;
+  new Flow(section, example);
+  part('.drawn > .note').textContent = graphNote(graph);
+  const table = part('.strongest');
+  table.hidden = !path.length;
   fillRows(
-    part('tbody'),
+    table.tBodies[0],
     path.map(({ node, adds }) => {
       const { row, position } = nodes[node];
       return [row ? rows[row - 1] : 'the word itself', { number: position }, tokens[position], adds];

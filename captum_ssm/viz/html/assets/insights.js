@@ -1,10 +1,17 @@
 'use strict';
 
-/* The page: it asks the server, and shows what comes back. */
+/* The page: it asks the server, or what it keeps itself, and shows what comes back. */
 
 const token = new URLSearchParams(location.search).get('token') ?? '';
 
+/** What a page that was made to be kept holds in place of a server; null where there is one. */
+const KEPT = byId('facts') && JSON.parse(byId('facts').textContent);
+
+/** By what the page keeps what is said of a class. */
+const placeOf = ({ id, model, method, target }) => [id, model, method, target].join();
+
 async function ask(question, request) {
+  if (KEPT) return question === 'relevance' ? KEPT.relevance[placeOf(request)] : KEPT[question];
   const sent = request && {
     method: 'POST',
     headers: { 'Content-Type': 'application/json' },
@@ -42,60 +49,81 @@ async function alone(action) {
   }
 }
 
-function summary({ examples, searched, ended }) {
+function summary({ examples, searched, ended, labelled }) {
   if (searched === 0) return 'The dataset is empty.';
   const one = (count, what) => `${count} ${what}${count === 1 ? '' : 's'}`;
-  const end = ended ? ' The end of the dataset is reached; behind it comes its start.' : '';
+  const end = ended && !KEPT ? ' The end of the dataset is reached; behind it comes its start.' : '';
   const few = examples.length ? '' : ' None passes the filter.';
-  return `${one(examples.length, 'example')} of ${searched} searched.${few}${end}`;
+  const none = labelled ? '' : ' No labels were given, so that no prediction is correct or incorrect.';
+  return `${one(examples.length, 'example')} of ${searched} searched.${few}${none}${end}`;
+}
+
+/** Paint the relevance of images in the manner that is chosen. */
+function layOverImages() {
+  const canvases = [...byId('examples').querySelectorAll('.stack > canvas')];
+  canvases.forEach((canvas) => canvas.lay(overImages.manner));
+  byId('over-image').hidden = byId('examples').querySelector('.stack') === null;
+  document.documentElement.classList.toggle('on-images', !byId('over-image').hidden);
+  overImages.tell(canvases.every((canvas) => canvas.told));
 }
 
 /** The filter is the one that the examples were found by, whatever was chosen since. */
 function showExamples(answer, models, filter) {
-  const explain = (id, model, target) =>
-    alone(async () => {
-      say('Explaining …');
-      const output = await ask('relevance', { filter, id, model, target });
-      say('Explained.');
-      return output;
-    });
-  const cut = (request) =>
-    alone(async () => {
-      say('Cutting …');
-      const output = await ask('cut', request);
-      say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
-      return output;
-    });
-  const drawn = answer.examples.map((each) => drawExample(each, models, explain, cut));
-  byId('examples').replaceChildren(...drawn);
-  byId('overlay-label').hidden = byId('examples').querySelector('.stack') === null;
+  const methods = 1 + filter.beside.length;
+  const page = {
+    explain: (request) =>
+      alone(async () => {
+        say('Explaining …');
+        const outputs = [];
+        for (let method = 0; method < methods; method++) {
+          outputs.push(await ask('relevance', { filter, ...request, method }));
+        }
+        say('Explained.');
+        return outputs;
+      }),
+    cut: (request) =>
+      alone(async () => {
+        say('Cutting …');
+        const output = await ask('cut', request);
+        say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
+        return output;
+      }),
+    known: (request) => !KEPT || placeOf({ ...request, method: 0 }) in KEPT.relevance,
+    drawn: layOverImages,
+  };
+  byId('examples').replaceChildren(...answer.examples.map((each) => drawExample(each, models, page)));
+  layOverImages();
   say(summary(answer));
 }
 
-function fetchExamples(controls, again) {
+function fetchExamples(config, filter, again) {
   return alone(async () => {
     say('Searching …');
-    const filter = controls.read();
-    const { models, layers } = controls.config;
-    const known = models.map((name, index) => ({ name, layers: layers[index] }));
-    showExamples(await ask('examples', { filter, again }), known, filter);
+    const models = config.models.map((name, index) => ({ name, layers: config.layers[index] }));
+    showExamples(await ask('examples', { filter, again }), models, filter);
   });
 }
 
 themeButton(byId('theme'));
-byId('overlay').addEventListener('input', (event) => {
-  byId('examples').style.setProperty('--overlay', event.target.value / 100);
-});
+const overImages = new OverImages(byId('over-image'), layOverImages);
+
+listenToWords(byId('examples'));
+byId('choices').hidden = Boolean(KEPT);
+byId('kept').hidden = !KEPT;
 
 alone(() => ask('config')).then((config) => {
   if (config === undefined) return;
+  if (KEPT) {
+    fetchExamples(config, config.filter, true);
+    return;
+  }
   const controls = new Controls(config);
   byId('choices').addEventListener('submit', (event) => {
     event.preventDefault();
-    fetchExamples(controls, true);
+    fetchExamples(config, controls.read(), true);
   });
   byId('next').addEventListener('click', () => {
-    if (byId('choices').reportValidity()) fetchExamples(controls, false);
+    if (byId('choices').reportValidity()) fetchExamples(config, controls.read(), false);
   });
-  fetchExamples(controls, true);
+  fetchExamples(config, controls.read(), true);
 });

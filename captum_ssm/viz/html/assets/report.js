@@ -4,12 +4,19 @@
 
 const FACTS = JSON.parse(byId('facts').textContent);
 
-/** What is chosen: an example, a method, a map and its layer; the token pointed at, and kept. */
-const chosen = { example: 0, method: 0, map: 0, layer: 0, pointed: null, kept: null };
+/** What is chosen: an example; an answer, and rather than which; a method, a map and its layer; the
+ * token pointed at, and kept.
+ */
+const chosen = { example: 0, answer: 0, against: null, method: 0, map: 0, layer: 0, pointed: null, kept: null };
 let tokens = null;
 let layers = [];
+let overImages = null;
+let entering = null;
+/** Methods and roles as tokens may be coloured by them, found anew when the answer changes. */
+let views = [];
 
 const example = () => FACTS.examples[chosen.example];
+const view = () => views[chosen.method];
 
 /** The layer's map, if its rows belong to the tokens that are shown. */
 function usableMap() {
@@ -17,28 +24,40 @@ function usableMap() {
   return map && map.size === example().tokens.length ? map : null;
 }
 
-function act(kind, index) {
+/** What was done to a token: "point", "keep", "jump", or "layer" by a step; `about` has the box that
+ * is pointed at and what is said of it, where it is not the token itself.
+ */
+function act(kind, index, about = null) {
   if (kind === 'layer') {
-    if (!layers.length) return;
-    chosen.layer = Math.max(0, Math.min(layers.length - 1, chosen.layer + index));
-    byId('layer').value = chosen.layer;
-    showLayer();
+    if (layers.length) chooseLayer(Math.max(0, Math.min(layers.length - 1, chosen.layer + index)));
     return;
   }
-  if (kind === 'point') {
-    if (chosen.pointed === index) return;
-    chosen.pointed = index;
-    if (chosen.kept !== null) return;
-  } else chosen.kept = index === chosen.kept ? null : index;
-  showTokens();
+  if (kind === 'point') chosen.pointed = index;
+  else if (kind === 'keep') chosen.kept = index === chosen.kept ? null : index;
+  else {
+    chosen.kept = index;
+    chosen.pointed = null;
+    tokens.reach(index);
+    tokens.show(index);
+  }
+  showTokens(about);
 }
 
-/** What tokens may be coloured by: each method, and below it each role that its rule tells. */
-function views() {
-  return example().methods.flatMap((method) => [
-    method,
-    ...Object.entries(method.roles).map(([role, values]) => ({ name: role, values, own: null, whole: method })),
-  ]);
+function chooseLayer(index) {
+  chosen.layer = index;
+  byId('layer').value = index;
+  showLayer();
+}
+
+/** Each method, and below it each role that its rule tells, of what is explained. */
+function findViews() {
+  const { methods, asked } = example();
+  views = methods.flatMap((method) => {
+    const said = saidBy(method, asked, chosen.answer, chosen.against);
+    const roles = Object.entries(said.roles);
+    return [said, ...roles.map(([role, values]) => ({ name: role, values, own: null, whole: said }))];
+  });
+  chosen.method = Math.min(chosen.method, views.length - 1);
 }
 
 /** A method's values without the one that the asking token has of itself, the identity. */
@@ -57,30 +76,58 @@ function titleOf({ name, whole }) {
   return whole ? `${whole.name}, as ${name}` : name;
 }
 
-/** Tokens coloured by the method, or by the row of the token that is looked at. */
-function showTokens() {
+/** Tokens coloured by the method, and what is said of the one that is looked at. */
+function showTokens(about = null) {
   const { tokens: names } = example();
-  const method = views()[chosen.method];
-  const current = chosen.kept === null ? chosen.pointed : chosen.kept;
+  const current = chosen.pointed === null ? chosen.kept : chosen.pointed;
   const map = current === null ? null : usableMap();
   const row = map ? map.row(current) : null;
   const column = map ? map.column(current) : null;
-  const largest = row ? largestOf(row) : endOf(method);
-  tokens.paint(row || shadesOf(method), largest, column, current, chosen.kept);
-  const layer = map ? `layer ${map.facts.index}` : '';
+  tokens.paint(shadesOf(view()), endOf(view()), row, current, chosen.kept);
+  const said = sentence(current, map, row, column);
+  byId('status').replaceChildren(...said);
+  if (chosen.pointed === null) hideTip();
+  else if (about) showTip(about.box, about.content);
+  else showTip(tokens.elements[current].getBoundingClientRect(), said.map((node) => node.cloneNode(true)));
+  showLines(current, map);
+  showPartnersOf(current ?? example().asking ?? names.length - 1);
+}
+
+/** The tokens that one takes most from, and gives most to. */
+function showPartnersOf(index) {
+  const map = usableMap();
+  byId('partners').hidden = !map;
+  if (!map) return;
+  const { tokens: names } = example();
+  byId('partners-title').textContent = `Token ${index} “${names[index]}”, layer ${map.facts.index}`;
+  showPartners(byId('sources'), names, map.row(index));
+  showPartners(byId('takers'), names, map.column(index));
+}
+
+/** What the colours mean. */
+function showLegend() {
+  const byPixel = tokens.canvas && overImages.manner === 'pixels' && view().pixels;
+  const largest = byPixel ? view().pixels.largest : endOf(view());
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
-  byId('shown').textContent = map
-    ? `Background: what token ${current} takes from each token in ${layer}; bar below: what it gives to each.`
-    : `Background: relevance by ${titleOf(method)}.${ownEntry(method)}`;
-  byId('status').replaceChildren(...sentence(current, map, row, column));
-  showOverviewLines(current, map);
-  byId('partners').hidden = !map;
-  byId('hint').hidden = !usableMap() || Boolean(map);
-  if (!map) return;
-  byId('partners-title').textContent = `Token ${current} “${names[current]}”, ${layer}`;
-  showPartners(byId('sources'), names, row);
-  showPartners(byId('takers'), names, column);
+  const map = usableMap();
+  const bars = map ? ` Bar below: what the token pointed at takes from each in layer ${map.facts.index}.` : '';
+  byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}`;
+}
+
+/** What a view lays over the image in the manner that is chosen: pixels where it has some. */
+function cellsOver(view) {
+  if (overImages.manner === 'pixels' && view.pixels) return cellsOf(view.pixels);
+  const { grid: [rows, columns], cells } = example().image;
+  const values = shadesOf(view);
+  return { rows, columns, values: cells.map((token) => values[token]), largest: endOf(view) };
+}
+
+/** Paint the image, if its tokens are patches. */
+function showOverImage() {
+  if (!tokens.canvas) return;
+  paintOver(tokens.canvas, cellsOver(view()), overImages.manner);
+  overImages.tell(Boolean(view().pixels));
 }
 
 /** What is left out of the colours, in words. */
@@ -98,11 +145,9 @@ function partsOf({ roles = {} }, index) {
 
 /** The token that is looked at, in words. */
 function sentence(current, map, row, column) {
-  if (current === null) {
-    return [document.createTextNode('Point at a token, or move to one with Tab and the arrow keys.')];
-  }
+  if (current === null) return [];
   const { tokens: names } = example();
-  const method = views()[chosen.method];
+  const method = view();
   const said = [];
   const say = (text) => said.push(document.createTextNode(text));
   const quote = (index) => {
@@ -112,7 +157,7 @@ function sentence(current, map, row, column) {
   };
   say(`Token ${current} `);
   quote(current);
-  say(`${chosen.kept === null ? '' : ' (kept)'}: ${short(method.values[current])} by ${titleOf(method)}${partsOf(method, current)}.`);
+  say(`${chosen.kept === current ? ' (kept)' : ''}: ${short(method.values[current])} by ${titleOf(method)}${partsOf(method, current)}.`);
   const tell = (verb, values) => {
     const [best] = strongest(values, 1);
     if (best === undefined) return;
@@ -123,6 +168,7 @@ function sentence(current, map, row, column) {
   if (map) {
     tell(`In layer ${map.facts.index} it takes most from`, row);
     tell('It gives most to', column);
+    if (entering) say(` What enters the layer there: ${short(entering.at(map.facts.index, current))}.`);
   }
   return said;
 }
@@ -131,54 +177,91 @@ function sentence(current, map, row, column) {
 function showLayer() {
   const map = layers[chosen.layer];
   if (!map) return;
-  const { index, module, family, side, cell, largest, size, kept } = map.facts;
+  const { index, module, family } = map.facts;
   byId('layer-name').textContent = `${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
   byId('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
-  const canvas = byId('overview').querySelector('canvas');
-  // by square roots: most entries are far smaller than the largest
-  const cells = map.overview();
-  const shades = cells.map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
-  paintCells(canvas, shades, side, side, 1, 1);
-  canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
-  const pooled = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
-  const fits = size === example().tokens.length ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
-  byId('overview-note').textContent = `Layer ${index}: row = taking token, column = source; strongest ${short(Math.sign(strongestOf(cells)) * largest)}; shades by square roots.${pooled}${fits}`;
-  byId('note').textContent = map.whole
-    ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
-    : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${shares(map)} of the rows' absolute sums.`;
+  const names = example().tokens;
+  paintMap(byId('overview'), map, map.size === names.length ? names : []);
+  [byId('overview-note').textContent, byId('note').textContent] = mapNotes(map, names.length);
+  showLegend();
   showTokens();
 }
 
-/** The least and the mean share of rows that is kept, in words. */
-function shares(map) {
-  const all = Array.from({ length: map.size }, (_, i) => map.share(i));
-  const mean = all.reduce((sum, x) => sum + x, 0) / all.length;
-  return `${percent(mean)} on average, ${percent(Math.min(...all))} at least,`;
+/** Lines of the pictures at the layer and the token that are looked at. */
+function showLines(current, map) {
+  const size = example().tokens.length;
+  placeLine(byId('overview'), 'row', map ? current : null, size);
+  placeLine(byId('overview'), 'column', map ? current : null, size);
+  if (!entering) return;
+  const chart = byId('entering').querySelector('.chart');
+  const layer = layers.length ? layers[chosen.layer].facts.index : null;
+  placeLine(chart, 'row', layer === null ? null : entering.layers - 1 - layer, entering.layers);
+  placeLine(chart, 'column', current, size);
 }
 
-function showOverviewLines(current, map) {
-  for (const [id, side] of [['row-line', 'top'], ['column-line', 'left']]) {
-    const line = byId(id);
-    line.style.display = map ? 'block' : 'none';
-    if (map) line.style[side] = `${(100 * (current + 0.5)) / map.size}%`;
-  }
+/** What enters each layer, by the method or the one that a role belongs to. */
+function showEntering() {
+  const { tokens: names } = example();
+  const told = [view().whole ?? view(), ...views].find((each) => enteringOf(each, names.length));
+  entering = told ? enteringOf(told, names.length) : null;
+  byId('entering').hidden = !entering;
+  byId('layers').hidden = !entering && !layers.length;
+  if (!entering) return;
+  byId('entering').querySelector('h3').textContent = `What enters each layer, by ${told.name}`;
+  paintEntering(byId('entering').querySelector('.chart'), entering, names);
 }
 
 /** The map's layers, the first time and when the map changes. */
 function showMap() {
-  const map = example().maps[chosen.map];
+  const { maps, start } = example();
+  const map = maps[chosen.map];
   layers = map ? map.layers.map((facts) => new LayerMap(facts)) : [];
+  const first = layers.findIndex(({ facts }) => facts.index === start);
+  if (chosen.layer === null) chosen.layer = Math.max(0, first);
   chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
-  byId('controls').hidden = byId('side').hidden = !layers.length;
-  byId('reading').classList.toggle('folded', layers.length > 0 && tokens.parts.length > 0);
-  byId('reading').classList.toggle('pictured', layers.length > 0 && !byId('picture').hidden);
+  byId('controls').hidden = byId('map-picture').hidden = byId('beside').hidden = !layers.length;
+  byId('layers').hidden = !entering && !layers.length;
   byId('layer').max = Math.max(0, layers.length - 1);
   byId('layer').value = chosen.layer;
   if (layers.length) showLayer();
   else {
     byId('note').textContent = '';
+    showLegend();
     showTokens();
   }
+}
+
+/** All that depends on what is explained, and by which method. */
+function showRelevance() {
+  const { predictions, asked } = example();
+  const { answer, against } = chosen;
+  const rival = against === null ? '' : ` rather than “${predictions[against].label}”`;
+  const logit = predictions[answer]?.logit - (predictions[against]?.logit ?? 0);
+  const { output } = view().whole ?? view();
+  const what = Math.abs(output - logit) <= 1e-3 * Math.max(1, Math.abs(logit)) ? `logit${against === null ? '' : ' difference'}` : 'what is explained';
+  const astray = (view().whole ?? view()).astray ? ` It was asked for “${predictions[asked].label}” alone.` : '';
+  byId('explained').textContent = explainedBy(example(), answer, against);
+  byId('strongest-title').textContent = `Strongest for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
+  showStrongest(byId('strongest'), example(), view(), shadesOf(view()), what, astray);
+  showEntering();
+  showOverImage();
+  showLegend();
+  showTokens();
+  showNumbers();
+}
+
+/** What is explained was chosen. */
+function showAnswer() {
+  const { predictions, methods, asked } = example();
+  const { answer, against } = chosen;
+  showChips(example(), answer, against, methods.some((method) => method.answers.length > 0));
+  findViews();
+  showMethods();
+  for (const note of document.querySelectorAll('.asked')) {
+    note.hidden = answer === asked && against === null;
+    note.textContent = `Of “${predictions[asked]?.label}”, for which the page was made.`;
+  }
+  showRelevance();
 }
 
 /** A row, or a small picture, for each method and role to choose it by. */
@@ -188,7 +271,7 @@ function showMethods() {
   const legend = field.querySelector('legend');
   const gridded = image && image.grid;
   field.classList.toggle('of-images', Boolean(gridded));
-  const rows = views().map((view, index) => {
+  const rows = views.map((view, index) => {
     const checked = index === chosen.method;
     const radio = make('input', { type: 'radio', name: 'method', value: index, checked });
     if (view.whole) radio.setAttribute('aria-label', titleOf(view));
@@ -199,7 +282,8 @@ function showMethods() {
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
     else most.append('strongest ');
     most.append(short(strongestOf(shades)));
-    const picture = () => make('img', { src: image.source, alt: '' });
+    const picture = () => make('img', { className: 'under', src: image.source, alt: '' });
+    if (gridded) canvas.className = 'over';
     return make(
       'label',
       { className: view.whole ? 'role' : '' },
@@ -217,40 +301,42 @@ function showMethods() {
 function paintMethods() {
   const { image } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
-  views().forEach((view, index) => {
-    const values = shadesOf(view);
-    if (image && image.grid) {
-      const [height, width] = image.grid;
-      const cells = image.cells.map((token) => values[token]);
-      paintCells(canvases[index], cells, width, height, endOf(view), 0.75);
-    } else paintStrip(canvases[index], values, endOf(view));
+  views.forEach((view, index) => {
+    if (image && image.grid) paintOver(canvases[index], cellsOver(view), overImages.manner);
+    else paintStrip(canvases[index], shadesOf(view), endOf(view));
   });
 }
 
 function showNumbers() {
   const holder = byId('numbers-table');
-  holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example(), views())] : []));
+  holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example(), views)] : []));
 }
 
 /** All of the chosen example. */
 function showExample() {
-  const { explained, predictions, maps, image } = example();
-  // examples may tell other roles
-  Object.assign(chosen, { method: Math.min(chosen.method, views().length - 1), pointed: null, kept: null });
-  byId('explained').textContent = explained;
-  showPredictions(byId('predictions'), predictions);
+  const { maps, image, asked } = example();
+  Object.assign(chosen, { answer: asked, against: null, layer: null, pointed: null, kept: null });
   showImage(byId('seen'), image);
-  showMethods();
   tokens = new TokenView(byId('text'), byId('picture'), example(), act);
-  tokens.unfold(strongest(shadesOf(views()[chosen.method]), 5));
   byId('folding').hidden = tokens.parts.length === 0;
+  byId('over-image').hidden = tokens.canvas === null;
+  document.documentElement.classList.toggle('on-images', tokens.canvas !== null);
   byId('map').replaceChildren(...maps.map(({ name }, index) => new Option(name, index)));
   byId('map-choice').hidden = maps.length < 2;
   byId('map').value = chosen.map;
+  layers = [];
+  showAnswer();
+  showMap();
   showEdges(byId('edges'), example());
   showGraph(byId('graph'), example());
-  showNumbers();
-  showMap();
+  showBest();
+}
+
+/** Unfold what holds the strongest tokens, and have the strongest of all in view. */
+function showBest() {
+  const best = strongest(shadesOf(view()), 5);
+  tokens.unfold(best);
+  if (best.length) tokens.show(best[0]);
 }
 
 function begin() {
@@ -258,54 +344,114 @@ function begin() {
   byId('model').textContent = `${FACTS.model}: ${FACTS.layers} token mixers (${families})`;
   byId('choice').hidden = FACTS.examples.length < 2;
   byId('example').append(...FACTS.examples.map(({ name }, index) => new Option(name, index)));
-  byId('example').addEventListener('change', (event) => {
-    chosen.example = Number(event.target.value);
+  const choose = (id, change) => byId(id).addEventListener('change', (event) => change(event.target.value));
+  choose('example', (value) => {
+    chosen.example = Number(value);
     showExample();
   });
-  byId('methods').addEventListener('change', (event) => {
-    chosen.method = Number(event.target.value);
-    tokens.unfold(strongest(shadesOf(views()[chosen.method]), 5));
-    showTokens();
+  choose('targets', (value) => {
+    chosen.answer = Number(value);
+    if (chosen.against === chosen.answer) chosen.against = null;
+    showAnswer();
+    byId('targets').querySelector(':checked').focus();
   });
-  byId('map').addEventListener('change', (event) => {
-    chosen.map = Number(event.target.value);
+  choose('rivals', (value) => {
+    chosen.against = value === '' ? null : Number(value);
+    showAnswer();
+    byId('rivals').querySelector(':checked').focus();
+  });
+  choose('methods', (value) => {
+    chosen.method = Number(value);
+    showRelevance();
+    showBest();
+  });
+  choose('map', (value) => {
+    chosen.map = Number(value);
     showMap();
   });
-  byId('layer').addEventListener('input', (event) => {
-    chosen.layer = Number(event.target.value);
-    showLayer();
-  });
+  byId('layer').addEventListener('input', (event) => chooseLayer(Number(event.target.value)));
   byId('unfold').addEventListener('click', () => tokens.foldAll(true));
   byId('fold').addEventListener('click', () => tokens.foldAll(false));
   byId('numbers').addEventListener('toggle', showNumbers);
+  overImages = new OverImages(byId('over-image'), () => {
+    paintMethods();
+    showOverImage();
+    showLegend();
+  });
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
-  listenToOverview(byId('overview'));
+  byId('strongest').addEventListener('click', (event) => {
+    const button = event.target.closest('.jump');
+    if (button) act('jump', Number(button.dataset.index));
+  });
+  listenToStrips(byId('methods'));
+  listenToChart(byId('overview'), mapCell);
+  listenToChart(byId('entering').querySelector('.chart'), enteringCell);
+  addEventListener('scroll', hideTip, { passive: true });
   document.addEventListener('keydown', (event) => {
-    if (event.key === 'Escape' && chosen.kept !== null) act('keep', null);
+    if (event.key !== 'Escape') return;
+    hideTip();
+    if (chosen.kept !== null) act('keep', chosen.kept);
   });
   showExample();
   themeButton(byId('theme'), () => {
-    paintMethods();
+    showMethods();
+    showRelevance();
     if (layers.length) showLayer();
-    else showTokens();
   });
 }
 
-/** Pointing at a row of the map's picture is pointing at its token. */
-function listenToOverview(overview) {
-  const tokenAt = (event) => {
-    const map = usableMap();
-    const box = overview.getBoundingClientRect();
-    const share = (event.clientY - box.top) / box.height;
-    return map ? Math.max(0, Math.min(map.size - 1, Math.floor(share * map.size))) : null;
+/** A click on a strip goes to the strongest token there, and pointing names it. */
+function listenToStrips(field) {
+  const found = (event) => {
+    const canvas = event.target.closest('label > canvas');
+    if (!canvas) return null;
+    const own = views[canvas.parentElement.control.value];
+    return { own, index: stripIndex(canvas, event, shadesOf(own)) };
   };
-  overview.addEventListener('pointermove', (event) => act('point', tokenAt(event)));
-  overview.addEventListener('pointerleave', () => act('point', null));
-  overview.addEventListener('click', (event) => {
-    const index = tokenAt(event);
-    if (index === null) return;
-    tokens.unfold([index]);
-    act('keep', index);
+  field.addEventListener('click', (event) => {
+    const at = found(event);
+    if (at) act('jump', at.index);
+  });
+  field.addEventListener('pointermove', (event) => {
+    const at = found(event);
+    if (!at || event.pointerType === 'touch') return;
+    const { own, index } = at;
+    showTip(boxOf(event), [`Token ${index} “`, named(example().tokens[index]), `”: ${short(own.values[index])}`]);
+  });
+  field.addEventListener('pointerleave', hideTip);
+}
+
+/** What is said of a cell of the map, and its token. */
+function mapCell(canvas, event) {
+  const map = usableMap();
+  if (!map) return null;
+  const [row, column] = cellAt(canvas, event, map.size, map.size);
+  const names = example().tokens;
+  const said = `: token ${row} “${names[row]}” takes ${short(map.row(row)[column])} from token ${column} “${names[column]}”`;
+  return { index: row, said: `Layer ${map.facts.index}${said}` };
+}
+
+/** What is said of what enters a layer at a token, and both. */
+function enteringCell(canvas, event) {
+  const [row, index] = cellAt(canvas, event, entering.layers, entering.size);
+  const layer = entering.layers - 1 - row;
+  return { index, layer, said: `Enters layer ${layer} at token ${index} “${example().tokens[index]}”: ${short(entering.at(layer, index))}` };
+}
+
+/** Pointing at a picture is pointing at its token; a click keeps that, and chooses the layer. */
+function listenToChart(chart, cell) {
+  const canvas = chart.querySelector('canvas');
+  canvas.addEventListener('pointermove', (event) => {
+    const at = cell(canvas, event);
+    if (at) act('point', at.index, { box: boxOf(event), content: [at.said] });
+  });
+  canvas.addEventListener('pointerleave', () => act('point', null));
+  canvas.addEventListener('click', (event) => {
+    const at = cell(canvas, event);
+    if (!at) return;
+    const place = layers.findIndex(({ facts }) => facts.index === at.layer);
+    if (place >= 0) chooseLayer(place);
+    if (chosen.kept !== at.index) act('jump', at.index);
   });
 }
 

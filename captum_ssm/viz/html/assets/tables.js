@@ -35,15 +35,6 @@ function cellOf(cell) {
   return make('td', {}, make('bdi', {}, cell));
 }
 
-/** What the model says. */
-function showPredictions(table, predictions) {
-  table.hidden = predictions.length === 0;
-  fillRows(
-    table.tBodies[0],
-    predictions.map((p) => [p.label, { number: percent(p.probability) }, p.logit]),
-  );
-}
-
 /** The tokens with the largest values. */
 function showPartners(table, tokens, values) {
   const best = strongest(values, PARTNERS);
@@ -55,7 +46,7 @@ function showPartners(table, tokens, values) {
 
 /** The edges whose cutting is estimated to do most, or why there is no estimate. */
 function showEdges(section, { tokens, edges: { rows, obstacle } }) {
-  const [note] = section.getElementsByClassName('note');
+  const note = byId('edges-obstacle');
   const [table] = section.getElementsByTagName('table');
   section.hidden = !rows.length && obstacle === null;
   note.hidden = obstacle === null;

@@ -5,6 +5,8 @@
 /** Texts of more tokens than this fold into parts of this size. */
 const UNFOLDED = 400;
 const PART = 200;
+/** Frames in which a token is brought into view. */
+const STEPS_TO_SHOW = 6;
 
 /** An image with its colours, beside what the model says of it. */
 function showImage(holder, image) {
@@ -29,6 +31,8 @@ class TokenView {
     this.elements = [];
     this.colours = example.tokens.map(() => ['', '']); // of each background and bar
     this.parts = [];
+    this.placed = new Set(); // tokens that are patches of an image, painted on its canvas
+    this.canvas = null;
     this.reachable = 0;
     text.replaceChildren();
     picture.replaceChildren();
@@ -88,10 +92,14 @@ class TokenView {
   layPatches(placed) {
     const { source, width, height, grid, cells } = this.example.image;
     this.picture.append(
-      make('img', { src: source, width, height, alt: 'the image that is explained' }),
+      make('img', { className: 'under', src: source, width, height, alt: 'the image that is explained' }),
     );
     this.picture.hidden = false;
     if (!grid) return;
+    this.canvas = make('canvas', { className: 'over' });
+    this.canvas.setAttribute('aria-hidden', 'true'); // its patches say what they are
+    this.picture.append(this.canvas);
+    this.placed = placed;
     const layer = make('div', { className: 'grid' });
     layer.style.gridTemplate = `repeat(${grid[0]}, 1fr) / repeat(${grid[1]}, 1fr)`;
     for (const index of cells) {
@@ -117,10 +125,16 @@ class TokenView {
     });
     container.addEventListener('pointerleave', () => view().act('point', null));
     container.addEventListener('click', (event) => {
+      if (event.target.closest('summary canvas')) {
+        event.preventDefault(); // to the token, and not to fold
+        view().jumpIn(event);
+        return;
+      }
       const index = indexOf(event);
       if (index === null) return;
       view().reach(index);
       view().act('keep', index);
+      if (event.pointerType === 'touch') view().act('point', index); // no pointer hovers
     });
     container.addEventListener('focusin', (event) => {
       const index = indexOf(event);
@@ -188,6 +202,27 @@ class TokenView {
     this.elements[index].focus();
   }
 
+  /** Bring a token into view within the text, and the text into the window. */
+  show(index) {
+    this.unfold([index]);
+    const element = this.elements[index];
+    if (!this.text.contains(element)) return;
+    // parts have their heights only once they are near, so that one step may not do
+    const centre = (steps) => {
+      const [box, own] = [this.text.getBoundingClientRect(), element.getBoundingClientRect()];
+      this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
+      if (steps > 1) requestAnimationFrame(() => centre(steps - 1));
+    };
+    centre(STEPS_TO_SHOW);
+  }
+
+  /** To the strongest token where a part's strip was clicked. */
+  jumpIn(event) {
+    const { inside } = this.parts.find(({ strip }) => strip === event.target);
+    const shown = inside.map((index) => this.values[index]);
+    this.act('jump', inside[stripIndex(event.target, event, shown)]);
+  }
+
   /** Open or close all parts. */
   foldAll(open) {
     for (const part of this.parts) part.fold.open = open;
@@ -203,8 +238,10 @@ class TokenView {
   /** Colour the tokens by values up to the largest, and bars below them by others, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
+    this.values = values;
     this.elements.forEach((element, index) => {
-      const colours = [tint(values[index], largest), bars ? tint(bars[index], highest) : ''];
+      const tinted = this.placed.has(index) ? '' : tint(values[index], largest);
+      const colours = [tinted, bars ? tint(bars[index], highest) : ''];
       const before = this.colours[index];
       if (before[0] !== colours[0]) element.style.backgroundColor = colours[0];
       if (before[1] !== colours[1]) element.style.borderBottomColor = colours[1];

@@ -1,0 +1,49 @@
+"""The page of Insights: asked for part by part from a server, or whole, with what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..viz.html.page import filled, whole_page
+
+_SKELETON, _TITLE = "insights.html", "Insights"
+#: In this order they are one style, and one script.
+STYLES = ("common.css", "insights.css")
+SCRIPTS = (
+    "common.js",
+    "canvases.js",
+    "images.js",
+    "tip.js",
+    "words.js",
+    "drawing.js",
+    "controls.js",
+    "insights.js",
+)
+
+
+def served_page(policy: str) -> str:
+    """The page, which asks for its parts by their names.
+
+    Args:
+        policy: what it may do, as a content security policy.
+    """
+    styles = (f'<link rel="stylesheet" href="{name}">' for name in STYLES)
+    scripts = (f'<script defer src="{name}"></script>' for name in SCRIPTS)
+    parts = {
+        "title": _TITLE,
+        "policy": policy,
+        "style": "\n".join(styles),
+        "script": "\n".join(scripts),
+        "data": "",
+    }
+    return filled(_SKELETON, parts)
+
+
+def kept_page(facts: Mapping[str, Any]) -> str:
+    """The page with all that it shows, which asks for nothing.
+
+    Args:
+        facts: answers by question, as :meth:`Api.kept <captum_ssm.insights.api.Api.kept>` has them.
+    """
+    return whole_page(_SKELETON, STYLES, SCRIPTS, _TITLE, facts)

@@ -1,0 +1,123 @@
+'use strict';
+
+/* What the model says: predictions to choose among, and the tokens that add most to one. */
+
+/** So many tokens are named. */
+const STRONGEST = 10;
+
+/** A choice of one, as a chip. */
+function chip(name, value, checked, disabled, ...content) {
+  const radio = make('input', { type: 'radio', name, value, checked, disabled });
+  return make('label', { className: 'chip' }, radio, ...content);
+}
+
+const named = (label) => make('bdi', { className: 'name' }, label);
+
+/** The predictions, to choose what is explained, and rather than what. */
+function showChips({ predictions }, answer, against, switchable) {
+  const [targets, rivals] = [byId('targets'), byId('rivals')];
+  const legends = [targets, rivals].map((field) => field.querySelector('legend'));
+  targets.hidden = !predictions.length;
+  rivals.hidden = !switchable || predictions.length < 2;
+  const chips = predictions.map(({ label, probability, logit }, index) => {
+    const share = make('span', { className: 'share' }, percent(probability));
+    const made = chip('target', index, index === answer, !switchable && index !== answer, named(label), share);
+    made.title = `logit ${short(logit)}`;
+    return made;
+  });
+  targets.replaceChildren(legends[0], ...chips);
+  const others = predictions.flatMap(({ label }, index) =>
+    index === answer ? [] : [chip('rival', index, index === against, false, named(label))],
+  );
+  rivals.replaceChildren(legends[1], chip('rival', '', against === null, false, 'nothing'), ...others);
+}
+
+/** What is explained, in words. */
+function explainedBy({ explained, predictions, asked }, answer, against) {
+  if (answer === asked && against === null) return explained;
+  const rival = against === null ? '' : ` rather than “${predictions[against].label}”`;
+  const [where] = explained.match(/, predicted after token \d+$/) ?? [''];
+  return `the logit of “${predictions[answer].label}”${rival}${where}`;
+}
+
+/** The difference of two lists of numbers. */
+function lessOf(values, others) {
+  return values.map((value, index) => (value === null ? null : value - others[index]));
+}
+
+/** What a method says of an answer, or of one rather than another; of what it was asked if not. */
+function saidBy(method, asked, answer, against) {
+  const plain = answer === asked && against === null;
+  const [one, other] = [method.answers[answer], method.answers[against]];
+  if (!one) return { ...method, astray: !plain };
+  if (against === null) return { ...method, ...one, ...(plain ? { values: method.values } : { pixels: null }), streams: [one.streams] };
+  const names = new Set([...Object.keys(one.roles), ...Object.keys(other.roles)]);
+  const none = one.values.map(() => 0);
+  const role = (name) => lessOf(one.roles[name] ?? none, other.roles[name] ?? none);
+  return {
+    ...method,
+    pixels: null, // the page has those of what it was made for alone
+    values: lessOf(one.values, other.values),
+    roles: Object.fromEntries([...names].map((name) => [name, role(name)])),
+    output: one.output - other.output,
+    bias: one.bias - other.bias,
+    streams: [one.streams, other.streams],
+  };
+}
+
+const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
+
+/** Numbers with as many digits behind the point as the largest of them has use for. */
+function alike(values) {
+  const largest = largestOf(values);
+  const digits = largest ? Math.max(0, Math.min(8, 2 - Math.floor(Math.log10(largest)))) : 0;
+  return values.map((value) => value.toFixed(digits).replace(/^-(?=.*[1-9])/, '−').replace(/^-/, ''));
+}
+
+/** What relevance adds up to, in words. */
+function equation(view, what) {
+  if (view.whole) {
+    const [part, all] = alike([sumOf(view.values), sumOf(view.whole.values)]);
+    return `as ${view.name} ${part}, of ${all} in all`;
+  }
+  const tokens = sumOf(view.values);
+  if (view.output === undefined) return `Its numbers sum to ${alike([tokens])[0]}.`;
+  const parts = [['tokens', tokens], ['biases', view.bias]];
+  const rest = view.output - view.bias - tokens;
+  // such as tokens that the model puts in front of the text
+  if (Math.abs(rest) > 5e-3 * largestOf([tokens, view.bias, view.output])) parts.push(['other inputs', rest]);
+  const numbers = alike([...parts.map(([, value]) => value), view.output]);
+  return `${parts.map(([name], i) => `${name} ${numbers[i]}`).join(' + ')} = ${what} ${numbers[parts.length]}`;
+}
+
+/** The strongest tokens as bars, and what they add up to with all else. */
+function showStrongest(section, { tokens }, view, shades, what, astray) {
+  const best = strongest(shades, STRONGEST);
+  const shown = best.map((index) => view.values[index]);
+  const ends = [Math.min(0, ...shown), Math.max(0, ...shown)];
+  const row = (index) => {
+    const token = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, tokens[index]));
+    token.dataset.index = index;
+    token.setAttribute('aria-label', `Show token ${index} “${tokens[index]}”`);
+    return make(
+      'tr',
+      {},
+      make('td', { className: 'number' }, String(index)),
+      make('td', { className: 'word' }, token),
+      make('td', { className: 'scale' }, bar(view.values[index], ...ends)),
+      make('td', { className: 'number' }, short(view.values[index])),
+    );
+  };
+  const total = (name, value) =>
+    make('tr', {}, make('th', { scope: 'row', colSpan: 3 }, name), make('td', { className: 'number' }, short(value)));
+  const others = sumOf(view.values) - sumOf(shown);
+  const left = shades.filter((value) => value !== null).length - best.length;
+  const sums = left > 0 ? [total(left === 1 ? 'One other token' : `${left} other tokens`, others)] : [];
+  if (view.output !== undefined && !view.whole) {
+    sums.push(total('Biases', view.bias), total(`= ${what}`, view.output));
+  }
+  const table = section.querySelector('table');
+  table.tBodies[0].replaceChildren(...best.map(row));
+  table.tFoot.replaceChildren(...sums);
+  byId('sum').textContent = equation(view, what) + astray;
+}

@@ -1,0 +1,130 @@
+'use strict';
+
+/* Relevance laid over images: of patches, of those that matter in outline, or of pixels. */
+
+/** How it may be laid, what that is called, and what is said of it. */
+const MANNERS = {
+  patches: ['patches', ''],
+  outlines: ['outlines', 'Inside the lines: as few patches as hold half of the relevance.'],
+  pixels: ['pixels', 'A few pixels are stronger than the scale shows.'],
+};
+/** The share of all relevance that lies inside outlines. */
+const INSIDE = 0.5;
+/** Steps of a raster from no relevance to the end of its scale, and what stands for no number. */
+const RASTER_STEPS = 127;
+const NO_STEP = -128;
+/** The width of a line around patches, in pixels of the screen. */
+const OUTLINE = 2;
+
+/** A raster as cells: values by rows, and the largest that is not cut off. */
+function cellsOf({ rows, columns, steps }) {
+  const values = Float32Array.from(atob(steps), (character) => {
+    const step = (character.charCodeAt(0) << 24) >> 24; // a byte with its sign
+    return step === NO_STEP ? NaN : step;
+  });
+  return { rows, columns, values, largest: RASTER_STEPS };
+}
+
+/** The indices of the fewest cells that together hold a share of all relevance. */
+function strongestShare(values, share) {
+  const indices = [...values.keys()].filter((i) => values[i]); // neither 0 nor no number
+  indices.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]));
+  let left = share * indices.reduce((sum, i) => sum + Math.abs(values[i]), 0);
+  const kept = new Set();
+  for (const i of indices) {
+    if (left <= 0) break;
+    kept.add(i);
+    left -= Math.abs(values[i]);
+  }
+  return kept;
+}
+
+/** The border of some cells, drawn inside of them; lines of neighbours meet. */
+function borderOf(inside, { rows, columns }, cell, inset) {
+  const border = new Path2D();
+  const line = (x, y, toX, toY) => {
+    border.moveTo(x, y);
+    border.lineTo(toX, toY);
+  };
+  for (let row = 0; row < rows; row++) {
+    for (let column = 0; column < columns; column++) {
+      if (!inside(row, column)) continue;
+      const [above, below] = [inside(row - 1, column), inside(row + 1, column)];
+      const [before, behind] = [inside(row, column - 1), inside(row, column + 1)];
+      const left = column * cell + (before ? -inset : inset);
+      const right = (column + 1) * cell + (behind ? inset : -inset);
+      const top = row * cell + (above ? -inset : inset);
+      const bottom = (row + 1) * cell + (below ? inset : -inset);
+      if (!above) line(left, top, right, top);
+      if (!below) line(left, bottom, right, bottom);
+      if (!before) line(left, top, left, bottom);
+      if (!behind) line(right, top, right, bottom);
+    }
+  }
+  return border;
+}
+
+/** Outlines of the cells that matter, in a white halo: one of the two is seen on any image. */
+function paintOutlines(canvas, cells) {
+  const { rows, columns, values } = cells;
+  const kept = strongestShare(values, INSIDE);
+  const scale = devicePixelRatio;
+  const line = OUTLINE * scale;
+  const cell = Math.max(3 * line, Math.round((canvas.clientWidth * scale) / columns));
+  canvas.width = columns * cell;
+  canvas.height = rows * cell;
+  const context = canvas.getContext('2d');
+  context.lineCap = 'square';
+  const colours = palette('-on-image');
+  for (const [sign, colour] of [[1, colours.more], [-1, colours.less]]) {
+    const inside = (row, column) => {
+      const index = row * columns + column;
+      const exists = row >= 0 && row < rows && column >= 0 && column < columns;
+      return exists && kept.has(index) && Math.sign(values[index]) === sign;
+    };
+    const border = borderOf(inside, cells, cell, line);
+    for (const [width, style] of [[2 * line, 'white'], [line, `rgb(${colour.join(' ')})`]]) {
+      context.lineWidth = width;
+      context.strokeStyle = style;
+      context.stroke(border);
+    }
+  }
+}
+
+/** Lay cells over an image. */
+function paintOver(canvas, cells, manner) {
+  if (manner === 'outlines') paintOutlines(canvas, cells);
+  else paintCells(canvas, cells.values, cells.columns, cells.rows, cells.largest, 1, palette('-on-image'));
+}
+
+/** Choices of how relevance lies over the images of a page.
+ *
+ * `changed` is called when another manner is chosen.
+ */
+class OverImages {
+  constructor(holder, changed) {
+    const { style, dataset } = document.documentElement;
+    const options = Object.entries(MANNERS).map(([value, [name]]) => new Option(name, value));
+    const list = make('select', {}, ...options);
+    const share = getComputedStyle(document.documentElement).getPropertyValue('--overlay');
+    const opacity = make('input', { type: 'range', min: 0, max: 100, value: 100 * share });
+    this.note = make('p', { className: 'note' });
+    holder.append(
+      make('label', {}, 'Over the image', list),
+      make('label', {}, 'Opacity', opacity),
+      this.note,
+    );
+    opacity.addEventListener('input', () => style.setProperty('--overlay', opacity.value / 100));
+    list.addEventListener('change', () => {
+      dataset.manner = this.manner = list.value;
+      changed();
+    });
+    dataset.manner = this.manner = list.value;
+  }
+
+  /** Say what the manner is, and whether there are pixels to be shown in it. */
+  tell(pixels = true) {
+    const missing = this.manner === 'pixels' && !pixels;
+    this.note.textContent = missing ? 'Of this there are patches alone.' : MANNERS[this.manner][1];
+  }
+}

@@ -1,0 +1,129 @@
+'use strict';
+
+/* Layers: what enters each, as a picture of layers and tokens, and the map of one of them. */
+
+/** Axes of at most so many tokens, or layers, have names. */
+const NAMED = 40;
+/** Columns that a picture has at most; of more, neighbours are one. */
+const COLUMNS = 640;
+
+/** Relevance of what enters each layer, the last layer first; answers.py says how its bytes lie. */
+class Entering {
+  constructor(block, size) {
+    const bytes = bytesOf(block);
+    this.size = size;
+    this.layers = bytes.length / (4 + 2 * size);
+    const scales = new Float32Array(bytes.buffer.slice(0, 4 * this.layers));
+    const steps = new Int16Array(bytes.buffer.slice(4 * this.layers));
+    this.values = Float32Array.from(steps, (step, at) => (step / (2 ** 15 - 1)) * scales[Math.floor(at / size)]);
+  }
+
+  /** What enters a layer at a token. */
+  at(layer, token) {
+    return this.values[layer * this.size + token];
+  }
+
+  /** The same, of one answer rather than another. */
+  less(other) {
+    const made = Object.assign(Object.create(Entering.prototype), this);
+    made.values = this.values.map((value, at) => value - other.values[at]);
+    return made;
+  }
+
+  /** Cells of a picture in rows, the last layer on top: their width, and the strongest of each. */
+  cells() {
+    const cell = Math.ceil(this.size / COLUMNS);
+    const width = Math.ceil(this.size / cell);
+    const found = [];
+    for (let layer = this.layers - 1; layer >= 0; layer--) {
+      for (let start = 0; start < this.size; start += cell) {
+        const end = Math.min(start + cell, this.size);
+        found.push(strongestOf(this.values.subarray(layer * this.size + start, layer * this.size + end)));
+      }
+    }
+    return { width, found };
+  }
+}
+
+/** Blocks that were read, so that switching back and forth does not read them again. */
+const entered = new Map();
+
+/** What enters each layer by a view, or null. */
+function enteringOf({ streams }, size) {
+  if (!streams || streams.some((block) => block === null)) return null;
+  const [one, other] = streams.map((block) => {
+    if (!entered.has(block)) entered.set(block, new Entering(block, size));
+    return entered.get(block);
+  });
+  return other ? one.less(other) : one;
+}
+
+/** What tokens are called along an axis: patches by row and column alone. */
+const axisNames = (tokens) => tokens.map((token) => token.replace(/^row (\d+), column (\d+)$/, '$1, $2'));
+
+/** Write names beside a picture's rows and below its columns, where they are few. */
+function nameAxes(chart, rows, columns) {
+  const fill = (holder, names) => {
+    const few = names.length <= NAMED;
+    holder.replaceChildren(...(few ? names.map((name) => make('bdi', {}, name)) : []));
+    holder.hidden = !few;
+  };
+  fill(chart.querySelector('.rows'), rows);
+  fill(chart.querySelector('.columns'), columns);
+  chart.style.setProperty('--rows', rows.length);
+  chart.style.setProperty('--columns', columns.length <= NAMED ? columns.length : 0);
+}
+
+/** Put a line of a picture in the middle of one of its rows or columns, or nowhere. */
+function placeLine(chart, name, index, count) {
+  const line = chart.querySelector(`.${name}`);
+  line.hidden = index === null;
+  if (index !== null) line.style[name === 'row' ? 'top' : 'left'] = `${(100 * (index + 0.5)) / count}%`;
+}
+
+/** The row and the column of a picture that an event is at. */
+function cellAt(canvas, event, rows, columns) {
+  const box = canvas.getBoundingClientRect();
+  const at = (place, start, length, count) =>
+    Math.max(0, Math.min(count - 1, Math.floor(((place - start) / length) * count)));
+  return [at(event.clientY, box.top, box.height, rows), at(event.clientX, box.left, box.width, columns)];
+}
+
+/** The picture of what enters each layer. */
+function paintEntering(chart, entering, names) {
+  const { width, found } = entering.cells();
+  const canvas = chart.querySelector('canvas');
+  paintCells(canvas, found, width, entering.layers, largestOf(found));
+  canvas.setAttribute('aria-label', `Relevance of what enters each of ${entering.layers} layers at each of ${entering.size} tokens`);
+  nameAxes(chart, Array.from({ length: entering.layers }, (_, i) => `layer ${entering.layers - 1 - i}`), axisNames(names));
+}
+
+/** The picture of a layer's map. */
+function paintMap(chart, map, names) {
+  const { index, side, size } = map.facts;
+  const canvas = chart.querySelector('canvas');
+  // by square roots: most entries are far smaller than the largest
+  const shades = map.overview().map((value) => Math.sign(value) * Math.sqrt(Math.abs(value)));
+  paintCells(canvas, shades, side, side, 1, 1);
+  canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
+  nameAxes(chart, axisNames(names), axisNames(names));
+}
+
+/** What a layer's map is, and how much of it the file holds. */
+function mapNotes(map, tokens) {
+  const { index, cell, largest, size, kept } = map.facts;
+  const pooled = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
+  const fits = size === tokens ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
+  const most = short(Math.sign(strongestOf(map.overview())) * largest);
+  const held = map.whole
+    ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
+    : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${keptShares(map)} of the rows' absolute sums.`;
+  return [`Layer ${index}: row = taking token, column = source; strongest ${most}; shades by square roots.${pooled}${fits}`, held];
+}
+
+/** The least and the mean share of rows that is kept, in words. */
+function keptShares(map) {
+  const all = Array.from({ length: map.size }, (_, i) => map.share(i));
+  const mean = all.reduce((sum, x) => sum + x, 0) / all.length;
+  return `${percent(mean)} on average, ${percent(Math.min(...all))} at least,`;
+}

@@ -1,0 +1,272 @@
+"""The first screen of a report: what is explained, its strongest tokens, and what enters layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.chromium import Page
+from helpers.pages import read_page
+from zoo.small import mamba_lm, token_ids
+
+from captum_ssm import LatimFlow, MambaAttribution, report
+from captum_ssm.models import load_bundled
+
+pytestmark = pytest.mark.browser
+
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+WIDTHS = pytest.mark.parametrize("width", [390, 1280])
+SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return list(
+        page.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => e.innerText)")
+    )
+
+
+def box(page: Page, selector: str) -> dict:
+    return dict(
+        page.evaluate(
+            f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
+        )
+    )
+
+
+def shown_numbers(page: Page) -> dict[str, float]:
+    """The numbers of the list of strongest tokens, by what stands before them."""
+    found = {}
+    for row in texts(page, "#strongest tr"):
+        *name, value = row.split("\t")
+        found[" ".join(part for part in name if part)] = number(value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the README's example."""
+    model, vocabulary = load_bundled("recall-mamba")
+    path = tmp_path_factory.mktemp("answers") / "report.html"
+    return report(model, PROMPT, tokenizer=vocabulary, path=path)
+
+
+@pytest.fixture
+def opened(page: Page, readme: Path, request: pytest.FixtureRequest) -> Page:
+    page.resize(1280, 800)
+    page.goto(readme)
+    return page
+
+
+def test_the_first_screen_tells_the_story(opened: Page, readme: Path) -> None:
+    """Prediction, coloured tokens, the strongest and their sum, without scrolling."""
+    (example,) = read_page(readme).facts["examples"]
+    for selector in ("#targets", "#explained", "#text", "#sum", "#strongest tfoot"):
+        place = box(opened, selector)
+        assert 0 <= place["top"] < place["bottom"] <= 800, selector
+        assert 0 <= place["left"] < place["right"] <= 1280, selector
+    assert opened.text("#targets :has(:checked) .name") == "lamp"
+    strongest = box(opened, ".token[data-index='3']")
+    assert 0 < strongest["top"] < strongest["bottom"] < 800
+    flow = example["methods"][0]["values"]
+    best = np.argsort(-np.abs(flow))[:10]
+    rows = [row.split("\t") for row in texts(opened, "#strongest tbody tr")]
+    assert [int(row[0]) for row in rows] == list(best)
+    assert [number(row[-1]) for row in rows] == pytest.approx([flow[i] for i in best], rel=6e-3)
+
+
+def test_tokens_and_biases_are_the_logit(opened: Page, readme: Path) -> None:
+    (example,) = read_page(readme).facts["examples"]
+    said = re.fullmatch(r"tokens (\S+) \+ biases (\S+) = logit (\S+)", opened.text("#sum"))
+    assert said is not None
+    tokens, biases, logit = map(number, said.groups())
+    assert tokens + biases == pytest.approx(logit, abs=0.15)
+    best = example["predictions"][example["asked"]]
+    assert logit == pytest.approx(best["logit"], abs=0.06)
+    assert tokens == pytest.approx(sum(example["methods"][0]["values"]), abs=0.06)
+    listed = shown_numbers(opened)
+    assert sum(listed.values()) - listed["= logit"] == pytest.approx(listed["= logit"], rel=0.01)
+
+
+@WIDTHS
+@SCHEMES
+def test_a_click_on_a_chip_explains_that_prediction(
+    opened: Page, readme: Path, width: int, scheme: str
+) -> None:
+    opened.prefer(scheme)
+    opened.resize(width)
+    model, vocabulary = load_bundled("recall-mamba")
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    (example,) = read_page(readme).facts["examples"]
+    rival = 1 + [p["label"] for p in example["predictions"][1:]].index("anna")
+    opened.click(f"#targets .chip:nth-of-type({rival + 1})")
+    target = (-1, vocabulary.encode("anna")[0])
+    found = LatimFlow(model).attribute(ids, target)[0].numpy()
+    check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
+    assert "Of “lamp”, for which the page was made." in opened.text("#graph")
+    assert opened.overflow() <= 0
+    assert opened.errors == [] and opened.requests == [readme.as_uri()]
+
+
+@WIDTHS
+def test_one_prediction_rather_than_another_by_keyboard(
+    opened: Page, readme: Path, width: int
+) -> None:
+    """The difference on the page is what the method says of the contrast."""
+    opened.resize(width)
+    model, vocabulary = load_bundled("recall-mamba")
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    (example,) = read_page(readme).facts["examples"]
+    opened.key("Tab")
+    opened.key("Tab")
+    opened.key("Tab")
+    opened.key("ArrowRight")
+    opened.key("ArrowRight")
+    assert opened.text("#rivals :has(:focus)") == example["predictions"][2]["label"]
+    name = example["predictions"][2]["label"]
+    target, rival = ((-1, vocabulary.encode(word)[0]) for word in ("lamp", name))
+    found = LatimFlow(model).attribute(ids, target, contrast=rival)[0].numpy()
+    said = f"What adds to the logit of “lamp” rather than “{name}”, predicted after token 13"
+    check(opened, found, said)
+    assert "= logit difference" in opened.text("#strongest tfoot")
+    # and back to what was asked
+    opened.key("ArrowLeft")
+    opened.key("ArrowLeft")
+    assert opened.text("#explained") == example["explained"]
+    assert opened.errors == []
+
+
+def check(page: Page, relevance: np.ndarray, heading: str) -> None:
+    """The page explains this, and shows its tokens."""
+    assert page.text("#says") == heading
+    best = np.argsort(-np.abs(relevance))[:10]
+    rows = [row.split("\t") for row in texts(page, "#strongest tbody tr")]
+    numbers = dict(zip((int(row[0]) for row in rows), (number(r[-1]) for r in rows), strict=True))
+    assert numbers == pytest.approx({int(i): float(relevance[i]) for i in best}, rel=6e-3, abs=1e-4)
+
+
+def test_methods_that_were_asked_for_one_say_so(opened: Page) -> None:
+    opened.click("#targets .chip:nth-of-type(3)")
+    assert "asked" not in opened.text("#sum")
+    opened.click("#methods label:nth-of-type(2)")
+    assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
+
+
+def test_chips_without_such_a_method_are_no_choice(page: Page, tmp_path: Path) -> None:
+    path = report(mamba_lm(), token_ids(1, 9), [MambaAttribution], path=tmp_path / "one.html")
+    page.goto(path)
+    assert page.evaluate("document.querySelector('#rivals').hidden")
+    assert page.count("#targets input:enabled") == 1
+    assert page.text("#sum").startswith("Its numbers sum to ")
+    assert page.errors == []
+
+
+@WIDTHS
+@SCHEMES
+def test_the_strongest_of_600_tokens_is_in_view(
+    page: Page, tmp_path: Path, width: int, scheme: str
+) -> None:
+    model, ids = mamba_lm(), token_ids(1, 600)
+    names = [f"word{i}" for i in range(600)]
+    path = report(model, ids, [LatimFlow], tokens=names, target=(330, 3), path=tmp_path / "l.html")
+    (example,) = read_page(path).facts["examples"]
+    strongest = int(np.abs(example["methods"][0]["values"]).argmax())
+    assert 200 < strongest < 400
+    page.resize(width, 800)
+    page.prefer(scheme)
+    page.goto(path)
+    for _ in range(5):
+        page.drawn()
+
+    def in_view(index: int) -> bool:
+        token, text = box(page, f".token[data-index='{index}']"), box(page, "#text")
+        inside = text["top"] <= token["top"] < token["bottom"] <= text["bottom"]
+        return inside and 0 <= token["top"] < token["bottom"] <= 800
+
+    assert page.evaluate("scrollY") == 0
+    assert in_view(strongest)
+    # a button of the list shows its token
+    other = int(np.argsort(-np.abs(example["methods"][0]["values"]))[7])
+    page.click(f"#strongest .jump[data-index='{other}']")
+    page.evaluate("scrollTo(0, 0)")
+    page.drawn()
+    assert in_view(other)
+    assert (
+        page.evaluate(f"document.querySelector('.token[data-index=\"{other}\"]').ariaPressed")
+        == "true"
+    )
+    assert page.errors == []
+
+
+def test_a_click_on_a_strip_shows_the_token_there(page: Page, tmp_path: Path) -> None:
+    names = [f"word{i}" for i in range(640)]
+    ids, path = token_ids(1, 640), tmp_path / "strip.html"
+    report(mamba_lm(), ids, [LatimFlow], tokens=names, path=path)
+    (example,) = read_page(path).facts["examples"]
+    values = np.abs(example["methods"][0]["values"])
+    page.goto(path)
+    # in the middle of a strip of 320 cells of two tokens each
+    page.click("#methods canvas")
+    strongest = [start + int(values[start : start + 2].argmax()) for start in (318, 320)]
+    pressed = "document.querySelector('.token[aria-pressed=true]').dataset.index"
+    kept = int(page.evaluate(pressed))
+    assert kept in strongest
+    assert page.text("#tip").startswith(tuple(f"Token {i} “word{i}”" for i in strongest))
+    for _ in range(5):  # until it is in view
+        page.drawn()
+    page.click("#text details:nth-of-type(2) summary canvas")
+    assert int(page.evaluate(pressed)) in (299, 300)  # of those from 200 on
+    assert page.evaluate("document.querySelectorAll('#text details')[1].open")
+    assert page.errors == []
+
+
+@WIDTHS
+@SCHEMES
+def test_what_enters_each_layer(opened: Page, readme: Path, width: int, scheme: str) -> None:
+    opened.prefer(scheme)
+    opened.resize(width)
+    model, vocabulary = load_bundled("recall-mamba")
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    streams = LatimFlow(model).decompose(ids, (-1, vocabulary.encode("lamp")[0])).streams
+    assert texts(opened, "#entering .rows bdi") == ["layer 1", "layer 0"]
+    assert texts(opened, "#entering .columns bdi") == PROMPT.split()
+    assert texts(opened, "#overview .rows bdi") == PROMPT.split()
+    assert opened.text("#layer-name").startswith("1 of 0–1")  # where the lamp is fetched
+    picture = box(opened, "#entering canvas")
+    said = {}
+    for layer, token in [(0, 1), (1, 3), (0, 13)]:
+        x = picture["left"] + (token + 0.5) / 14 * picture["width"]
+        y = picture["top"] + (1.5 - layer) / 2 * picture["height"]
+        event = f"new PointerEvent('pointermove', {{clientX: {x}, clientY: {y}}})"
+        opened.evaluate(f"document.querySelector('#entering canvas').dispatchEvent({event})")
+        text = opened.text("#tip")
+        match = re.fullmatch(rf"Enters layer {layer} at token {token} “\w+”: (\S+)", text)
+        assert match is not None, text
+        said[layer, token] = number(match[1])
+    for (layer, token), value in said.items():
+        exact = float(streams[layer][0, token])
+        assert value == pytest.approx(exact, rel=6e-3, abs=1e-3)
+    opened.click("#entering canvas")  # between the layers, at the middle token
+    kept = opened.evaluate("document.querySelector('.token[aria-pressed=true]').dataset.index")
+    assert kept in ("6", "7")
+    assert opened.overflow() <= 0
+    assert opened.errors == []
+
+
+def test_axes_of_more_than_40_tokens_have_no_names(page: Page, tmp_path: Path) -> None:
+    for length, named in ((40, 40), (41, 0)):
+        names = [f"w{i}" for i in range(length)]
+        ids, path = token_ids(1, length), tmp_path / "axes.html"
+        report(mamba_lm(), ids, [LatimFlow], tokens=names, graph=0, path=path)
+        page.goto(path)
+        assert page.count("#overview .rows bdi") == page.count("#overview .columns bdi") == named
+        for width in (390, 1280):
+            page.resize(width)
+            assert page.overflow() <= 0

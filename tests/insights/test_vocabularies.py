@@ -1,0 +1,54 @@
+"""Models of different vocabularies are not shown side by side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from zoo.small import mamba_lm
+
+from captum_ssm.errors import OptionError
+from captum_ssm.insights import AttributionVisualizer, EmptyFeature
+from captum_ssm.insights.vocabularies import check_sizes, check_tokenizers
+from captum_ssm.models import load_bundled
+
+
+def reader(size):
+    return SimpleNamespace(config=SimpleNamespace(vocab_size=size))
+
+
+def test_a_visualizer_of_models_of_different_vocabularies_is_refused():
+    models = [mamba_lm(vocab_size=17), mamba_lm(vocab_size=17), mamba_lm(vocab_size=18)]
+    for kept in (models[:1], models[:2], [models[0], lambda ids: ids]):
+        AttributionVisualizer(kept, ["a"], EmptyFeature(), [])
+    with pytest.raises(OptionError, match=r"\(models\[0\]\).* 17 .*\(models\[2\]\) one of 18"):
+        AttributionVisualizer(models, ["a"], EmptyFeature(), [])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [((50280, 50304), True), ((50280, 50257), True), ((50280, 50560), False), ((60, 64), False)],
+)
+def test_large_embeddings_may_be_filled_up(sizes, fits):
+    models = [reader(size) for size in sizes]
+    if fits:
+        check_sizes(models)
+    else:
+        with pytest.raises(OptionError, match="Show models of one tokenizer"):
+            check_sizes(models)
+
+
+def test_tokenizers_are_compared_word_by_word():
+    _, first = load_bundled("pairs-mamba")
+    _, same = load_bundled("pairs-mamba2")
+    _, other = load_bundled("valence-mamba")
+    check_tokenizers(["a", "b"], [first, same])
+    with pytest.raises(OptionError, match="pairs and valence have different vocabularies: '"):
+        check_tokenizers(["pairs", "valence"], [first, other])
+    listed = SimpleNamespace(get_vocab=lambda: {word: i for i, word in enumerate(first.vocab)})
+    check_tokenizers(["a", "b"], [first, listed])
+    short = SimpleNamespace(vocab=first.vocab[:-1])
+    last = first.vocab[-1]
+    with pytest.raises(OptionError, match=f"'{last}' is token .* to the one and no token to the"):
+        check_tokenizers(["a", "b"], [first, short])
+    check_tokenizers(["a", "b"], [first, SimpleNamespace()])  # which does not say
