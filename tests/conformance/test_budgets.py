@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import full
 
 from benchmarks import budgets
 from benchmarks.counts import Counts
@@ -99,8 +98,9 @@ def test_the_default_rule_takes_half_more_than_the_frozen_one_at_most(family: st
 # --- half precision ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float16)])
-@pytest.mark.parametrize("family", ["Mamba", *full(*FAMILIES[1:])])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision(family: str, dtype: torch.dtype) -> None:
     """Nothing is computed in float64, and no more than a layer's weights are copied at a time."""
     layers = 4
