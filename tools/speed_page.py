@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import budgets
 from benchmarks.plot import draw
 from benchmarks.report import markdown
 from captum_ssm.viz.figure import LINES, new_figure
@@ -89,6 +90,8 @@ What operators take alone, given the model's run: {parts}. On a GPU nothing of t
 {tree}
 ```
 
+{on_a_gpu}
+
 ## Measuring anew
 
 ```bash
@@ -98,11 +101,36 @@ python -m benchmarks --out results
 python -m benchmarks --families Mamba Vim-S --lengths 1024 --layers 24 --out results/deep
 # needs a quarter of an hour, and 20 GB of memory
 python -m benchmarks.long_context --out results
-# needs what these three have measured
+# needs a few minutes of any machine
+python -m benchmarks.budgets
+# needs what these four have found
 python tools/speed_page.py results
 ```
 """
 
+_ON_A_GPU = """\
+## On a GPU, counted and not measured
+
+No figure of this section was measured on a GPU. The paths that calls take on one were run on a
+device that stands in for it (`benchmarks/stand_in.py`): a processor holds its numbers, and what it
+is asked to do is counted. `f+b` is a pass of the same model, in which what packages have a fused
+kernel of is one launch, and one more in the backward. Small models of {layers} layers; launches do
+not depend on the width. A wait is one of the host for the device: checks are noted there and read
+together at the end.
+
+{counts}
+
+The counts are committed, and a test fails if launches, waits or bytes grow by a twentieth.
+
+What this would come to for Mamba 2.8B (width {width}, {deep} layers) at {length} tokens in float32
+on one {gpu}, by its data sheet ({bandwidth:.3g} TB/s, {peak:.3g} TFLOP/s): the greater of bytes /
+bandwidth and arithmetic / peak, and {launch:.0f} µs for each launch. It is a model of time, and no
+time; the counts are extended from those of small models, of which they are polynomials.
+
+{times}
+
+Each operation of torch counts all it reads and writes, while a fused kernel keeps its states to
+itself: this is where the difference to `f+b` comes from."""
 _PARTS = """\
 # {title}
 
@@ -156,6 +184,50 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         first_picture=FIRST_PICTURE,
         tree="\n".join(f"{OWN}/{name}" for name in PARTS),
         picture=PICTURE,
+        on_a_gpu=on_a_gpu(json.loads(budgets.FILE.read_text(encoding="utf-8"))),
+    )
+
+
+def on_a_gpu(table: Mapping[str, Any]) -> str:
+    """The section of the page on what calls ask of a GPU, from ``benchmarks/budgets.json``."""
+    few, many = map(str, budgets.LENGTHS)
+    rows = [
+        {
+            "model": family,
+            "call": call,
+            f"launches a layer, L = {few}": lengths[few][call]["launches"] / budgets.LAYERS,
+            f"L = {many}": at[call]["launches"] / budgets.LAYERS,
+            "waits": at[call]["synchronisations"],
+            "bytes of f+b": at[call]["bytes"] / at["f+b"]["bytes"],
+        }
+        for family, lengths in table["families"].items()
+        for at in [lengths[many]]
+        for call in at
+    ]
+    large, gpu = table["large"], budgets.H100
+    pass_ = gpu.seconds(large["f+b"])
+    times = [
+        {
+            "call": call,
+            "launches": counts["launches"],
+            "GB": counts["bytes"] / 1e9,
+            "TFLOP": counts["flops"] / 1e12,
+            "modelled ms": 1e3 * gpu.seconds(counts),
+            "of f+b": gpu.seconds(counts) / pass_,
+        }
+        for call, counts in large.items()
+    ]
+    return _ON_A_GPU.format(
+        layers=budgets.LAYERS,
+        counts=markdown(rows),
+        width=budgets.LARGE[0],
+        deep=budgets.LARGE[1],
+        length=budgets.LARGE[2],
+        gpu=gpu.name,
+        bandwidth=gpu.bandwidth / 1e12,
+        peak=gpu.peak / 1e12,
+        launch=1e6 * gpu.launch,
+        times=markdown(times),
     )
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError
-from ..operators.kernels.arithmetic import all_finite, underflow_flushed
+from ..operators.kernels.arithmetic import underflow_flushed
 from ..operators.kernels.rows import Positions
+from ..operators.kernels.truths import all_finite
 from ..tracing import Layer
 from .call import checks
 from .call.inputs import single_input

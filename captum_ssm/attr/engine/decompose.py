@@ -13,6 +13,7 @@ from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
+from ...operators.kernels.truths import holds
 from ..call.layout import of_given
 from .result import NamedTokens, Names
 
@@ -371,8 +372,8 @@ def sums_up(
         dtypes.add(torch.get_autocast_dtype(device))
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     if together:
-        return bool(found.delta.sum().abs() <= limit * size.sum())
-    return bool((found.delta.abs() <= limit * size).all())
+        return holds(found.delta.sum().abs() <= limit * size.sum())
+    return holds((found.delta.abs() <= limit * size).all())
 
 
 def stacked(parts: Sequence[Decomposition]) -> Decomposition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import GradientModeError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
+from ...operators.kernels.truths import read_together
 from ...tracing import (
     Graph,
     find_mixers,
@@ -118,7 +120,8 @@ class Explainer:
                 own = tuple(map(cut, additional))
                 request = Request(self.forward_func, model, self.layers, cut(inputs), own)
                 request = replace(request, others=others, streams=self.needs_streams)
-                parts.append(explain(request, list(map(cut.target, targets)), cut))
+                asked = list(map(cut.target, targets))
+                parts.append(read_together(functools.partial(explain, request, asked, cut)))
         return list(zip(*parts, strict=True))
 
     @contextmanager
