@@ -16,9 +16,11 @@ from typing import Any
 from benchmarks import budgets
 from benchmarks.plot import draw
 from benchmarks.report import markdown
+from captum_ssm.viz.figure import LINES, new_figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, OWN, PICTURE = "speed.md", "speed", "images/speed.png"
+PAGE, OWN = "speed.md", "speed"
+FIRST_PICTURE, PICTURE = "images/speed_calls.png", "images/speed.png"
 #: The pages of parts, and the kinds that are on the first.
 FIRST = "recurrences"
 PARTS = {FIRST: "Recurrences alone", "matrices": "Matrix states and attention alone"}
@@ -33,7 +35,7 @@ Row = Mapping[str, Any]
 _TEXT = """\
 # Speed
 
-![Time, memory and error of each quantity against length]({picture})
+![What each method costs on each model, in passes forward and backward]({first_picture})
 
 What explanations cost, beside one forward and backward pass of the same model (`f+b`, with respect
 to its embeddings or pixels) and beside the least arithmetic or traffic that the quantity can be
@@ -79,6 +81,8 @@ the greater length on 2026-11-22, and the second a quarter less.
 ## Parts
 
 What operators take alone, given the model's run: {parts}. On a GPU nothing of this was measured.
+
+![Time, memory and error of each quantity against length]({picture})
 
 ```{{toctree}}
 :hidden:
@@ -150,6 +154,7 @@ def main(results: Path, docs: Path = DOCS) -> None:
         for name in ("speed", "deep/speed", "long_context")
     )
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
+    draw_calls(calls(speed["rows"], "of f+b"), docs / FIRST_PICTURE)
     draw(speed["rows"], docs / PICTURE, dpi=55)
     (docs / PAGE).write_text(page(speed, deep, long), encoding="utf-8")
     (docs / OWN).mkdir(exist_ok=True)
@@ -176,6 +181,7 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         parts=" and ".join(
             f"[{title[0].lower()}{title[1:]}]({OWN}/{name}.md)" for name, title in PARTS.items()
         ),
+        first_picture=FIRST_PICTURE,
         tree="\n".join(f"{OWN}/{name}" for name in PARTS),
         picture=PICTURE,
         on_a_gpu=on_a_gpu(json.loads(budgets.FILE.read_text(encoding="utf-8"))),
@@ -255,6 +261,23 @@ def calls(rows: Sequence[Row], column: str, wanted: Sequence[str] = CALLS) -> li
                 cells[row["quantity"]] = row[column]
     order = dict.fromkeys(row["family"] for row in rows)
     return [found[family] for family in order if family in found]
+
+
+def draw_calls(table: Sequence[Row], path: Path) -> None:
+    """The first table as dots: a line for each model, a colour for each call."""
+    figure, axis = new_figure(7.2, 0.34 * len(table) + 1.2)
+    for number, call in enumerate(CALLS):
+        points = [(row[call], y) for y, row in enumerate(table) if row[call] is not None]
+        style = {"marker": "osD^"[number], "linestyle": "", "color": LINES[number], "label": call}
+        axis.plot(*zip(*points, strict=True), **style)
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set_yticks(range(len(table)), [row["model"] for row in table])
+    axis.set(
+        xlim=(0, None), xlabel="passes forward and backward of the model", ylim=(len(table), -1)
+    )
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def all_rows(rows: Sequence[Row], layers: int) -> str:

@@ -63,8 +63,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         [(1, 1, 4), (1, 1, 4)]
     """
 
-    name = "LATIM Norm"
-
     def __init__(
         self,
         forward_func: Callable[..., Any],

@@ -17,7 +17,7 @@ from ..edges import Edges
 from ..errors import OptionError
 from ..explain.knockout import Cut
 from ..viz.html.page import framed
-from .calculation import AttributionCalculation, VisualizationOutput, explanation
+from .calculation import AttributionCalculation, Flow, VisualizationOutput, explanation
 from .config import described
 from .dataset import Example, Found, Seen, Stream, search
 from .features import BaseFeature
@@ -108,15 +108,14 @@ class AttributionVisualizer:
 
     @property
     def config(self) -> FilterConfig:
-        """What is shown. At first, any example by LATIM Flow, or by the first method that fits."""
+        """What is shown. At first, any example by LatimFlow, or by the first method that fits."""
         if self._config is None:
             self._config = self._first_config()
         return self._config
 
     @config.setter
     def config(self, config: FilterConfig) -> None:
-        config.check(self.classes)
-        self._config = config
+        self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
         """By method, why each of the models cannot be explained by it, or None if it can.
@@ -227,6 +226,17 @@ class AttributionVisualizer:
         with _RUNNING:
             model = self.models[model_index]
             return self.attribution_calculation.cut(model, example, target, edges)
+
+    def flow(self, example: Example, model_index: int, target: int) -> Flow:
+        """What runs through a model's layers from the words of a text to a class.
+
+        Args:
+            example: a batch of one.
+            model_index: which of the models.
+            target: the class.
+        """
+        with _RUNNING:
+            return self.attribution_calculation.flow(self.models[model_index], example, target)
 
     @property
     def url(self) -> str:

@@ -110,7 +110,7 @@ def test_a_click_on_a_chip_explains_that_prediction(
     target = (-1, vocabulary.encode("anna")[0])
     found = LatimFlow(model).attribute(ids, target)[0].numpy()
     check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
-    assert "Of “lamp”, for which the page was made." in opened.text("#graph")
+    assert "Of “lamp”, for which the page was made." in opened.text("#flow")
     assert opened.overflow() <= 0
     assert opened.errors == [] and opened.requests == [readme.as_uri()]
 
@@ -157,6 +157,19 @@ def test_methods_that_were_asked_for_one_say_so(opened: Page) -> None:
     assert "asked" not in opened.text("#sum")
     opened.click("#methods label:nth-of-type(2)")
     assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
+
+
+def test_the_identity_is_in_no_sum(opened: Page, readme: Path) -> None:
+    (example,) = read_page(readme).facts["examples"]
+    rollout = example["methods"][2]
+    assert rollout["own"] == 13
+    opened.click("#methods label:nth-of-type(3)")
+    said = re.fullmatch(r"Its numbers sum to (\S+)\.", opened.text("#sum"))
+    assert said is not None
+    assert number(said[1]) == pytest.approx(sum(rollout["values"][:13]), rel=6e-3)
+    listed = shown_numbers(opened)
+    assert not any(name.startswith("13 ") for name in listed)
+    assert sum(listed.values()) == pytest.approx(sum(rollout["values"][:13]), rel=1e-2, abs=1e-2)
 
 
 def test_chips_without_such_a_method_are_no_choice(page: Page, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_texts_of_a_language_model(prompts):
     visualizer = made("recall-mamba", "--texts", prompts)
     model, vocabulary = load_bundled("recall-mamba")
     assert visualizer.classes == vocabulary.vocab
-    assert visualizer.config.attribution_method == "LATIM Flow"
+    assert visualizer.config.attribution_method == "LatimFlow"
     shown = visualizer.visualize()
     assert len(shown) == len(PROMPTS)
     for text, (output,) in zip(PROMPTS, shown, strict=True):
@@ -117,7 +117,7 @@ def test_texts_of_a_language_model(prompts):
 
 def test_images_of_two_models(vim, photos, labels):
     visualizer = made(vim, vim, "--images", photos, "--labels", labels)
-    visualizer.config = FilterConfig("Mamba Attribution")
+    visualizer.config = FilterConfig("MambaAttribution")
     shown = visualizer.visualize()
     actual = [outputs[0].actual and outputs[0].actual.label for outputs in shown]
     assert actual == [None, "cat", "cat", "dog"]
@@ -270,7 +270,7 @@ def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "sentences.txt"
     path.write_text("a truly wonderful film\na dull , stupid plot\n")
     visualizer = made("valence-mamba", "valence-rwkv", "--texts", path)
-    visualizer.config = FilterConfig("LATIM Flow", num_examples=2)
+    visualizer.config = FilterConfig("LatimFlow", num_examples=2)
     shown = visualizer.visualize()
     assert len(shown) == 2
     for outputs, label in zip(shown, ("positive", "negative"), strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import NonFiniteError, OptionError, OutputError, TargetError
 from ...operators.kernels.truths import holds
 from . import target_errors
+from .checks import as_integer
 
 if TYPE_CHECKING:
     from .head import Kept
@@ -95,10 +96,18 @@ def _listed(name: str, values: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Against:
-    """A target, and what it is held against; see :func:`contrasted`."""
+    """A target, and what it is held against; see :func:`contrasted`.
+
+    Of a target at a position, a contrast that is an int is another entry at the same place.
+    """
 
     target: Any
     contrast: Any
+
+    def __post_init__(self) -> None:
+        entry = as_integer(self.contrast)
+        if entry is not None and isinstance(self.target, tuple) and len(self.target) > 1:
+            object.__setattr__(self, "contrast", (*self.target[:-1], entry))
 
 
 def several(target: Any) -> Sequence[Any]:

@@ -158,7 +158,8 @@ def _said(
     logits = output[(0, *place)].double().cpu()
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
-    named = list(dict.fromkeys([*best, chosen]))
+    # what a model never answers has no logit to be explained
+    named = list(dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen]))
     predictions = [
         Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k])) for k in named
     ]
@@ -189,12 +190,14 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, other tokens by number.
+    """Patches by row and column, the token that the head reads by that, others by number.
 
     Args:
         known: what is known of an image.
     """
     names = [f"token {i}" for i in known.real]
+    if known.grid is not None and known.asking is not None:
+        names[known.asking] = "class token"
     if known.grid is not None:
         columns = known.grid.size[1]
         for place, token in enumerate(known.grid.tokens.tolist()):

@@ -65,8 +65,6 @@ function saidBy(method, asked, answer, against) {
   };
 }
 
-const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
-
 /** Numbers with as many digits behind the point as the largest of them has use for. */
 function alike(values) {
   const largest = largestOf(values);
@@ -75,12 +73,12 @@ function alike(values) {
 }
 
 /** What relevance adds up to, in words. */
-function equation(view, what) {
+function equation(view, shades, what) {
   if (view.whole) {
-    const [part, all] = alike([sumOf(view.values), sumOf(view.whole.values)]);
+    const [part, all] = alike([sumOf(shades), sumOf(view.whole.values)]);
     return `as ${view.name} ${part}, of ${all} in all`;
   }
-  const tokens = sumOf(view.values);
+  const tokens = sumOf(shades);
   if (view.output === undefined) return `Its numbers sum to ${alike([tokens])[0]}.`;
   const parts = [['tokens', tokens], ['biases', view.bias]];
   const rest = view.output - view.bias - tokens;
@@ -94,7 +92,7 @@ function equation(view, what) {
 function showStrongest(section, { tokens }, view, shades, what, astray) {
   const best = strongest(shades, STRONGEST);
   const shown = best.map((index) => view.values[index]);
-  const ends = [Math.min(0, ...shown), Math.max(0, ...shown)];
+  const ends = [Math.min(0, ...shown), Math.max(view.silent ? endOf(view) : 0, ...shown)];
   const row = (index) => {
     const token = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, tokens[index]));
     token.dataset.index = index;
@@ -110,7 +108,7 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
   };
   const total = (name, value) =>
     make('tr', {}, make('th', { scope: 'row', colSpan: 3 }, name), make('td', { className: 'number' }, short(value)));
-  const others = sumOf(view.values) - sumOf(shown);
+  const others = sumOf(shades.filter((_, index) => !best.includes(index)));
   const left = shades.filter((value) => value !== null).length - best.length;
   const sums = left > 0 ? [total(left === 1 ? 'One other token' : `${left} other tokens`, others)] : [];
   if (view.output !== undefined && !view.whole) {
@@ -119,5 +117,5 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
   const table = section.querySelector('table');
   table.tBodies[0].replaceChildren(...best.map(row));
   table.tFoot.replaceChildren(...sums);
-  byId('sum').textContent = equation(view, what) + astray;
+  byId('sum').textContent = equation(view, shades, what) + astray;
 }

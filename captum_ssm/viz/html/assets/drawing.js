@@ -215,6 +215,26 @@ function drawCutting(words, layers, cut) {
   return make('details', { className: 'cutting' }, summary, form, result);
 }
 
+/** The way from the words to the class that is explained, drawn when it is first opened. */
+function drawWay(words, label, follow) {
+  const holder = make('div', { className: 'graph' });
+  const made = make('details', { className: 'way' }, make('summary', {}, 'How it got there'), holder);
+  made.addEventListener('toggle', async () => {
+    if (!made.open || holder.hasChildNodes()) return;
+    const found = await follow();
+    if (found === undefined) return;
+    if (found.error !== undefined) {
+      holder.replaceChildren(make('p', { className: 'error' }, readable(found.error)));
+      return;
+    }
+    const fit = words.length === found.tokens; // else transforms made other tokens
+    const tokens = fit ? words.map((word) => readable(word) || '∅') : Array.from({ length: found.tokens }, (_, i) => String(i));
+    const direction = RIGHT_TO_LEFT.test(words.join(' ')) ? 'rtl' : 'ltr';
+    showGraph(holder, { tokens, direction, explained: readable(label), graph: found.graph });
+  });
+  return made;
+}
+
 /** What a method says of an example, or why it does not. */
 function drawMethod(output) {
   const title = output.method ? [make('p', { className: 'by note' }, `by ${readable(output.method)}`)] : [];
@@ -236,7 +256,12 @@ function drawModel(outputs, title, layers, answers) {
   made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
   if (told && layers.length) {
     const words = told.feature_outputs[0].base;
-    made.append(drawCutting(words, layers, (edge) => answers.cut(told.active_index, edge)));
+    const target = told.active_index;
+    const explained = [...told.predicted, told.actual].find((score) => score && score.index === target);
+    made.append(
+      drawCutting(words, layers, (edge) => answers.cut(target, edge)),
+      drawWay(words, explained ? explained.label : 'the output', () => answers.follow(target)),
+    );
   }
   return made;
 }
@@ -252,6 +277,7 @@ function drawExample(example, models, page) {
       const answers = {
         known: (target) => page.known({ ...asked, target }),
         cut: (target, edge) => page.cut({ ...asked, target, ...edge }),
+        follow: (target) => page.follow({ ...asked, target }),
         explain: async (target) => {
           const answer = await page.explain({ ...asked, target });
           if (answer === undefined) return;

@@ -88,6 +88,13 @@ function showExamples(answer, models, filter) {
         say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
         return output;
       }),
+    follow: (request) =>
+      alone(async () => {
+        say('Following …');
+        const found = await ask('flow', request);
+        say(found.error === undefined ? 'Followed.' : 'It cannot be followed.');
+        return found;
+      }),
     known: (request) => !KEPT || placeOf({ ...request, method: 0 }) in KEPT.relevance,
     drawn: layOverImages,
   };

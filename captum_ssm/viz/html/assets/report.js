@@ -67,6 +67,7 @@ function shadesOf({ values, own }) {
 
 /** The end of a view's scale: roles of a method have one, so that they compare. */
 function endOf(view) {
+  if (view.silent) return Math.abs(view.values[view.own] ?? 0); // beside it the others are pale
   if (!view.whole) return largestOf(shadesOf(view));
   return Math.max(...Object.values(view.whole.roles).map(largestOf));
 }
@@ -131,9 +132,10 @@ function showOverImage() {
 }
 
 /** What is left out of the colours, in words. */
-function ownEntry({ values, own }) {
-  if (own === null || values[own] === null) return '';
-  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.`;
+function ownEntry({ values, own, silent }) {
+  const nothing = silent ? ' Of the others it says nothing.' : '';
+  if (own === null || values[own] === null) return nothing;
+  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.${nothing}`;
 }
 
 /** What a token's relevance is made of, the largest part first. */
@@ -280,7 +282,7 @@ function showMethods() {
     const shades = shadesOf(view);
     const most = make('span', { className: 'largest' });
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
-    else most.append('strongest ');
+    else most.append(view.silent ? 'says nothing: at most ' : 'strongest ');
     most.append(short(strongestOf(shades)));
     const picture = () => make('img', { className: 'under', src: image.source, alt: '' });
     if (gridded) canvas.className = 'over';
@@ -328,8 +330,14 @@ function showExample() {
   showAnswer();
   showMap();
   showEdges(byId('edges'), example());
-  showGraph(byId('graph'), example());
+  showFlow(byId('flow'), example());
   showBest();
+}
+
+/** The graph, or why there is none. */
+function showFlow(section, { graph: { nodes, obstacle } }) {
+  section.hidden = !nodes.length && obstacle === null;
+  showGraph(section.querySelector('.graph'), example());
 }
 
 /** Unfold what holds the strongest tokens, and have the strongest of all in view. */
