@@ -23,12 +23,12 @@ DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
 
 Matrices are those of heads; gradients are those of coefficients and values.  Rows of single
 positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors; its
-strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the
-channels of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost
-more than its arithmetic, odd_even serves in place of token_loop, and chunks for many vectors.
-Where a DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in
-place of within_chunk.  Other operators need none of these: diagonals and short convolutions are
-bands, long convolutions fast Fourier transforms, and given matrices products.
+strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
+of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
+its arithmetic, odd_even serves in place of token_loop, and chunks for many vectors.  Where a
+DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in place of
+within_chunk.  Other operators need none of these: diagonals and short convolutions are bands, long
+convolutions fast Fourier transforms, and given matrices products.
 
 What their algorithms are called; each module says more, with a reference and its naive version in
 tests/oracles:
