@@ -61,6 +61,9 @@ def report(
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
+    Over an image lie its patches, the outlines of those that matter, or its pixels, where a method
+    tells them apart: LatimFlow and MambaLRP do, and Captum's.
+
     Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
     source.  It is told and listed, but has no colour.
 
