@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 
 #: What `-m` chooses where the special packages are: all tests, the longer ones too.
-EVERYTHING = "not gpu and not timm and not mambavision and not captum08"
+EVERYTHING = "not gpu and not interpreter and not timm and not mambavision and not captum08"
 #: The core whole: the quick tests and those marked full.
-CORE = "not bench and not processes and not browser and not fuzz"
+CORE = "not bench and not processes and not browser and not fuzz and not interpreter"
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -110,12 +110,20 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """All tests but those for a GPU or timm, with the special packages; a skip is a failure."""
+    """All tests but those of sessions below, with the special packages; a skip is a failure."""
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
     texts = texts_of_others(session)
     pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
+
+
+@nox.session
+def interpreter(session: nox.Session) -> None:
+    """The Triton kernels of packages in Triton's interpreter, which settles it at its import."""
+    install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
+    install_mamba_ssm(session)
+    pytest(session, "-m", "interpreter", TRITON_INTERPRET="1", CAPTUM_SSM_NO_SKIPS="1")
 
 
 @nox.session
@@ -183,10 +191,15 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session
 def speed(session: nox.Session) -> None:
-    """No cost has doubled.  Without fla: its kernels for the delta rule need a GPU."""
+    """No cost has doubled, and what is to run on a GPU runs at small size.
+
+    Without fla: its kernels for the delta rule need a GPU.
+    """
     install(session, "-e", ".[test]")
     check = ("python", "-m", "benchmarks", "--check", "benchmarks/baseline.json")
     session.run(*check, env=ONE_THREAD)
+    rehearsal = ("python", "-m", "benchmarks.gpu", "--rehearse")
+    session.run(*rehearsal, "--out", str(folder_of(session)), env=ONE_THREAD)
 
 
 # --- pages and code --------------------------------------------------------------------------

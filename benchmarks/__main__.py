@@ -1,16 +1,18 @@
 """Time, peak memory and error of every quantity against the length of the input.
 
     python -m benchmarks --out results
+    python -m benchmarks --device cuda --out results
     python -m benchmarks --check benchmarks/baseline.json
 
-The first prints the table and writes it as JSON, markdown and a picture.  Sizes are those of a
+The first prints the table and writes it as JSON, markdown and a picture, the second that of a GPU.
+Sizes are those of a
 130M model; ``f+b`` is one forward and backward pass of the same model with the repaired scan, with
 respect to its embeddings or pixels.  The bound is the least arithmetic or traffic, in units that
 are measured on this machine in the same run (see :mod:`benchmarks.calibration`); errors are against
 float64.  Kinds of operator of which no package has a model for a CPU have random coefficients and
 no ``f+b``.
 
-The second measures a small case and fails if a cost, in those units, is twice the baseline's or
+The third measures a small case and fails if a cost, in those units, is twice the baseline's or
 more.  ``--baseline FILE`` writes a new one.
 """
 
@@ -30,21 +32,27 @@ from benchmarks import kinds, models, regression
 from benchmarks.calibration import Calibration, calibrate
 from benchmarks.measure import Cost, measure, versions
 from benchmarks.plot import draw
-from benchmarks.quantities import Quantity, of_operators, quantities
+from benchmarks.quantities import Quantity, of_calls, of_operators, quantities
 from benchmarks.report import markdown, write
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     families = [*models.FAMILIES, *kinds.KINDS]
-    parser.add_argument("--families", nargs="+", choices=families, default=families)
+    known = [*families, *models.LARGE]
+    parser.add_argument("--families", nargs="+", choices=known, default=families)
     parser.add_argument("--lengths", type=int, nargs="+", default=[197, 512, 1024, 2048])
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--calls", nargs="+", help="whole calls alone, and of them these")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--out", type=Path, help="folder for speed.{json,md,png}")
     parser.add_argument("--check", type=Path, help="compare a small case with this baseline")
     parser.add_argument("--baseline", type=Path, help="write the small case here")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
+    torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
     if options.baseline is not None:
         regression.write(options.baseline, table)
         return
@@ -52,13 +60,16 @@ def main() -> None:
         raise SystemExit(bool(regression.check(options.check, table)))
     rows: list[dict[str, Any]] = []
     units = calibrate()
-    for row in table(options.families, options.lengths, options.layers, units):
+    chosen = {"dtype": getattr(torch, options.dtype), "calls": options.calls}
+    for row in table(options.families, options.lengths, options.layers, units, **chosen):
         rows.append(row)
         print(markdown([row], header=len(rows) == 1), flush=True)
     if options.out is not None:
         facts = {
             "date": date.today().isoformat(),
             "layers": options.layers,
+            "device": options.device,
+            "dtype": options.dtype,
             **{f"seconds per {unit}": value for unit, value in asdict(units).items()},
             **versions("torch", "captum", "transformers", "captum_ssm"),
         }
@@ -72,8 +83,20 @@ def table(
     layers: int,
     units: Calibration,
     reference: bool = True,
+    dtype: torch.dtype = torch.float32,
+    calls: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows, as they are measured; without ``reference`` nothing long or in float64 is."""
+    """The rows, as they are measured; without ``reference`` nothing long or in float64 is.
+
+    Args:
+        families: of models, or kinds of operators.
+        lengths: of the inputs.
+        layers: of the models.
+        units: what costs are judged by.
+        reference: see above. Default: True.
+        dtype: of the models. Default: float32.
+        calls: of the quantities only these whole calls. Default: None, all.
+    """
     for family in families:
         if family in kinds.KINDS:
             for length in lengths:
@@ -82,11 +105,17 @@ def table(
         if family == "Gated DeltaNet" and find_spec("fla") and not torch.cuda.is_available():
             print(f"{family} is left out: where fla is installed, its kernels need a GPU")
             continue
-        model = models.build(family, layers)
+        model = models.build(family, layers).to(dtype)
         for length in [197] if family == "Vim-S" else lengths:
             x = models.example(family, length)
+            x = x.to(dtype) if x.is_floating_point() else x
             yardstick = measure(lambda model=model, x=x: models.gradient(model, x))
-            for quantity in (Quantity("f+b", lambda: None), *quantities(family, model, x)):
+            asked = (
+                quantities(family, model, x)
+                if calls is None
+                else (each for each in of_calls(family, model, x) if each.name in calls)
+            )
+            for quantity in (Quantity("f+b", lambda: None), *asked):
                 if quantity.long and not reference:
                     continue
                 kept = quantity if reference else _alone(quantity)

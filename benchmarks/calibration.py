@@ -1,7 +1,7 @@
 """What this machine does in the best case: the units in which costs are judged.
 
-Each figure is that of a loop that does nothing else, in float32 on one thread, in the same process
-as what it is compared with.
+Each figure is that of a loop that does nothing else, in float32 on one thread or one GPU, in the
+same process as what it is compared with.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import measure
+from benchmarks.measure import measure, on_gpu
 
 #: Sides of a matrix product that runs at full rate and fits into no first-level cache.
 _SIDES = (512, 2048, 512)
 #: Elements that fit into a second-level cache, and elements that fit into none.
 _CACHED, _STREAMED = 2**15, 2**25
+#: How much larger both are on a GPU, which is not busy with less.
+_WIDER, _MORE_CACHED = 8, 2**7
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,17 @@ class Calibration:
 
 def calibrate() -> Calibration:
     """Measure the five units on this machine, now."""
-    rows, inner, columns = _SIDES
+    wider, more = (_WIDER, _MORE_CACHED) if on_gpu() else (1, 1)
+    rows, inner, columns = (wider * side for side in _SIDES)
+    size = more * _CACHED
     left, right = torch.randn(rows, inner), torch.randn(inner, columns)
     out = torch.empty(rows, columns)
     product = _seconds(lambda: torch.mm(left, right, out=out), 8) / (rows * inner * columns)
 
-    cached, other = torch.rand(_CACHED), torch.rand(_CACHED)
-    total = torch.zeros(_CACHED)
-    exponential = _seconds(lambda: torch.exp2(cached, out=total), 2000) / _CACHED
-    step = _seconds(lambda: total.addcmul_(cached, other), 2000) / _CACHED
+    cached, other = torch.rand(size), torch.rand(size)
+    total = torch.zeros(size)
+    exponential = _seconds(lambda: torch.exp2(cached, out=total), 2000) / size
+    step = _seconds(lambda: total.addcmul_(cached, other), 2000) / size
 
     source, target = torch.zeros(_STREAMED), torch.zeros(_STREAMED)
     byte = _seconds(lambda: target.copy_(source), 8) / (2 * 4 * _STREAMED)

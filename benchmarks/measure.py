@@ -1,7 +1,8 @@
 """Time and peak memory of one call, in this process.
 
 Times are medians of processor seconds on one thread; what is reported are ratios of figures taken
-in the same run, because absolute times say little on a shared machine.
+in the same run, because absolute times say little on a shared machine.  Where torch's default
+device is a GPU they are seconds until it has done what it was asked, and memory is its memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _STATUS = Path("/proc/self/status")
 #: Seconds that repeated calls take together at least, and most repetitions.
 _ENOUGH, _MOST = 0.25, 25
@@ -30,10 +33,10 @@ class Cost:
     """What a call took.
 
     Attributes:
-        seconds: median processor time.
+        seconds: median processor time; on a GPU, time until the call is done.
         own_seconds: the median of what of it the program took itself, and not the system, which
             maps its memory.
-        mebibytes: peak resident memory above what was there before; None off Linux.
+        mebibytes: peak resident memory above what was there before, or the GPU's; None off Linux.
         result: what the call returned.
     """
 
@@ -50,12 +53,10 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
     has taken a quarter of a second in all, or 25 times: of few milliseconds, three tell little.
     """
     gc.collect()
-    _release_free_memory()
-    before = _resident("VmRSS")
-    _reset_peak()
+    before = _start_of_peak()
     found: list[Any] = []
     times = [_times(lambda: found.append(call()))]
-    peak = _resident("VmHWM")
+    peak = _peak()
     if times[0][0] < 10:
         times = [_times(call) for _ in range(repeats)]
         while len(times) < _MOST and sum(seconds for seconds, _ in times) < _ENOUGH:
@@ -66,10 +67,22 @@ def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
 
 
 def _times(call: Callable[[], Any]) -> tuple[float, float]:
-    """Processor seconds of a call, and those of them that are not the system's."""
-    start, own = time.process_time(), os.times().user
+    """Seconds of a call, and those of the processor that are not the system's."""
+    own = os.times().user
+    if on_gpu():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, os.times().user - own
+    start = time.process_time()
     call()
     return time.process_time() - start, os.times().user - own
+
+
+def on_gpu() -> bool:
+    """Whether torch makes tensors on a GPU by default."""
+    return torch.get_default_device().type == "cuda"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -81,6 +94,23 @@ def versions(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def _start_of_peak() -> float | None:
+    """Kibibytes that are in use; what is used at most from now on is remembered."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 1024
+    _release_free_memory()
+    before = _resident("VmRSS")
+    _reset_peak()
+    return before
+
+
+def _peak() -> float | None:
+    """Kibibytes that were in use at most."""
+    return torch.cuda.max_memory_allocated() / 1024 if on_gpu() else _resident("VmHWM")
 
 
 def _resident(field: str) -> int | None:

@@ -20,7 +20,7 @@ WIDTH, VOCABULARY, WORD = 768, 256, 5
 def build(family: str, layers: int) -> nn.Module:
     """A frozen model with so many layers of the family."""
     torch.manual_seed(0)
-    return FAMILIES[family](layers).eval().requires_grad_(False)
+    return {**FAMILIES, **LARGE}[family](layers).eval().requires_grad_(False)
 
 
 def example(family: str, length: int) -> Tensor:
@@ -53,7 +53,12 @@ def _language(family: str, config: str, **options: Any) -> Callable[[int], nn.Mo
 
         counted = {k: v(layers) if callable(v) else v for k, v in options.items()}
         made = getattr(transformers, config)(
-            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, **counted
+            **{
+                "vocab_size": VOCABULARY,
+                "hidden_size": WIDTH,
+                "num_hidden_layers": layers,
+                **counted,
+            }
         )
         model: nn.Module = getattr(transformers, family)(made)
         return model
@@ -104,3 +109,5 @@ FAMILIES: dict[str, Callable[[int], nn.Module]] = {
         attn_implementation="eager",
     ),
 }
+#: Of the width of Mamba 2.8B, which has 64 layers; measured where it is asked for.
+LARGE = {"Mamba 2.8B": _language("MambaForCausalLM", "MambaConfig", hidden_size=2560)}

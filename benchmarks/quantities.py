@@ -69,7 +69,7 @@ def quantities(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
         found = [layer.restrict(PRESETS[preset]).operator.per_channel() for layer in linear]
         yield from of_operators(name, found)
     yield from _of_contributions(model, x)
-    yield from _of_calls(family, model, x)
+    yield from of_calls(family, model, x)
 
 
 def of_operators(name: str, operators: list[Operator]) -> Iterator[Quantity]:
@@ -134,7 +134,7 @@ def _of_contributions(model: nn.Module, x: Tensor) -> Iterator[Quantity]:
         yield Quantity("LatimNorm of a layer, all tokens", lambda: maps(x), every, long=True)
 
 
-def _of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
+def of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     """Whole calls, with the runs of the model that they need."""
     target = models.target(family)
     asked = {"target": target, "per_token": True}

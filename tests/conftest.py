@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.sessions import share_out
 from hypothesis import is_hypothesis_test, settings
-from zoo import fla_cpu, mamba_ssm_cpu, xlstm_cpu
+from zoo import fla_cpu, mamba_ssm_cpu, triton_interpreter, xlstm_cpu
 
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
@@ -101,6 +101,8 @@ def interruptible() -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("interpreter") and not triton_interpreter.is_on():
+        pytest.skip(triton_interpreter.SKIP_REASON)
     if item.get_closest_marker("transformers5"):
         import transformers
 

@@ -1,12 +1,14 @@
 """Fused functions that packages bring, computed by torch's own ones.
 
 A kernel with a backward pass of its own shows neither what it computes nor a graph that is linear.
-While a network is made linear, torch's functions stand in for those of flash-linear-attention that
-its models call outside of mixers: norms and gated MLPs.
+While a network is made linear, torch's functions stand in for those that models call outside of
+mixers: mamba_ssm's norms, and flash-linear-attention's norms, gated MLPs, and the channel mixing of
+its RWKV-6 and RWKV-7.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +54,32 @@ def _norm(
     return out, total if residual_in_fp32 else total.to(x.dtype)
 
 
+def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, unless a second norm, dropout or a scale for each row is asked for."""
+
+    @functools.wraps(original)
+    def norm(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        x1: Tensor | None,
+        weight1: Tensor | None,
+        bias1: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        rowscale: Tensor | None,
+        *flags: bool,
+    ) -> Any:
+        *how, returns_mask = flags
+        if dropout_p or returns_mask or any(y is not None for y in (x1, weight1, rowscale)):
+            others = x1, weight1, bias1, eps, dropout_p, rowscale
+            return original(x, weight, bias, residual, *others, *flags)
+        return _norm(x, weight, bias, residual, eps, *how)
+
+    return norm
+
+
 def _swiglu(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
@@ -60,13 +88,68 @@ def _swiglu_linear(gate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     return F.linear(_swiglu(gate, x), weight, bias)
 
 
+def _token_shift(
+    x: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cache: None = None,
+    output_cache: bool = False,
+    chunk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The token before less the token, in each packed sequence alone, and the last tokens."""
+    before, last = F.pad(x[:, :-1], (0, 0, 1, 0)), x[:, -1]
+    if cu_seqlens is not None:
+        places = torch.arange(x.shape[1], device=x.device)
+        begins = (places[:, None] == cu_seqlens[:-1]).any(1)
+        before, last = before.masked_fill(begins[:, None], 0), x[0, cu_seqlens[1:] - 1]
+    return before - x, last if output_cache else None
+
+
+def _where_cache_is_empty(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Else the kernel stays, and is refused as one that cannot be seen into."""
+
+    @functools.wraps(original)
+    def shift(x: Tensor, cu_seqlens: Any = None, cache: Any = None, *rest: Any) -> Any:
+        compute = _token_shift if cache is None else original
+        return compute(x, cu_seqlens, cache, *rest)
+
+    return shift
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.relu(x.to(wide)).square().to(x.dtype)
+
+
+def _with_torchs_activation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """How a module's attributes are read: it holds the fused function itself, not by its name."""
+
+    def read(self: Any, name: str) -> Any:
+        found = original(self, name)
+        owner = getattr(found, "__self__", None) if name == "act_fn" else None
+        return _squared_relu if getattr(owner, "__name__", "") == "SquaredReLUFunction" else found
+
+    return read
+
+
 def _by(substitute: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return lambda _: substitute
 
 
 _FUSED: tuple[Repair, ...] = (
+    ("mamba_ssm.ops.triton.layer_norm", "LayerNormFn.apply", _norm_of_mamba_ssm),
     ("fla.modules.norm.layernorm", "LayerNormFunction.apply", _by(_norm)),
     ("fla.modules.activations.ops", "SwiGLULinearFunction.apply", _by(_swiglu_linear)),
     ("fla.modules.mlp", "swiglu", _by(_swiglu)),
+    ("fla.modules.token_shift", "TokenShift.apply", _where_cache_is_empty),
+    (
+        "fla.models.rwkv6.modeling_rwkv6",
+        "RWKV6FeedForward.__getattribute__",
+        _with_torchs_activation,
+    ),
+    (
+        "fla.models.rwkv7.modeling_rwkv7",
+        "RWKV7FeedForward.__getattribute__",
+        _with_torchs_activation,
+    ),
 )
 _changes = Shared(lambda: replacing(_FUSED))

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 #: Folders whose tests all belong to one session, which has the folder's name.
-ROOMS = ("bench", "browser", "fuzz")
+ROOMS = ("bench", "browser", "fuzz", "interpreter")
 #: Marks of cases that the quick session leaves to others, or cannot run without what they need.
-OTHERS = ("full", "bench", "processes", "browser", "fuzz", "gpu", "timm", "mambavision", "captum08")
+OTHERS = ("full", *ROOMS, "processes", "gpu", "timm", "mambavision", "captum08")
 
 #: A value of a parameter, or one row of values of several.
 Value = tuple[tuple[str, ...], tuple[Hashable, ...]]

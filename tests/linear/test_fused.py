@@ -13,20 +13,25 @@ from helpers.sessions import thorough
 from oracles import relative_error
 from torch import Tensor
 from zoo import fla_cpu, fla_torch
+from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import NotLinearError
 from captum_ssm.linear.fused import unfused
+from captum_ssm.tracing.repair.loops import replacing
 
 ORIGINALS: dict[str, tuple[str, ...]] = {
     "fla.modules.norm.layernorm": ("layer_norm", "rms_norm", "group_norm"),
     "fla.modules.mlp": ("swiglu", "swiglu_linear"),
+    "fla.models.rwkv6.modeling_rwkv6": ("token_shift",),
+    "fla.models.rwkv7.modeling_rwkv7": ("token_shift",),
 }
+SHIFT = "fla.modules.token_shift"
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
-    """fla with its own autograd functions around norms and MLPs, forward in torch, no backward."""
+    """fla with its own autograd functions outside of mixers, forward in torch, no backward."""
     pytest.importorskip("fla", reason=fla_cpu.SKIP_REASON)
     modules = {name: importlib.import_module(name) for name in ORIGINALS}
     kept = [
@@ -50,7 +55,14 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> fla_cpu.FLA:
         return out.view_as(x), None, torch.ones(1), total
 
     monkeypatch.setattr("fla.modules.norm.layernorm.layer_norm_fwd", norm_kernel)
+
+    def shift_kernel(x: Tensor, cu_seqlens: None, *_: Any) -> tuple[Tensor, int, int, bool, Tensor]:
+        difference = importlib.import_module(SHIFT).token_shift_ref(x, cu_seqlens)
+        return difference, len(x), x.shape[1], True, x[:, -1]
+
     monkeypatch.setattr("fla.modules.activations.ops.swiglu_fwd", lambda x, y: F.silu(x) * y)
+    monkeypatch.setattr("fla.modules.activations.ops.sqrelu_fwd", fla_torch.square_relu)
+    monkeypatch.setattr(f"{SHIFT}.token_shift_fwd", shift_kernel)
     return package
 
 
@@ -61,6 +73,39 @@ def test_flow_through_fused_models(fla: fla_cpu.FLA, family: str, fuse_swiglu: b
     ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
     found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
     assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+@pytest.mark.parametrize("family", ["RWKV6", "RWKV7"])
+def test_flow_through_fused_channel_mixing(fla: fla_cpu.FLA, family: str) -> None:
+    model = fla.model(family, norm_eps=fla_checks.EPS)
+    ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
+    wanted = LatimFlow(model).attribute(ids, (-1, 3), mask)
+    own = importlib.import_module("fla.modules.activations.ops").sqrelu
+    for layer in model.model.layers:
+        layer.ffn.act_fn = own
+    found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
+    assert delta.abs().max() <= 1e-5 and relative_error(found, wanted) <= 1e-5
+    assert all(layer.ffn.act_fn == own for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 4, 9]])
+def test_token_shifts_compute_the_same(fla: fla_cpu.FLA, bounds: list[int] | None) -> None:
+    module = importlib.import_module(SHIFT)
+    x = torch.randn(2 if bounds is None else 1, 9, 6)
+    packed = None if bounds is None else torch.tensor(bounds)
+    wanted = module.token_shift_ref(x, packed)
+    with unfused():
+        found, last = module.token_shift(x, packed, output_cache=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(last, x[:, -1] if bounds is None else x[0, [0, 3, 8]])
+
+
+def test_a_shift_from_a_cache_stays_fused(fla: fla_cpu.FLA) -> None:
+    """It reads tokens that the call was not given, so that its sum would not be the output."""
+    x, cache = torch.randn(2, 9, 6, requires_grad=True), torch.randn(2, 6)
+    with unfused():
+        found = importlib.import_module(SHIFT).token_shift(x, cache=cache)
+    assert type(found.grad_fn).__name__ == "TokenShiftBackward"
 
 
 class Opaque(torch.autograd.Function):
@@ -98,10 +143,47 @@ def test_norms_compute_the_same(fla: fla_cpu.FLA, rms: bool, groups: int) -> Non
     assert all(relative_error(*pair) <= 1e-6 for pair in zip(found, own, strict=True))
 
 
+@pytest.mark.parametrize("rms", [True, False])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_mamba_ssm_compute_the_same(
+    mamba_ssm: MambaSSM, rms: bool, summed: bool, dtype: torch.dtype
+) -> None:
+    norm = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
+    x, residual = torch.randn(2, 5, 12).to(dtype), torch.randn(2, 5, 12) if summed else None
+    weight, bias = torch.randn(2, 12)
+    no_second, no_scale = [None] * 3, None
+    with unfused():
+        found = norm.LayerNormFn.apply(
+            x, weight, bias, residual, *no_second, 0.1, 0.0, no_scale, True, True, rms, False
+        )
+    total = x.float() if residual is None else x + residual
+    reference = norm.rms_norm_ref if rms else norm.layer_norm_ref
+    assert relative_error(found[0], reference(total, weight, bias, eps=0.1).to(dtype)) <= 1e-6
+    assert torch.equal(found[1], total)
+
+
+def test_a_second_norm_of_mamba_ssm_stays_fused(mamba_ssm: MambaSSM) -> None:
+    norm = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
+    x, weight = torch.randn(2, 5, 12), torch.randn(12)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch, unfused():
+        patch.setattr(norm, "_layer_norm_fwd", lambda *a, **k: asked.append(a) or [x] * 8)
+        norm.LayerNormFn.apply(x, weight, None, None, x, weight, None, 0.1, 0.0, None, *[False] * 4)
+    assert asked
+
+
+def test_packages_that_are_not_imported_are_left_alone() -> None:
+    undo = replacing([("no_such_package", "Class.__getattribute__", lambda own: own)])
+    undo()
+
+
 def test_nothing_stays_replaced(fla: fla_cpu.FLA) -> None:
     norm = importlib.import_module("fla.modules.norm.layernorm").LayerNormFunction
     mlp = importlib.import_module("fla.modules.mlp")
-    before, names = (norm.apply, mlp.swiglu), sorted(vars(norm))
+    mixing = importlib.import_module("fla.models.rwkv7.modeling_rwkv7").RWKV7FeedForward
+    before, names = (norm.apply, mlp.swiglu), (sorted(vars(norm)), sorted(vars(mixing)))
     with unfused(), unfused():
         assert norm.apply != before[0] and mlp.swiglu != before[1]
-    assert (norm.apply, mlp.swiglu) == before and sorted(vars(norm)) == names
+    assert (norm.apply, mlp.swiglu) == before
+    assert (sorted(vars(norm)), sorted(vars(mixing))) == names

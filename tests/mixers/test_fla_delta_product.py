@@ -98,8 +98,8 @@ def _comba(layer: Any, hidden: Tensor) -> Tensor:
     for j in range(tokens):  # what is written at j, and who reads how much of it
         held = torch.zeros(batch, heads, state, dtype=torch.float64)
         for t in range(j, tokens):
-            held = held * decay[:, t, :, None]
             missing = float(t == j) - (p[:, t] * held).sum(-1)
+            held = held * decay[:, t, :, None]
             held = held + beta[:, t, :, None] * k[:, t] * missing[..., None]
             out[:, :, t, j] = (q[:, t] * held).sum(-1) / state**0.5
     return out

@@ -1,14 +1,13 @@
 """Mamba-3 of mamba_ssm: the operator is the module.
 
 Wherever a test takes the ``mamba3`` fixture, a loop over tokens stands in for the module's CUDA
-kernel (see :mod:`mamba3_cpu`); the tests of the interpreted kernel hold the loop and the operator
-to the kernel itself.
+kernel (see :mod:`mamba3_cpu`); ``tests/interpreter`` holds the loop and the operator to the kernel
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from helpers import hybrid_checks as hybrid
 from oracles import COMPONENTS, PRESETS, relative_error
 from oracles.mamba3_formula import formula
 from torch import Tensor, nn
-from zoo.mamba3_cpu import Mamba3, interpreted
+from zoo.mamba3_cpu import Mamba3
 
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError
@@ -165,40 +164,6 @@ def test_coefficients_are_frozen(mamba3: Mamba3) -> None:
             parameter.add_(1)
     for name, tensor in linear.operator.tensors().items():
         assert torch.equal(tensor, before[name]), name
-
-
-# --- the real kernel -------------------------------------------------------------------------
-
-#: Batch, tokens and options: sizes that the kernel accepts, powers of two, with up to three chunks.
-KERNEL_CASES: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 1, {}),
-    (1, 2, {"ngroups": 2, "is_outproj_norm": True}),
-    (2, 3, {"rope_fraction": 1.0}),
-    (1, 37, {"ngroups": 2, "d_state": 16}),
-    (1, 20, {"is_outproj_norm": True, "d_state": 16, "rope_fraction": 1.0}),
-]
-
-
-@pytest.mark.processes
-def test_the_interpreted_kernel(mamba3: Mamba3, tmp_path: Path) -> None:
-    """The operator, and the loop that stands in elsewhere, are the real kernel.
-
-    As it is, the kernel converts to bfloat16, and that is the error then.
-    """
-    cases = []
-    for batch, tokens, case in KERNEL_CASES:
-        options = {"d_model": WIDTH, "d_state": 8, "headdim": 8, "chunk_size": 16, **case}
-        cases.append((mamba3.make(**options), options, torch.randn(batch, tokens, WIDTH)))
-    rounding = []
-    for (mixer, _, hidden), (precise, rounded) in zip(
-        cases, interpreted(cases, tmp_path), strict=True
-    ):
-        linear = mamba_ssm_mamba3(mixer, Call((hidden,), {}, precise))
-        assert relative_error(linear.output(), precise) <= FLOAT32
-        assert relative_error(mixer(hidden), precise) <= FLOAT32
-        rounding.append(relative_error(linear.output(), rounded))
-    assert min(rounding) > 1e-4, "nothing was rounded"
-    hybrid.check_typical(rounding, 4e-2)  # a norm of a head near zero can blow one case up
 
 
 # --- whole models ----------------------------------------------------------------------------

@@ -189,6 +189,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FLA:
     return FLA(modules.layers)
 
 
+def as_it_is() -> FLA:
+    """fla with its own kernels, for Triton's interpreter."""
+    return FLA(_modules().layers)
+
+
 def _use_torch(patch: pytest.MonkeyPatch, modules: SimpleNamespace) -> None:
     layers = modules.layers
     patch.setattr(modules.layernorm, "layer_norm", norm)

@@ -79,9 +79,10 @@ def _delta_rule(
 def _comba(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
+    """By the reference in chunks; that of single steps, as no kernel, decays and then erases."""
     shared = v.shape[2] // q.shape[2]
     q, k, p = (l2norm(x.float()).repeat_interleave(shared, 2) for x in (q, k, p))
-    out = _naive("comba", "naive_recurrent_comba")(q, k, v, p, beta, g)[0]
+    out = _naive("comba", "naive_chunk_comba")(q, k, v, p, g, beta)[0]
     return out.to(v.dtype), None
 
 

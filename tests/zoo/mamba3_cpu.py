@@ -2,17 +2,14 @@
 
 Its kernel (``mamba3_siso_combined``) runs on CUDA devices only, and the package has no reference
 for it.  Here a loop over tokens stands in for the kernel, in float32, or float64 where an operand
-is float64; everything around it is the package's own module.  :func:`interpreted` runs the kernel
-itself, slowly and forward only, in Triton's interpreter, and the tests hold the loop to it.
+is float64; everything around it is the package's own module.  ``tests/interpreter`` holds the
+loop to the kernel itself.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,35 +113,3 @@ def turn(x: Tensor, angle: Tensor) -> Tensor:
     unturned = pairs.shape[-1] - angle.shape[-1]
     factor = torch.polar(torch.ones_like(angle), angle)
     return torch.view_as_real(pairs * F.pad(factor, (0, unturned), value=1)).flatten(-2)
-
-
-def interpreted(
-    cases: list[tuple[Any, dict[str, Any], Tensor]], folder: Path
-) -> list[list[Tensor]]:
-    """What mixers return with the real kernel: for each, float32 throughout, and as it is.
-
-    Args:
-        cases: mixers, the options they were made with, and their inputs.
-        folder: a place for files.
-    """
-    norms = ("B_norm", "C_norm", "norm")
-    saved = [
-        {
-            "options": options,
-            "state": mixer.state_dict(),
-            "eps": {name: EPS for name in norms if hasattr(mixer, name)},
-            "hidden": hidden,
-        }
-        for mixer, options, hidden in cases
-    ]
-    torch.save(saved, folder / "cases.pt")
-    program = Path(__file__).with_name("mamba3_interpreter.py")
-    result = subprocess.run(
-        [sys.executable, program, folder],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    outputs: list[list[Tensor]] = torch.load(folder / "outputs.pt")
-    return outputs

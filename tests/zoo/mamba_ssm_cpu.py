@@ -125,14 +125,24 @@ class MambaSSM:
         return self._causal_conv1d if fused is None else fused
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, causal_conv1d: bool) -> MambaSSM:
-    """Make mamba_ssm importable and runnable on the CPU until ``monkeypatch`` is undone."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, causal_conv1d: bool, interpreted: bool = False
+) -> MambaSSM:
+    """Make mamba_ssm importable and runnable on the CPU until ``monkeypatch`` is undone.
+
+    Args:
+        monkeypatch: undoes it.
+        causal_conv1d: whether it is as if that package were installed.
+        interpreted: whether the Triton kernels stay, for Triton's interpreter. Default: False.
+    """
     if importlib.util.find_spec("mamba_ssm") is None:
         pytest.skip(SKIP_REASON)
     modules = _import_mamba_ssm()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    _use_references(monkeypatch, modules, with_causal_conv1d=causal_conv1d)
+    _replace_cuda(monkeypatch, modules, with_causal_conv1d=causal_conv1d)
+    if not interpreted:
+        _replace_triton(monkeypatch, modules)
     return MambaSSM(modules, causal_conv1d=causal_conv1d)
 
 
@@ -158,17 +168,38 @@ def _import_mamba_ssm() -> dict[str, ModuleType]:
     return modules
 
 
-def _use_references(
+def _replace_cuda(
     monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType], *, with_causal_conv1d: bool
 ) -> None:
     scan = modules["mamba_ssm.ops.selective_scan_interface"]
+    ssd = modules["mamba_ssm.ops.triton.ssd_combined"]
+    mamba = modules["mamba_ssm.modules.mamba_simple"]
+    mamba2 = modules["mamba_ssm.modules.mamba2"]
+    attention = modules["mamba_ssm.modules.mha"]
+
+    def convolve(x: Tensor, weight: Tensor, bias: Any, *none: bool | None) -> Tensor:
+        *unused, activated = none
+        assert not any(unused)
+        return causal_conv1d(x, weight, bias, activation="silu" if activated else None)
+
+    conv = causal_conv1d if with_causal_conv1d else None
+    for module in (scan, ssd, mamba, mamba2, attention):
+        monkeypatch.setattr(module, "causal_conv1d_fn", conv)
+    monkeypatch.setattr(ssd, "causal_conv1d_fwd_function", convolve)
+    for module in (mamba, mamba2):
+        monkeypatch.setattr(module, "causal_conv1d_update", None)
+    for module in (scan, mamba):
+        monkeypatch.setattr(module, "selective_scan_fn", scan.selective_scan_ref)
+    monkeypatch.setattr(mamba, "mamba_inner_fn", scan.mamba_inner_ref)
+
+
+def _replace_triton(monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]) -> None:
     ssd = modules["mamba_ssm.ops.triton.ssd_combined"]
     norm = modules["mamba_ssm.ops.triton.layer_norm"]
     gated_norm = modules["mamba_ssm.ops.triton.layernorm_gated"]
     block = modules["mamba_ssm.modules.block"]
     mamba = modules["mamba_ssm.modules.mamba_simple"]
     mamba2 = modules["mamba_ssm.modules.mamba2"]
-    attention = modules["mamba_ssm.modules.mha"]
     lm = modules["mamba_ssm.models.mixer_seq_simple"]
 
     def add_norm(
@@ -214,15 +245,8 @@ def _use_references(
             ssd.rmsnorm_fn = partial(gated_norm.rms_norm_ref, group_size=group_size)
         return ssd.mamba_split_conv1d_scan_ref(*args, **options)
 
-    conv = causal_conv1d if with_causal_conv1d else None
-    for module in (scan, ssd, mamba, mamba2, attention):
-        monkeypatch.setattr(module, "causal_conv1d_fn", conv)
     for module in (mamba, mamba2):
-        monkeypatch.setattr(module, "causal_conv1d_update", None)
         monkeypatch.setattr(module, "selective_state_update", None)
-    for module in (scan, mamba):
-        monkeypatch.setattr(module, "selective_scan_fn", scan.selective_scan_ref)
-    monkeypatch.setattr(mamba, "mamba_inner_fn", scan.mamba_inner_ref)
     monkeypatch.setattr(mamba2, "mamba_chunk_scan_combined", chunk_scan)
     monkeypatch.setattr(mamba2, "mamba_split_conv1d_scan_combined", split_conv1d_scan)
     for module in (norm, block, lm):

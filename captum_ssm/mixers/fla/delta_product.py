@@ -10,9 +10,10 @@ It has beta twice as large where negative eigenvalues are allowed, and no decay 
 values of every step are heads of their own, which the output projection adds up.  Comba erases by
 p = sigmoid(decay) k, and asks with q - D p:
 
-    S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - p[t] . S[t]),   s[t] = q[t] . S[t]
+    S[t] = decay[t] S[t-1] + beta[t] k[t] (v[t] - p[t] . S[t-1]),   s[t] = q[t] . S[t]
 
-Its kernels put p, too, on the unit sphere.  Both go on as
+so that it erases of the state before that decays.  Its kernels put p, too, on the unit sphere.
+Both go on as
 
     y = act(g) RMSNorm_h(s / sqrt(N))                              output = o_proj(y)
 
@@ -80,14 +81,13 @@ def fla_comba(module: Any, call: Call) -> LinearMixer:
         q = q - module.D.to(q)[:, None] * p
     shared = module.num_v_heads // module.num_heads
     q, k, p = (_unit(x).repeat_interleave(shared, 2) for x in (q, k, p))
-    log_decay = steps(_log_decay(module, hidden), mask)
     scan = DeltaRule(
         q * module.head_k_dim**-0.5,
         k,
         torch.sigmoid(run(module.b_proj, hidden)),
-        log_decay,
+        steps(_log_decay(module, hidden), mask),
         module.head_v_dim,
-        erase=log_decay.exp()[..., None] * p,
+        erase=p,
     )
     return closing(module, hidden, mask, scan, _norm_and_gate, silu=True)
 

@@ -70,7 +70,7 @@ def replacing(repairs: Iterable[Repair]) -> Undo:
         *outer, attribute = path.split(".")
         for part in outer:
             holder = getattr(holder, part, None)
-        original = getattr(holder, attribute, None)
+        original = None if holder is None else getattr(holder, attribute, None)
         if original is not None:
             originals.append((holder, attribute, original, attribute in vars(holder)))
             setattr(holder, attribute, repaired(original))

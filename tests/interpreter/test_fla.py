@@ -1,0 +1,127 @@
+"""flash-linear-attention's own kernels: operators are what they return, and models are explained.
+
+Up to 64 tokens its layers take one token after the other, beyond that chunks of 64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import fla_checks, interpreted
+from torch import nn
+from zoo import fla_references
+from zoo.fla_cpu import FLA
+
+from captum_ssm import LatimFlow
+from captum_ssm.mixers import table
+from captum_ssm.tracing import find_mixers
+
+#: Small models, with heads of sizes that are no powers of two wherever their kernels take these.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "RetNet": {"hidden_size": 24},
+    "HGRN": {"hidden_size": 18},
+    "HGRN2": {"hidden_size": 12},
+    "GLA": {"hidden_size": 20},
+    "RWKV6": {"hidden_size": 20},
+    "RWKV7": {"num_hidden_layers": 2},  # the second reads values of the first
+    "DeltaNet": {"hidden_size": 18},
+    "GatedDeltaNet": {"hidden_size": 18, "head_dim": 5},
+    "KDA": {"hidden_size": 18, "head_dim": 5, "num_heads": 1},
+    "Mamba": {"hidden_size": 18},
+    "Mamba2": {"hidden_size": 24},
+    "LinearAttention": {"hidden_size": 18},
+    "LightNet": {"hidden_size": 16},
+    "GSA": {"hidden_size": 18},
+    "GatedDeltaProduct": {"hidden_size": 18},
+    "Comba": {"hidden_size": 18},
+    "MesaNet": {"hidden_size": 18},
+    "PaTHAttention": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1},
+    "ForgettingTransformer": {"hidden_size": 24},
+}
+#: Layers whose kernels do not run here, and why.
+NOT_INTERPRETED = {
+    "Attention": "flash-attn is written in CUDA",
+    "LogLinearMamba2": "the layer asks for a CUDA device",
+    "Mamba3": "the layer asks for a CUDA device; its kernel is mamba_ssm's, see test_mamba3.py",
+}
+#: Layers that no model has.
+ALONE: dict[str, dict[str, Any]] = {
+    "SimpleGatedLinearAttention": {"num_heads": 2},
+    "BasedLinearAttention": {"num_heads": 2, "num_key_value_heads": 2, "feature_dim": 3},
+}
+#: How much kernels round by themselves.
+ROUNDED = {
+    "RWKV7": (2e-4, "chunks multiply by exponentials that grow"),
+    "MesaNet": (5e-3, "its kernels hold queries and keys in float16"),
+}
+#: The same of models in bfloat16 beside their float32 copies.
+ROUNDED_IN_HALF = {"RetNet": (5e-3, "the angles that it turns by are kept in the model's format")}
+#: Families whose chunks refuse float32.
+HALF_IN_CHUNKS = ("DeltaNet", "GatedDeltaProduct")
+
+
+def made(fla: FLA, family: str, dtype: torch.dtype) -> nn.Module:
+    small = {"num_hidden_layers": 1, "norm_eps": fla_checks.EPS}
+    own = fla_references.MODELS.get(family, {})
+    return fla.model(family, **small | own | FAMILIES[family]).to(dtype)
+
+
+def bound(family: str, dtype: torch.dtype = torch.float32) -> float:
+    in_half = ROUNDED_IN_HALF if dtype == torch.bfloat16 else {}
+    return {**ROUNDED, **in_half}.get(family, (interpreted.FLOAT32, ""))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_steps(fla: FLA, family: str, dtype: torch.dtype) -> None:
+    model = made(fla, family, dtype)
+    interpreted.check(model, torch.randint(19, (2, 13)), bound=bound(family, dtype))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks(fla: FLA, family: str) -> None:
+    dtype = torch.bfloat16 if family in HALF_IN_CHUNKS else torch.float32
+    model = made(fla, family, dtype)
+    interpreted.check(model, torch.randint(19, (2, 70)), bound=bound(family, dtype))
+
+
+@pytest.mark.parametrize("tokens", [13, 70])
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_alone(fla: FLA, name: str, tokens: int) -> None:
+    layer = fla.layer(name, hidden_size=18, **ALONE[name])
+    interpreted.check(layer, torch.randn(2, tokens, 18))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"PaTHAttention"}))  # it asks for a cache
+def test_packed_sequences(fla: FLA, family: str) -> None:
+    """As layers make them of a padded batch."""
+    model, mask = made(fla, family, torch.float32), fla_checks.side_mask([11, 6], 11)
+    layers = interpreted.check(
+        model, torch.randint(19, (2, 11)), attention_mask=mask, bound=bound(family)
+    )
+    assert all(torch.equal(layer.linear.mask, mask.bool()) for layer in layers)
+
+
+@pytest.mark.parametrize("family", ["GLA", "RWKV6", "RWKV7", "DeltaNet", "Mamba2"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_flow(fla: FLA, family: str, fused: bool) -> None:
+    """Through the rest of the network, whose kernels fold into torch's functions."""
+    options = {"fuse_norm": fused, "norm_eps": fla_checks.EPS}
+    options |= {"fuse_swiglu": fused} if "RWKV" not in family else {}
+    model = fla.model(family, **FAMILIES[family] | options | {"num_hidden_layers": 2})
+    ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
+    found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
+    assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+
+
+def test_no_layer_is_forgotten(fla: FLA) -> None:
+    """Whatever has an adapter is run, or has a reason."""
+    run = {
+        type(mixer.module).__name__
+        for family in FAMILIES
+        for mixer in find_mixers(made(fla, family, torch.float32))
+    }
+    known = {x.path.rpartition(".")[2] for x in table.BUILT_IN if x.path.startswith("fla.")}
+    assert sorted([*run, *ALONE, *NOT_INTERPRETED]) == sorted(known)

@@ -1,0 +1,72 @@
+"""mamba_ssm's own Triton kernels: Mamba-2 fused and in parts, single steps, norms.
+
+What it has in CUDA does not run here: the selective scan of Mamba and its fused path, and
+causal_conv1d, in whose place stand the references that the packages ship.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import interpreted
+from oracles import relative_error
+from torch import nn
+from zoo.mamba import randomise
+from zoo.mamba_ssm_cpu import MambaSSM
+
+from captum_ssm import LatimFlow, trace
+
+#: The fused path takes channels of the convolution by eights only.
+MAMBA2: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "groups": {"ngroups": 2, "d_state": 6},
+    "norm first": {"norm_before_gate": True},
+    "no norm": {"rmsnorm": False, "D_has_hdim": True},
+    "beside an MLP": {"d_ssm": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)],
+)
+@pytest.mark.parametrize("case", MAMBA2)
+def test_mamba2(mamba_ssm: MambaSSM, case: str, fused: bool, dtype: torch.dtype) -> None:
+    """Three chunks, of which the last is not whole."""
+    mixer = randomise(mamba_ssm.make_mamba2(12, fused=fused, **MAMBA2[case])).to(dtype)
+    called = []
+    for module in mixer.children():
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    interpreted.check(mixer, torch.randn(2, 19, 12).to(dtype))
+    if fused:
+        assert not {mixer.conv1d, mixer.out_proj} & set(called), "the path is not fused"
+
+
+def test_odd_heads(mamba_ssm: MambaSSM) -> None:
+    mixer = randomise(mamba_ssm.make_mamba2(12, fused=False, headdim=3, d_state=5))
+    interpreted.check(mixer, torch.randn(2, 11, 12))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_single_steps(mamba_ssm: MambaSSM, kind: str) -> None:
+    """The operator of all tokens is what the kernel for one token adds up to."""
+    make = mamba_ssm.make_mamba if kind == "mamba" else mamba_ssm.make_mamba2
+    mixer, hidden = randomise(make(12)), torch.randn(2, 9, 12)
+    with torch.no_grad(), trace(mixer) as record:
+        mixer(hidden)
+        states = mixer.allocate_inference_cache(2, 9)
+        steps = [mixer.step(hidden[:, t : t + 1], *states)[0] for t in range(9)]
+    assert relative_error(record.layers[0].linear.output(), torch.cat(steps, 1)) <= 1e-5
+
+
+@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+@pytest.mark.parametrize("options", [{}, {"fused_add_norm": True}, {"rms_norm": False}], ids=str)
+def test_flow(mamba_ssm: MambaSSM, layer: str, options: dict[str, Any]) -> None:
+    """Through norms that are kernels, alone or with the sum before them."""
+    model: nn.Module = randomise(mamba_ssm.make_lm(8, ssm_cfg={"layer": layer}, **options))
+    found, delta = LatimFlow(model).attribute(
+        torch.randint(16, (2, 7)), (-1, 3), return_convergence_delta=True
+    )
+    assert delta.abs().max() <= 1e-5 and found.any()
