@@ -60,9 +60,9 @@ def common_classes(
         for index, (one, other) in enumerate(zip(first, classes, strict=False)):
             if one != other:
                 raise OptionError(
-                    f"class {index} is {one!r} to {models[0]} and {other!r} to {model}. Models that "
-                    "are shown side by side must have the same classes; name them by --labels, or "
-                    "serve them one by one."
+                    f"class {index} is {one!r} to {models[0]} and {other!r} to {model}. "
+                    "Models that are shown side by side must have the same classes; name them by "
+                    "--labels, or serve them one by one."
                 )
     return first
 

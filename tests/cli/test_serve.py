@@ -274,7 +274,7 @@ def test_models_side_by_side_have_the_same_words_and_classes():
     assert common_classes(["a", "b"], same, None) == ["cat", "dog"]
     other = [labelled("cat", "dog"), labelled("cat", "eel")]
     assert common_classes(["a", "b"], other, ["0", "1"]) == ["0", "1"]
-    with pytest.raises(OptionError, match="class 1 is 'dog' to a and 'eel' to b.*--labels"):
+    with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
         common_classes(["a", "b"], other, None)
 
 
