@@ -47,7 +47,8 @@ class Api:
         """What is asked for.  Questions wait for each other, so that choices do not mix.
 
         Args:
-            question: ``"config"``, ``"examples"``, ``"relevance"`` or ``"cut"``.
+            question: ``"config"``, ``"examples"``, ``"relevance"``, ``"cut"`` or
+                ``"flow"``.
             request: what the page sent with it.
         """
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -55,6 +56,7 @@ class Api:
             "examples": self._examples,
             "relevance": self._relevance,
             "cut": self._cut,
+            "flow": self._flow,
         }
         with self._lock:
             return questions[question](request)
@@ -141,6 +143,10 @@ class Api:
         edges = Edges(layer, source, receiver)
         cut = self._visualizer.cut
         return self._told(model, lambda: cut(example, model, target, edges)) or {}
+
+    def _flow(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        example, model, target = self._asked(request)
+        return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
     def _asked(self, request: Mapping[str, Any]) -> tuple[Example, int, int]:
         """The example, the model and the class that are asked about."""

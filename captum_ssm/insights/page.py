@@ -12,9 +12,12 @@ _SKELETON, _TITLE = "insights.html", "Insights"
 STYLES = ("common.css", "insights.css")
 SCRIPTS = (
     "common.js",
+    "maps.js",
+    "tables.js",
     "canvases.js",
     "images.js",
     "tip.js",
+    "graph.js",
     "words.js",
     "drawing.js",
     "controls.js",

@@ -40,6 +40,7 @@ _QUESTIONS = {
     "/api/examples": ("POST", "examples"),
     "/api/relevance": ("POST", "relevance"),
     "/api/cut": ("POST", "cut"),
+    "/api/flow": ("POST", "flow"),
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "

@@ -17,7 +17,7 @@ from ..edges import Edges
 from ..errors import OptionError
 from ..explain.knockout import Cut
 from ..viz.html.page import framed
-from .calculation import AttributionCalculation, VisualizationOutput, explanation
+from .calculation import AttributionCalculation, Flow, VisualizationOutput, explanation
 from .config import described
 from .dataset import Example, Found, Seen, Stream, search
 from .features import BaseFeature
@@ -227,6 +227,17 @@ class AttributionVisualizer:
         with _RUNNING:
             model = self.models[model_index]
             return self.attribution_calculation.cut(model, example, target, edges)
+
+    def flow(self, example: Example, model_index: int, target: int) -> Flow:
+        """What runs through a model's layers from the words of a text to a class.
+
+        Args:
+            example: a batch of one.
+            model_index: which of the models.
+            target: the class.
+        """
+        with _RUNNING:
+            return self.attribution_calculation.flow(self.models[model_index], example, target)
 
     @property
     def url(self) -> str:

@@ -110,7 +110,7 @@ def test_a_click_on_a_chip_explains_that_prediction(
     target = (-1, vocabulary.encode("anna")[0])
     found = LatimFlow(model).attribute(ids, target)[0].numpy()
     check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
-    assert "Of “lamp”, for which the page was made." in opened.text("#graph")
+    assert "Of “lamp”, for which the page was made." in opened.text("#flow")
     assert opened.overflow() <= 0
     assert opened.errors == [] and opened.requests == [readme.as_uri()]
 

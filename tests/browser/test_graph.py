@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.chromium import Page
+from helpers.insights_examples import softmax
 from helpers.pages import read_page
-from zoo.small import mamba_lm, token_ids
+from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, report
+from captum_ssm.insights import AttributionVisualizer, Batch, TextFeature
 
 pytestmark = pytest.mark.browser
 
@@ -44,14 +46,14 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
     for number, example in enumerate(read_page(path).facts["examples"]):
         choose(page, number)
         tokens, graph = example["tokens"], example["graph"]
-        assert page.count("#graph .dot") == len(graph["nodes"]) > 6
-        assert page.count("#graph line") == len(graph["links"]) > 6
+        assert page.count(".graph .dot") == len(graph["nodes"]) > 6
+        assert page.count(".graph line") == len(graph["links"]) > 6
         hollow = sum(node["kind"] == "error" for node in graph["nodes"])
-        assert page.count("#graph .hollow") == hollow
+        assert page.count(".graph .hollow") == hollow
         takes = sum(link["weight"] < 0 for link in graph["links"])
-        assert page.count("#graph line.takes") == takes
+        assert page.count(".graph line.takes") == takes
         # nodes of a token stand above each other, those of a row beside each other
-        across, down = (of_all(page, "#graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
+        across, down = (of_all(page, ".graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
         nodes = graph["nodes"]
         assert len({(node["position"], x) for node, x in zip(nodes, across, strict=True)}) == len(
             {node["position"] for node in nodes}
@@ -62,11 +64,11 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
         # every line runs from a dot to a dot
         dots = set(zip(across, down, strict=True))
         for end in "12":
-            ends = [of_all(page, "#graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
+            ends = [of_all(page, ".graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
             assert set(zip(*ends, strict=True)) <= dots
-        (label,) = of_all(page, "#graph svg[role=group]", "e.ariaLabel")
+        (label,) = of_all(page, ".graph svg[role=group]", "e.ariaLabel")
         assert f"on the way to {example['explained']}" in label
-        cells = of_all(page, "#graph .strongest tbody td", "e.textContent")
+        cells = of_all(page, ".graph .strongest tbody td", "e.textContent")
         assert len(cells) == 4 * len(graph["path"])
         for place, step in enumerate(graph["path"]):
             what, position, word, adds = cells[4 * place : 4 * place + 4]
@@ -106,8 +108,8 @@ def check_parts(page: Page, made: Path, chosen: int) -> None:
     """The table holds the parts of a node, the strongest first, and they add up to it."""
     (example,) = read_page(made).facts["examples"]
     graph = example["graph"]
-    names = of_all(page, "#graph .parts td:first-child", "e.textContent")
-    values = [number(x) for x in of_all(page, "#graph .parts td:last-child", "e.textContent")]
+    names = of_all(page, ".graph .parts td:first-child", "e.textContent")
+    values = [number(x) for x in of_all(page, ".graph .parts td:last-child", "e.textContent")]
     assert names[-2:] == ["Biases", "Together"]
     assert values[-1] == pytest.approx(graph["nodes"][chosen]["value"], rel=6e-3)
     size = sum(map(abs, values[:-1]))
@@ -118,7 +120,7 @@ def check_parts(page: Page, made: Path, chosen: int) -> None:
 
 def lit(page: Page) -> int:
     """How many lines stand out."""
-    return page.count("#graph line:not(.faint, .hidden)")
+    return page.count(".graph line:not(.faint, .hidden)")
 
 
 @WIDTHS
@@ -133,17 +135,17 @@ def test_a_click_on_a_dot_isolates_what_it_is_made_of(
     check_parts(opened, made, len(nodes) - 1)
     chosen = next(i for i, node in enumerate(nodes) if node["row"] == 2)
     said = f"backbone.layers.1 at token {nodes[chosen]['position']} “w"
-    opened.click(f"#graph .dot[aria-label^='{said}']")
+    opened.click(f".graph .dot[aria-label^='{said}']")
     assert lit(opened) == sum(link["target"] == chosen for link in links)
     check_parts(opened, made, chosen)
-    assert opened.count("#graph .dot[aria-pressed='true']") == 1
+    assert opened.count(".graph .dot[aria-pressed='true']") == 1
     # on to a part, by the table
-    opened.click("#graph .parts button")
+    opened.click(".graph .parts button")
     strongest = max((x for x in links if x["target"] == chosen), key=lambda x: abs(x["weight"]))
     check_parts(opened, made, strongest["source"])
-    opened.click("#graph .whole")
-    assert opened.evaluate("document.querySelector('#graph .whole').hidden")
-    assert opened.count("#graph .faint") == 0
+    opened.click(".graph .whole")
+    assert opened.evaluate("document.querySelector('.graph .whole').hidden")
+    assert opened.count(".graph .faint") == 0
 
 
 @WIDTHS
@@ -151,7 +153,7 @@ def test_a_graph_by_keyboard(opened: Page, made: Path, width: int) -> None:
     opened.resize(width)
     (example,) = read_page(made).facts["examples"]
     nodes = example["graph"]["nodes"]
-    opened.evaluate("document.querySelector('#smallest').focus()")
+    opened.evaluate("document.querySelector('.graph input').focus()")
     opened.key("Home")
     opened.key("Tab")
     said = "document.activeElement.getAttribute('aria-label')"
@@ -166,8 +168,8 @@ def test_a_graph_by_keyboard(opened: Page, made: Path, width: int) -> None:
     opened.key("ArrowLeft")
     assert opened.evaluate(said).startswith("backbone.layers.1 at token 5")
     opened.key("Escape")
-    assert opened.count("#graph .faint") == 0
-    assert opened.count('#graph .dot[tabindex="0"]') == 1
+    assert opened.count(".graph .faint") == 0
+    assert opened.count('.graph .dot[tabindex="0"]') == 1
 
 
 @SCHEMES
@@ -176,14 +178,14 @@ def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path, scheme: str) -
     (example,) = read_page(made).facts["examples"]
     sizes = sorted((abs(link["weight"]) for link in example["graph"]["links"]), reverse=True)
     assert lit(opened) <= 60 < len(sizes)  # to begin with
-    opened.evaluate("document.querySelector('#smallest').focus()")
+    opened.evaluate("document.querySelector('.graph input').focus()")
     opened.key("Home")
     assert lit(opened) == len(sizes)
     opened.key("End")
     assert lit(opened) == 1
-    assert opened.text("#graph output").startswith(f"{sizes[0]:.3g} (")
+    assert opened.text(".graph output").startswith(f"{sizes[0]:.3g} (")
     # the widest last, on top, and as wide as it is relevant
-    widths = of_all(opened, "#graph line", "Number(e.getAttribute('stroke-width'))")
+    widths = of_all(opened, ".graph line", "Number(e.getAttribute('stroke-width'))")
     shares = (np.array(widths) - widths[0]) / (widths[-1] - widths[0])
     expected = np.array(sizes[::-1])
     expected = (expected - expected[0]) / (expected[-1] - expected[0])
@@ -196,7 +198,7 @@ def test_words_of_a_long_text_that_have_no_nodes_are_left_out(page: Page, tmp_pa
     report(mamba_lm(), token_ids(1, 300), [LatimFlow], tokens=words, graph=4, path=path)
     (example,) = read_page(path).facts["examples"]
     page.goto(path)
-    written = of_all(page, "#graph svg text:not(.row)", "e.textContent")
+    written = of_all(page, ".graph svg text:not(.row)", "e.textContent")
     shown = {int(word.removeprefix("word")) for word in written if word != "⋮"}
     assert shown >= {node["position"] for node in example["graph"]["nodes"]}
     assert len(shown) <= 40
@@ -211,10 +213,45 @@ def test_a_page_without_a_graph_says_why_or_nothing(page: Page, tmp_path: Path) 
     model, ids, path = mamba_lm(), token_ids(1, 9), tmp_path / "graph.html"
     report(model, ids, [LatimFlow], matrices=False, path=path)
     page.goto(path)
-    assert page.evaluate("document.querySelector('#graph').hidden")
+    assert page.evaluate("document.querySelector('#flow').hidden")
     model.backbone.layers[1] = model.backbone.layers[0]
     report(model, ids, [LatimFlow], matrices=False, graph=3, path=path)
     page.goto(path)
-    assert "runs several times" in page.text("#graph .obstacle")
-    assert page.evaluate("document.querySelector('#graph .drawn').hidden")
+    assert "runs several times" in page.text(".graph .obstacle")
+    assert page.count(".graph svg") == 0
     assert page.errors == []
+
+
+def settled(page: Page) -> None:
+    """Waits until Insights has shown what it was asked for."""
+    page.wait_for("!document.querySelector('main').hasAttribute('aria-busy')")
+    page.wait_for("document.querySelector('article') !== null")
+
+
+@SCHEMES
+def test_insights_follow_a_text_to_the_class_that_is_explained(page: Page, scheme: str) -> None:
+    """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
+    model, ids = mamba_lm(), torch.tensor([[1, 0, 3, 5, 2]])
+    words = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    page.prefer(scheme)
+    with AttributionVisualizer(model, words, feature, [Batch(ids, None)], softmax) as visualizer:
+        visualizer.serve()
+        page.goto(visualizer.url)
+        settled(page)
+        page.click(".predicted button:nth-of-type(2)")
+        settled(page)
+        assert page.count(".graph svg") == 0
+        page.click(".way summary")
+        page.wait_for("document.querySelector('.graph svg') !== null")
+        target = int(model(ids).logits[0, -1].topk(2).indices[1])
+        total = of_all(page, ".graph .parts td:last-child", "e.textContent")[-1]
+        assert number(total) == pytest.approx(float(model(ids).logits[0, -1, target]), rel=6e-3)
+        shown = of_all(page, ".graph svg text:not(.row)", "e.textContent")
+        assert shown == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
+        page.click(".graph .parts button")
+        assert page.count(".graph .dot[aria-pressed='true']") == 1
+        for width in (390, 1280):
+            page.resize(width)
+            assert page.overflow() <= 0
+    assert page.errors == [] and page.dialogs == []

@@ -311,7 +311,7 @@ def test_pointing_moves_nothing(opened: Page, width: int) -> None:
 def test_no_place_is_left_empty(opened: Page) -> None:
     """From the map to what follows it is not far, and beside it stand partners of a token."""
     gap = opened.evaluate(
-        "document.querySelector('#graph').getBoundingClientRect().top"
+        "document.querySelector('#flow').getBoundingClientRect().top"
         " - document.querySelector('#overview').getBoundingClientRect().bottom"
     )
     assert 0 < gap < 150

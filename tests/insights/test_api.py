@@ -144,12 +144,27 @@ def test_messages_that_cannot_be_cut(changed, said):
     assert said in error
 
 
+def test_the_way_from_the_words_to_a_class():
+    model = mamba_lm()
+    words = [f"w{i}" for i in range(model.config.vocab_size)]
+    api, ids = Api(texts(model, words)), torch.tensor([[3, 1, 4, 1, 5]])
+    (shown,) = api.answer("examples", {})["examples"]
+    found = api.answer("flow", {"id": shown["id"], "model": 0, "target": 7})
+    assert found["tokens"] == 5
+    nodes, links = found["graph"]["nodes"], found["graph"]["links"]
+    last = len(nodes) - 1
+    assert nodes[last]["value"] == pytest.approx(float(model(ids).logits[0, -1, 7]), abs=1e-4)
+    entering = sum(link["weight"] for link in links if link["target"] == last)
+    assert entering + nodes[last]["constants"] == pytest.approx(nodes[last]["value"], abs=1e-3)
+
+
 def test_only_models_of_one_text_have_messages_to_cut():
     api = Api(table([Always(1)], [numbers(1)]))
     assert api.answer("config", {})["layers"] == [[]]
     (shown,) = api.answer("examples", {})["examples"]
     request = {"id": shown["id"], "model": 0, "target": 1, "layer": "x", "from": 0, "to": 0}
     assert "words of one text" in api.answer("cut", request)["error"]
+    assert "words of one text" in api.answer("flow", request)["error"]
     embedding = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Flatten())
     assert texts(embedding, ["w"] * 7).layers() == [[]]
 

@@ -52,7 +52,9 @@ def test_what_the_page_needs_is_there(visualizer, path):
 
 
 def test_the_page_names_nothing_that_is_not_served():
-    texts = {name: asset(name) for name in _ASSETS.values()} | {"page": served_page("")}
+    svg = "'http://www.w3.org/2000/svg'"  # the name of a language, which nobody fetches
+    texts = {name: asset(name).replace(svg, "") for name in _ASSETS.values()}
+    texts["page"] = served_page("")
     for name, text in texts.items():
         assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|eval\(", text), name
     named = re.findall(r'(?:src|href)="([^"#]+)"', texts["page"])
@@ -99,6 +101,7 @@ QUESTIONS = [
     ("/api/examples", {}),
     ("/api/relevance", {}),
     ("/api/cut", {}),
+    ("/api/flow", {}),
 ]
 
 

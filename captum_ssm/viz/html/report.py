@@ -52,8 +52,8 @@ def report(
     """Explain examples by several methods and write one HTML file that needs nothing else.
 
     The page shows the model's predictions; the relevance of every token, or patch of an image, by
-    every method, the strongest first and with what they add up to; what enters each layer; from token
-    to token, layer by layer, what a token takes from each other one; of a text, by
+    every method, with the strongest and what they add up to; what enters each layer; from token to
+    token, layer by layer, what a token takes from each other one; of a text, by
     :func:`~captum_ssm.attribution_graph`, the way from its words through the blocks to the output;
     and the messages between tokens whose cutting would change most, by
     :class:`~captum_ssm.EdgeEffects`' estimate.  By LatimFlow and MambaLRP it explains each of the

@@ -65,8 +65,6 @@ function saidBy(method, asked, answer, against) {
   };
 }
 
-const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
-
 /** Numbers with as many digits behind the point as the largest of them has use for. */
 function alike(values) {
   const largest = largestOf(values);

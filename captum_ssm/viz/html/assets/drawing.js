@@ -72,10 +72,7 @@ function overlay({ name, modified }, rasters) {
   canvas.setAttribute('role', 'img');
   canvas.setAttribute('aria-label', says);
   const { patches, pixels } = rasters;
-  canvas.lay = (manner) => {
-    const cells = manner === 'pixels' ? (pixels ?? patches) : (patches ?? pixels);
-    paintOver(canvas, cellsOf(cells), manner);
-  };
+  canvas.lay = () => overImages.paint(canvas, cellsOf(patches ?? pixels), pixels);
   canvas.told = Boolean(pixels);
   return canvas;
 }
@@ -215,6 +212,26 @@ function drawCutting(words, layers, cut) {
   return make('details', { className: 'cutting' }, summary, form, result);
 }
 
+/** The way from the words to the class that is explained, drawn when it is first opened. */
+function drawWay(words, label, follow) {
+  const holder = make('div', { className: 'graph' });
+  const made = make('details', { className: 'way' }, make('summary', {}, 'How it got there'), holder);
+  made.addEventListener('toggle', async () => {
+    if (!made.open || holder.hasChildNodes()) return;
+    const found = await follow();
+    if (found === undefined) return;
+    if (found.error !== undefined) {
+      holder.replaceChildren(make('p', { className: 'error' }, readable(found.error)));
+      return;
+    }
+    const fit = words.length === found.tokens; // else transforms made other tokens
+    const tokens = fit ? words.map((word) => readable(word) || '∅') : Array.from({ length: found.tokens }, (_, i) => String(i));
+    const direction = RIGHT_TO_LEFT.test(words.join(' ')) ? 'rtl' : 'ltr';
+    showGraph(holder, { tokens, direction, explained: readable(label), graph: found.graph });
+  });
+  return made;
+}
+
 /** What a method says of an example, or why it does not. */
 function drawMethod(output) {
   const title = output.method ? [make('p', { className: 'by note' }, `by ${readable(output.method)}`)] : [];
@@ -226,7 +243,16 @@ function drawMethod(output) {
   return make('div', {}, ...title, ...shares(output.feature_outputs), ...features, ...drawRoles(output));
 }
 
-/** What a model says of an example, by each method; `answers` explains classes and cuts. */
+/** What can be asked of the words of a text inside a model. */
+function drawInside({ feature_outputs: [{ base }], active_index: target, predicted, actual }, layers, answers) {
+  const explained = [...predicted, actual].find((score) => score && score.index === target);
+  return [
+    drawCutting(base, layers, (edge) => answers.cut(target, edge)),
+    drawWay(base, explained ? explained.label : 'the output', () => answers.follow(target)),
+  ];
+}
+
+/** What a model says of an example, by each method; `answers` explains classes, cuts and follows. */
 function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
   const told = outputs.find((output) => output.error === undefined);
@@ -235,8 +261,7 @@ function drawModel(outputs, title, layers, answers) {
   if (told) made.append(classButtons(told, answers));
   made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
   if (told && layers.length) {
-    const words = told.feature_outputs[0].base;
-    made.append(drawCutting(words, layers, (edge) => answers.cut(told.active_index, edge)));
+    made.append(...drawInside(told, layers, answers));
   }
   return made;
 }
@@ -252,6 +277,7 @@ function drawExample(example, models, page) {
       const answers = {
         known: (target) => page.known({ ...asked, target }),
         cut: (target, edge) => page.cut({ ...asked, target, ...edge }),
+        follow: (target) => page.follow({ ...asked, target }),
         explain: async (target) => {
           const answer = await page.explain({ ...asked, target });
           if (answer === undefined) return;

@@ -84,8 +84,8 @@ function graphNote({ rows, kind, places }) {
 
 /** The graph of an example: a picture, and a table of the parts of what is chosen in it. */
 class Flow {
-  constructor(section, example) {
-    this.section = section;
+  constructor(holder, example) {
+    this.holder = holder;
     this.example = example;
     Object.assign(this, example.graph);
     this.target = this.nodes.length - 1;
@@ -107,7 +107,7 @@ class Flow {
   }
 
   part(name) {
-    return this.section.querySelector(name);
+    return this.holder.querySelector(name);
   }
 
   /** A place of the graph in words. */
@@ -127,7 +127,7 @@ class Flow {
   picture() {
     const { example, rows, nodes } = this;
     const { tokens, direction } = example;
-    const wide = ruler(this.section);
+    const wide = ruler(this.holder);
     const column = ({ position }) => (position === null ? tokens.length - 1 : position);
     const { middles, words, turned, width } = columnsOf(tokens, nodes.map(column), wide);
     const names = ['words', ...rows.map((module) => cutLabel(rowName(module))), 'explained'];
@@ -159,7 +159,7 @@ class Flow {
   }
 
   /** Hear what is done to the dots. */
-  listen(holder, made) {
+  listen(frame, made) {
     const around = make('div', {}, made); // a picture that listens itself could have the focus
     const at = (event) => this.dots.indexOf(event.target.closest('.dot'));
     const say = (event) => {
@@ -177,7 +177,7 @@ class Flow {
     around.addEventListener('keydown', (event) => {
       if (this.press(event.key, at(event))) event.preventDefault();
     });
-    holder.replaceChildren(around);
+    frame.replaceChildren(around);
   }
 
   line({ source, target, weight }) {
@@ -278,7 +278,7 @@ class Flow {
   showParts(index) {
     const { kind, value, constants } = this.nodes[index];
     const table = this.part('.parts');
-    table.caption.textContent = `Parts of ${this.numberOf(index)}`;
+    table.caption.textContent = `${this.said[index]}, ${short(value)}, is made of`;
     const links = this.into(index);
     const rows = links.slice(0, PARTS).map(({ source, weight }) => [this.sourceOf(source), weight]);
     if (kind === 'whole' || kind === 'target') {
@@ -306,19 +306,40 @@ class Flow {
   }
 }
 
-/** The graph and its strongest path, or why there is none. */
-function showGraph(section, example) {
+/** A row of a table's head; a column is a name, a name over two columns, or a number's name. */
+function headOf(...columns) {
+  const cells = columns.map(([text, looks]) => make('th', { scope: looks.colSpan ? 'colgroup' : 'col', ...looks }, text));
+  return make('thead', {}, make('tr', {}, ...cells));
+}
+
+/** What holds a graph: a slider, the picture, the parts of what is chosen, and the strongest path. */
+function graphHolders() {
+  const slider = make('input', { type: 'range', min: 0, max: 100 });
+  const whole = make('button', { type: 'button', className: 'whole', hidden: true }, 'Show all again');
+  const parts = make('table', { className: 'parts' }, make('caption'), make('tbody'));
+  const head = headOf(['What', {}], ['At token', { colSpan: 2 }], ['Adds to the next', { className: 'number' }]);
+  const caption = make('caption', {}, 'The strongest path to what is explained');
+  const path = make('div', { className: 'path', tabIndex: 0 }, make('table', { className: 'strongest' }, caption, head, make('tbody')));
+  path.setAttribute('role', 'group');
+  path.setAttribute('aria-label', 'The strongest path');
+  return [
+    make('p', { className: 'smallest' }, make('label', {}, 'Parts of at least ', slider), make('output'), whole),
+    make('div', { className: 'pair' }, make('div', { className: 'picture' }), parts),
+    make('p', { className: 'note' }),
+    path,
+  ];
+}
+
+/** The graph of an example and its strongest path, or why there is none. */
+function showGraph(holder, example) {
   const { tokens, graph } = example;
   const { rows, nodes, path, obstacle } = graph;
-  const part = (name) => section.querySelector(name);
-  section.hidden = !nodes.length && obstacle === null;
-  part('.obstacle').hidden = obstacle === null;
-  part('.obstacle').textContent = `There is no graph: ${obstacle}`;
-  part('.drawn').hidden = !nodes.length;
+  const none = obstacle === null ? [] : [make('p', { className: 'obstacle note' }, `There is no graph: ${obstacle}`)];
+  holder.replaceChildren(...(nodes.length ? graphHolders() : none));
   if (!nodes.length) return;
-  new Flow(section, example);
-  part('.drawn > .note').textContent = graphNote(graph);
-  const table = part('.strongest');
+  new Flow(holder, example);
+  holder.querySelector('.note').textContent = graphNote(graph);
+  const table = holder.querySelector('.strongest');
   table.hidden = !path.length;
   fillRows(
     table.tBodies[0],

@@ -61,7 +61,7 @@ function summary({ examples, searched, ended, labelled }) {
 /** Paint the relevance of images in the manner that is chosen. */
 function layOverImages() {
   const canvases = [...byId('examples').querySelectorAll('.stack > canvas')];
-  canvases.forEach((canvas) => canvas.lay(overImages.manner));
+  canvases.forEach((canvas) => canvas.lay());
   byId('over-image').hidden = byId('examples').querySelector('.stack') === null;
   document.documentElement.classList.toggle('on-images', !byId('over-image').hidden);
   overImages.tell(canvases.every((canvas) => canvas.told));
@@ -87,6 +87,13 @@ function showExamples(answer, models, filter) {
         const output = await ask('cut', request);
         say(output.error === undefined ? 'Cut.' : 'It cannot be cut.');
         return output;
+      }),
+    follow: (request) =>
+      alone(async () => {
+        say('Following …');
+        const found = await ask('flow', request);
+        say(found.error === undefined ? 'Followed.' : 'It cannot be followed.');
+        return found;
       }),
     known: (request) => !KEPT || placeOf({ ...request, method: 0 }) in KEPT.relevance,
     drawn: layOverImages,

@@ -105,3 +105,6 @@ function strongest(values, count) {
   indices.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]));
   return indices.slice(0, count);
 }
+
+/** What the values add up to; missing ones do not count. */
+const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);
