@@ -13,9 +13,9 @@ STYLES = ("common.css", "insights.css")
 SCRIPTS = (
     "common.js",
     "maps.js",
-    "tables.js",
     "canvases.js",
     "images.js",
+    "tables.js",
     "tip.js",
     "graph.js",
     "words.js",

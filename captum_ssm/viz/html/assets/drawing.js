@@ -243,16 +243,7 @@ function drawMethod(output) {
   return make('div', {}, ...title, ...shares(output.feature_outputs), ...features, ...drawRoles(output));
 }
 
-/** What can be asked of the words of a text inside a model. */
-function drawInside({ feature_outputs: [{ base }], active_index: target, predicted, actual }, layers, answers) {
-  const explained = [...predicted, actual].find((score) => score && score.index === target);
-  return [
-    drawCutting(base, layers, (edge) => answers.cut(target, edge)),
-    drawWay(base, explained ? explained.label : 'the output', () => answers.follow(target)),
-  ];
-}
-
-/** What a model says of an example, by each method; `answers` explains classes, cuts and follows. */
+/** What a model says of an example, by each method; `answers` explains classes and cuts. */
 function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
   const told = outputs.find((output) => output.error === undefined);
@@ -261,7 +252,13 @@ function drawModel(outputs, title, layers, answers) {
   if (told) made.append(classButtons(told, answers));
   made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
   if (told && layers.length) {
-    made.append(...drawInside(told, layers, answers));
+    const words = told.feature_outputs[0].base;
+    const target = told.active_index;
+    const explained = [...told.predicted, told.actual].find((score) => score && score.index === target);
+    made.append(
+      drawCutting(words, layers, (edge) => answers.cut(target, edge)),
+      drawWay(words, explained ? explained.label : 'the output', () => answers.follow(target)),
+    );
   }
   return made;
 }
