@@ -159,6 +159,19 @@ def test_methods_that_were_asked_for_one_say_so(opened: Page) -> None:
     assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
 
 
+def test_the_identity_is_in_no_sum(opened: Page, readme: Path) -> None:
+    (example,) = read_page(readme).facts["examples"]
+    rollout = example["methods"][2]
+    assert rollout["own"] == 13
+    opened.click("#methods label:nth-of-type(3)")
+    said = re.fullmatch(r"Its numbers sum to (\S+)\.", opened.text("#sum"))
+    assert said is not None
+    assert number(said[1]) == pytest.approx(sum(rollout["values"][:13]), rel=6e-3)
+    listed = shown_numbers(opened)
+    assert not any(name.startswith("13 ") for name in listed)
+    assert sum(listed.values()) == pytest.approx(sum(rollout["values"][:13]), rel=1e-2, abs=1e-2)
+
+
 def test_chips_without_such_a_method_are_no_choice(page: Page, tmp_path: Path) -> None:
     path = report(mamba_lm(), token_ids(1, 9), [MambaAttribution], path=tmp_path / "one.html")
     page.goto(path)

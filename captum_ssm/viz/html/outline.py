@@ -158,7 +158,8 @@ def _said(
     logits = output[(0, *place)].double().cpu()
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
-    named = list(dict.fromkeys([*best, chosen]))
+    # what a model never answers has no logit to be explained
+    named = list(dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen]))
     predictions = [
         Prediction(label_of(subject, k, output), float(logits[k]), float(chances[k])) for k in named
     ]

@@ -73,12 +73,12 @@ function alike(values) {
 }
 
 /** What relevance adds up to, in words. */
-function equation(view, what) {
+function equation(view, shades, what) {
   if (view.whole) {
-    const [part, all] = alike([sumOf(view.values), sumOf(view.whole.values)]);
+    const [part, all] = alike([sumOf(shades), sumOf(view.whole.values)]);
     return `as ${view.name} ${part}, of ${all} in all`;
   }
-  const tokens = sumOf(view.values);
+  const tokens = sumOf(shades);
   if (view.output === undefined) return `Its numbers sum to ${alike([tokens])[0]}.`;
   const parts = [['tokens', tokens], ['biases', view.bias]];
   const rest = view.output - view.bias - tokens;
@@ -108,7 +108,7 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
   };
   const total = (name, value) =>
     make('tr', {}, make('th', { scope: 'row', colSpan: 3 }, name), make('td', { className: 'number' }, short(value)));
-  const others = sumOf(view.values) - sumOf(shown);
+  const others = sumOf(shades.filter((_, index) => !best.includes(index)));
   const left = shades.filter((value) => value !== null).length - best.length;
   const sums = left > 0 ? [total(left === 1 ? 'One other token' : `${left} other tokens`, others)] : [];
   if (view.output !== undefined && !view.whole) {
@@ -117,5 +117,5 @@ function showStrongest(section, { tokens }, view, shades, what, astray) {
   const table = section.querySelector('table');
   table.tBodies[0].replaceChildren(...best.map(row));
   table.tFoot.replaceChildren(...sums);
-  byId('sum').textContent = equation(view, what) + astray;
+  byId('sum').textContent = equation(view, shades, what) + astray;
 }
