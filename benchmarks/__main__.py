@@ -51,7 +51,6 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="write the small case here")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.set_default_device(options.device)
     torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
     if options.baseline is not None:
         regression.write(options.baseline, table)
@@ -59,9 +58,10 @@ def main() -> None:
     if options.check is not None:
         raise SystemExit(bool(regression.check(options.check, table)))
     rows: list[dict[str, Any]] = []
-    units = calibrate()
-    chosen = {"dtype": getattr(torch, options.dtype), "calls": options.calls}
-    for row in table(options.families, options.lengths, options.layers, units, **chosen):
+    units = calibrate(options.device)
+    dtype, sizes = getattr(torch, options.dtype), (options.lengths, options.layers)
+    where = {"dtype": dtype, "device": options.device}
+    for row in table(options.families, *sizes, units, calls=options.calls, **where):
         rows.append(row)
         print(markdown([row], header=len(rows) == 1), flush=True)
     if options.out is not None:
@@ -84,6 +84,7 @@ def table(
     units: Calibration,
     reference: bool = True,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     calls: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The rows, as they are measured; without ``reference`` nothing long or in float64 is.
@@ -95,21 +96,22 @@ def table(
         units: what costs are judged by.
         reference: see above. Default: True.
         dtype: of the models. Default: float32.
+        device: where they are, and kinds of operators. Default: ``"cpu"``.
         calls: of the quantities only these whole calls. Default: None, all.
     """
     for family in families:
         if family in kinds.KINDS:
             for length in lengths:
-                yield from _of_kind(family, length, layers, units, reference)
+                yield from _of_kind(family, length, layers, units, reference, device)
             continue
         if family == "Gated DeltaNet" and find_spec("fla") and not torch.cuda.is_available():
             print(f"{family} is left out: where fla is installed, its kernels need a GPU")
             continue
-        model = models.build(family, layers).to(dtype)
+        model = models.build(family, layers).to(device, dtype)
         for length in [197] if family == "Vim-S" else lengths:
             x = models.example(family, length)
-            x = x.to(dtype) if x.is_floating_point() else x
-            yardstick = measure(lambda model=model, x=x: models.gradient(model, x))
+            x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
+            yardstick = measure(lambda model=model, x=x: models.gradient(model, x), device=device)
             asked = (
                 quantities(family, model, x)
                 if calls is None
@@ -120,19 +122,23 @@ def table(
                     continue
                 kept = quantity if reference else _alone(quantity)
                 with torch.no_grad():
-                    cost = yardstick if quantity.name == "f+b" else measure(quantity.call)
-                    yield entry(family, length, kept, cost, yardstick, units)
+                    is_yardstick = quantity.name == "f+b"
+                    cost = yardstick if is_yardstick else measure(quantity.call, device=device)
+                    yield entry(family, length, kept, cost, yardstick, units, device)
 
 
 def _of_kind(
-    kind: str, length: int, layers: int, units: Calibration, reference: bool
+    kind: str, length: int, layers: int, units: Calibration, reference: bool, device: str
 ) -> Iterator[dict[str, Any]]:
     """The rows of layers that no model stands for."""
-    for name, operator in kinds.layer(kind, length).items():
+    with torch.device(device):
+        parts = kinds.layer(kind, length)
+    for name, operator in parts.items():
         for quantity in of_operators(name, [operator] * layers):
             kept = quantity if reference else _alone(quantity)
             with torch.no_grad():
-                yield entry(kind, length, kept, measure(quantity.call), None, units)
+                cost = measure(quantity.call, device=device)
+                yield entry(kind, length, kept, cost, None, units, device)
 
 
 def _alone(quantity: Quantity) -> Quantity:
@@ -147,9 +153,10 @@ def entry(
     cost: Cost,
     yardstick: Cost | None,
     units: Calibration,
+    device: str,
 ) -> dict[str, Any]:
     least = None if quantity.work is None else quantity.layers * quantity.work.seconds(units)
-    slower = {name: measure(call, 1).seconds for name, call in quantity.others.items()}
+    slower = {name: measure(call, 1, device).seconds for name, call in quantity.others.items()}
     return {
         "family": family,
         "L": length,

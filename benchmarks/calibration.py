@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import measure, on_gpu
+from benchmarks.measure import measure
 
 #: Sides of a matrix product that runs at full rate and fits into no first-level cache.
 _SIDES = (512, 2048, 512)
@@ -41,32 +41,37 @@ class Calibration:
     call: float
 
 
-def calibrate() -> Calibration:
-    """Measure the five units on this machine, now."""
-    wider, more = (_WIDER, _MORE_CACHED) if on_gpu() else (1, 1)
+def calibrate(device: str = "cpu") -> Calibration:
+    """Measure the five units on this machine, or on one of its devices, now."""
+    with torch.device(device):
+        return _calibrate(device)
+
+
+def _calibrate(device: str) -> Calibration:
+    wider, more = (_WIDER, _MORE_CACHED) if device.startswith("cuda") else (1, 1)
     rows, inner, columns = (wider * side for side in _SIDES)
     size = more * _CACHED
     left, right = torch.randn(rows, inner), torch.randn(inner, columns)
     out = torch.empty(rows, columns)
-    product = _seconds(lambda: torch.mm(left, right, out=out), 8) / (rows * inner * columns)
+    product = _seconds(lambda: torch.mm(left, right, out=out), 8, device) / (rows * inner * columns)
 
     cached, other = torch.rand(size), torch.rand(size)
     total = torch.zeros(size)
-    exponential = _seconds(lambda: torch.exp2(cached, out=total), 2000) / size
-    step = _seconds(lambda: total.addcmul_(cached, other), 2000) / size
+    exponential = _seconds(lambda: torch.exp2(cached, out=total), 2000, device) / size
+    step = _seconds(lambda: total.addcmul_(cached, other), 2000, device) / size
 
     source, target = torch.zeros(_STREAMED), torch.zeros(_STREAMED)
-    byte = _seconds(lambda: target.copy_(source), 8) / (2 * 4 * _STREAMED)
+    byte = _seconds(lambda: target.copy_(source), 8, device) / (2 * 4 * _STREAMED)
     few, sums = torch.rand(8), torch.zeros(8)
-    call = _seconds(lambda: sums.add_(few), 20_000)
+    call = _seconds(lambda: sums.add_(few), 20_000, device)
     return Calibration(product, exponential, step, byte, call)
 
 
-def _seconds(call: Callable[[], Any], times: int) -> float:
+def _seconds(call: Callable[[], Any], times: int, device: str) -> float:
     """Of one call, when it is called over and over."""
 
     def often() -> None:
         for _ in range(times):
             call()
 
-    return measure(often).seconds / times
+    return measure(often, device=device).seconds / times

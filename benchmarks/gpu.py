@@ -132,7 +132,8 @@ def run(step: Step, folder: Path) -> tuple[dict[str, object], str]:
     told = (
         [line for line in printed if line.startswith("|")] if is_table else ["```", *printed, "```"]
     )
-    return row, "\n".join([f"## {step.name}\n", f"`{step.command}`: {result}\n", *told, ""])
+    command = step.command.replace(str(folder), folder.name)  # pages are sent to others
+    return row, "\n".join([f"## {step.name}\n", f"`{command}`: {result}\n", *told, ""])
 
 
 def about() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Time and peak memory of one call, in this process.
 
 Times are medians of processor seconds on one thread; what is reported are ratios of figures taken
-in the same run, because absolute times say little on a shared machine.  Where torch's default
-device is a GPU they are seconds until it has done what it was asked, and memory is its memory.
+in the same run, because absolute times say little on a shared machine.  On a GPU they are seconds
+until it has done what it was asked, and memory is its memory.
 """
 
 from __future__ import annotations
@@ -46,30 +46,31 @@ class Cost:
     result: Any
 
 
-def measure(call: Callable[[], Any], repeats: int = 3) -> Cost:
+def measure(call: Callable[[], Any], repeats: int = 3, device: str = "cpu") -> Cost:
     """Run ``call`` once for its memory and result, then for its time.
 
     A call that takes more than ten seconds is not repeated, and a short one is repeated until it
     has taken a quarter of a second in all, or 25 times: of few milliseconds, three tell little.
     """
+    on_gpu = device.startswith("cuda")
     gc.collect()
-    before = _start_of_peak()
+    before = _start_of_peak(on_gpu)
     found: list[Any] = []
-    times = [_times(lambda: found.append(call()))]
-    peak = _peak()
+    times = [_times(lambda: found.append(call()), on_gpu)]
+    peak = _peak(on_gpu)
     if times[0][0] < 10:
-        times = [_times(call) for _ in range(repeats)]
+        times = [_times(call, on_gpu) for _ in range(repeats)]
         while len(times) < _MOST and sum(seconds for seconds, _ in times) < _ENOUGH:
-            times.append(_times(call))
+            times.append(_times(call, on_gpu))
     seconds, own_seconds = map(statistics.median, zip(*times, strict=True))
     memory = None if before is None or peak is None else (peak - before) / 1024
     return Cost(seconds, own_seconds, memory, found[0])
 
 
-def _times(call: Callable[[], Any]) -> tuple[float, float]:
+def _times(call: Callable[[], Any], on_gpu: bool) -> tuple[float, float]:
     """Seconds of a call, and those of the processor that are not the system's."""
     own = os.times().user
-    if on_gpu():
+    if on_gpu:
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -78,11 +79,6 @@ def _times(call: Callable[[], Any]) -> tuple[float, float]:
     start = time.process_time()
     call()
     return time.process_time() - start, os.times().user - own
-
-
-def on_gpu() -> bool:
-    """Whether torch makes tensors on a GPU by default."""
-    return torch.get_default_device().type == "cuda"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -96,9 +92,9 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _start_of_peak() -> float | None:
+def _start_of_peak(on_gpu: bool) -> float | None:
     """Kibibytes that are in use; what is used at most from now on is remembered."""
-    if on_gpu():
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 1024
@@ -108,9 +104,9 @@ def _start_of_peak() -> float | None:
     return before
 
 
-def _peak() -> float | None:
+def _peak(on_gpu: bool) -> float | None:
     """Kibibytes that were in use at most."""
-    return torch.cuda.max_memory_allocated() / 1024 if on_gpu() else _resident("VmHWM")
+    return torch.cuda.max_memory_allocated() / 1024 if on_gpu else _resident("VmHWM")
 
 
 def _resident(field: str) -> int | None:

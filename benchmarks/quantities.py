@@ -97,7 +97,7 @@ def of_operators(name: str, operators: list[Operator]) -> Iterator[Quantity]:
         _slower(first),
     )
     if name == "unified":
-        row, budget = torch.rand(first.shape[:2]), Budget.parse(None)
+        row, budget = torch.rand(first.shape[:2]).to(first.device), Budget.parse(None)
         clamped = in_strips(first, "mean", budget, lambda strip: strip.entries.clamp_min(0))
         yield Quantity("clamped row, unified", lambda: clamped.rmatvec(row), bounds.matrix(first))
 
@@ -124,9 +124,9 @@ def _of_contributions(model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     directions = len(bounds.cores(record.layers[0].linear.operator))
     pairs = directions * batch * tokens * (tokens + 1) / 2
     every = bounds.Work(products=pairs * layer.weight.numel())
-    direction = torch.zeros(1, batch, tokens, layer.weight.shape[1])
+    direction = torch.zeros(1, batch, tokens, layer.weight.shape[1], device=x.device)
     direction[:, :, -1] = torch.randn(layer.weight.shape[1])
-    last = torch.full((batch, 1), tokens - 1)
+    last = torch.full((batch, 1), tokens - 1, device=x.device)
     yield Quantity("norms, last token", lambda: norms(layer, last))
     yield Quantity("T . U, last token", lambda: layer.toward(direction))
     if tokens <= ALL_TOKENS_UP_TO:
@@ -203,7 +203,7 @@ def _of_inside(model: nn.Module, x: Tensor, target: Any) -> Iterator[Quantity]:
 @torch.no_grad()
 def norms(layer: Contributions, index: Tensor) -> Tensor:
     """The l2 norms of the vectors of queries ``index`` (B, Q) from all tokens, (B, Q, L)."""
-    out = torch.zeros(*index.shape, layer.shape.tokens)
+    out = torch.zeros(*index.shape, layer.shape.tokens, device=index.device)
     for tile in tiles([layer], index):
         out[:, tile.queries, tile.sources] = tile.vectors.norm(dim=-1)
     return out
@@ -212,7 +212,8 @@ def norms(layer: Contributions, index: Tensor) -> Tensor:
 @torch.no_grad()
 def fold(operators: list[Operator]) -> Tensor:
     """The last row of the product of I + mean matrix, matrix-free."""
-    row = torch.zeros(operators[0].shape[:2], dtype=operators[0].dtype)
+    first = operators[0]
+    row = torch.zeros(first.shape[:2], dtype=first.dtype, device=first.device)
     row[:, -1] = 1
     for operator in reversed(operators):
         row = row + operator.mean_rmatvec(row)

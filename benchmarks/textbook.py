@@ -23,7 +23,7 @@ def mean_matrix(scan: SelectiveScan) -> Tensor:
     """The channel mean of the scan's matrices, (B, L, L) (hidden-attention paper, eq. 14)."""
     batch, tokens, _, _ = scan.shape
     decays = torch.exp(scan.dt[..., None] * scan.a)  # (B, L, D, N)
-    out = torch.zeros(batch, tokens, tokens, dtype=scan.dt.dtype)
+    out = scan.dt.new_zeros(batch, tokens, tokens)
     for i in range(tokens):
         for j in range(i + 1):
             product = torch.ones_like(decays[:, 0])
@@ -40,7 +40,7 @@ def by_exponentials(scan: SelectiveScan) -> Tensor:
     sums = scan.dt.cumsum(1)
     state = scan.a.shape[-1]
     size = max(1, _ELEMENTS // (batch * tokens * heads * state))
-    out = torch.zeros(batch, tokens, tokens, dtype=scan.dt.dtype)
+    out = scan.dt.new_zeros(batch, tokens, tokens)
     for start in range(0, tokens, size):
         rows = slice(start, start + size)
         since = (sums[:, rows, None] - sums[:, None]).clamp_min(0)  # (B, r, L, D)

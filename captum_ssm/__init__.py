@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StateMemory,
         TransformerAttribution,
         compare,
+        load_result,
     )
     from .edges import EdgeEffects, Edges, knock_out, variant_effects
     from .inside import (
@@ -62,6 +63,7 @@ _WHERE = {
     "compare": "attr",
     "discard_smallest": "operators",
     "knock_out": "edges",
+    "load_result": "attr",
     "register_mixer": "mixers",
     "report": "viz",
     "supported_architectures": "mixers",
@@ -93,6 +95,7 @@ __all__ = [
     "compare",
     "discard_smallest",
     "knock_out",
+    "load_result",
     "register_mixer",
     "report",
     "supported_architectures",

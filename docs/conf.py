@@ -37,7 +37,8 @@ html_title = f"captum_ssm {version}"
 # formulas are part of the pages: nothing is fetched when they are read
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
-html_css_files = ["formulas.css"]
+html_css_files = ["formulas.css", "pages.css"]
+html_js_files = ["pages.js"]
 html_copy_source = False
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]

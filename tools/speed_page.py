@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import budgets
 from benchmarks.plot import draw
 from benchmarks.report import markdown
+from captum_ssm.viz.figure import LINES, new_figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, OWN, PICTURE = "speed.md", "speed", "images/speed.png"
+PAGE, OWN = "speed.md", "speed"
+FIRST_PICTURE, PICTURE = "images/speed_calls.png", "images/speed.png"
 #: The pages of parts, and the kinds that are on the first.
 FIRST = "recurrences"
 PARTS = {FIRST: "Recurrences alone", "matrices": "Matrix states and attention alone"}
@@ -32,7 +35,7 @@ Row = Mapping[str, Any]
 _TEXT = """\
 # Speed
 
-![Time, memory and error of each quantity against length]({picture})
+![What each method costs on each model, in passes forward and backward]({first_picture})
 
 What explanations cost, beside one forward and backward pass of the same model (`f+b`, with respect
 to its embeddings or pixels) and beside the least arithmetic or traffic that the quantity can be
@@ -79,11 +82,15 @@ the greater length on 2026-11-22, and the second a quarter less.
 
 What operators take alone, given the model's run: {parts}. On a GPU nothing of this was measured.
 
+![Time, memory and error of each quantity against length]({picture})
+
 ```{{toctree}}
 :hidden:
 
 {tree}
 ```
+
+{on_a_gpu}
 
 ## Measuring anew
 
@@ -94,11 +101,36 @@ python -m benchmarks --out results
 python -m benchmarks --families Mamba Vim-S --lengths 1024 --layers 24 --out results/deep
 # needs a quarter of an hour, and 20 GB of memory
 python -m benchmarks.long_context --out results
-# needs what these three have measured
+# needs a few minutes of any machine
+python -m benchmarks.budgets
+# needs what these four have found
 python tools/speed_page.py results
 ```
 """
 
+_ON_A_GPU = """\
+## On a GPU, counted and not measured
+
+No figure of this section was measured on a GPU. The paths that calls take on one were run on a
+device that stands in for it (`benchmarks/stand_in.py`): a processor holds its numbers, and what it
+is asked to do is counted. `f+b` is a pass of the same model, in which what packages have a fused
+kernel of is one launch, and one more in the backward. Small models of {layers} layers; launches do
+not depend on the width. A wait is one of the host for the device: checks are noted there and read
+together at the end.
+
+{counts}
+
+The counts are committed, and a test fails if launches, waits or bytes grow by a twentieth.
+
+What this would come to for Mamba 2.8B (width {width}, {deep} layers) at {length} tokens in float32
+on one {gpu}, by its data sheet ({bandwidth:.3g} TB/s, {peak:.3g} TFLOP/s): the greater of bytes /
+bandwidth and arithmetic / peak, and {launch:.0f} µs for each launch. It is a model of time, and no
+time; the counts are extended from those of small models, of which they are polynomials.
+
+{times}
+
+Each operation of torch counts all it reads and writes, while a fused kernel keeps its states to
+itself: this is where the difference to `f+b` comes from."""
 _PARTS = """\
 # {title}
 
@@ -122,6 +154,7 @@ def main(results: Path, docs: Path = DOCS) -> None:
         for name in ("speed", "deep/speed", "long_context")
     )
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
+    draw_calls(calls(speed["rows"], "of f+b"), docs / FIRST_PICTURE)
     draw(speed["rows"], docs / PICTURE, dpi=55)
     (docs / PAGE).write_text(page(speed, deep, long), encoding="utf-8")
     (docs / OWN).mkdir(exist_ok=True)
@@ -148,8 +181,53 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         parts=" and ".join(
             f"[{title[0].lower()}{title[1:]}]({OWN}/{name}.md)" for name, title in PARTS.items()
         ),
+        first_picture=FIRST_PICTURE,
         tree="\n".join(f"{OWN}/{name}" for name in PARTS),
         picture=PICTURE,
+        on_a_gpu=on_a_gpu(json.loads(budgets.FILE.read_text(encoding="utf-8"))),
+    )
+
+
+def on_a_gpu(table: Mapping[str, Any]) -> str:
+    """The section of the page on what calls ask of a GPU, from ``benchmarks/budgets.json``."""
+    few, many = map(str, budgets.LENGTHS)
+    rows = [
+        {
+            "model": family,
+            "call": call,
+            f"launches a layer, L = {few}": lengths[few][call]["launches"] / budgets.LAYERS,
+            f"L = {many}": at[call]["launches"] / budgets.LAYERS,
+            "waits": at[call]["synchronisations"],
+            "bytes of f+b": at[call]["bytes"] / at["f+b"]["bytes"],
+        }
+        for family, lengths in table["families"].items()
+        for at in [lengths[many]]
+        for call in at
+    ]
+    large, gpu = table["large"], budgets.H100
+    pass_ = gpu.seconds(large["f+b"])
+    times = [
+        {
+            "call": call,
+            "launches": counts["launches"],
+            "GB": counts["bytes"] / 1e9,
+            "TFLOP": counts["flops"] / 1e12,
+            "modelled ms": 1e3 * gpu.seconds(counts),
+            "of f+b": gpu.seconds(counts) / pass_,
+        }
+        for call, counts in large.items()
+    ]
+    return _ON_A_GPU.format(
+        layers=budgets.LAYERS,
+        counts=markdown(rows),
+        width=budgets.LARGE[0],
+        deep=budgets.LARGE[1],
+        length=budgets.LARGE[2],
+        gpu=gpu.name,
+        bandwidth=gpu.bandwidth / 1e12,
+        peak=gpu.peak / 1e12,
+        launch=1e6 * gpu.launch,
+        times=markdown(times),
     )
 
 
@@ -183,6 +261,23 @@ def calls(rows: Sequence[Row], column: str, wanted: Sequence[str] = CALLS) -> li
                 cells[row["quantity"]] = row[column]
     order = dict.fromkeys(row["family"] for row in rows)
     return [found[family] for family in order if family in found]
+
+
+def draw_calls(table: Sequence[Row], path: Path) -> None:
+    """The first table as dots: a line for each model, a colour for each call."""
+    figure, axis = new_figure(7.2, 0.34 * len(table) + 1.2)
+    for number, call in enumerate(CALLS):
+        points = [(row[call], y) for y, row in enumerate(table) if row[call] is not None]
+        style = {"marker": "osD^"[number], "linestyle": "", "color": LINES[number], "label": call}
+        axis.plot(*zip(*points, strict=True), **style)
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set_yticks(range(len(table)), [row["model"] for row in table])
+    axis.set(
+        xlim=(0, None), xlabel="passes forward and backward of the model", ylim=(len(table), -1)
+    )
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def all_rows(rows: Sequence[Row], layers: int) -> str:

@@ -2,7 +2,8 @@
 
 from .call.dense import mean_over
 from .call.targets import Total
-from .comparison import compare
+from .comparison import Comparison, compare
+from .engine.result import load_result
 from .flow import LatimFlow, MambaLRP
 from .implicit_attention import ImplicitAttention
 from .latim_alti import LatimALTI
@@ -16,6 +17,7 @@ from .text.result import SSMLLMAttributionResult
 from .transformer_attribution import TransformerAttribution
 
 __all__ = [
+    "Comparison",
     "ImplicitAttention",
     "ImplicitAttentionRollout",
     "LatimALTI",
@@ -30,5 +32,6 @@ __all__ = [
     "Total",
     "TransformerAttribution",
     "compare",
+    "load_result",
     "mean_over",
 ]

@@ -9,6 +9,20 @@ import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from captum.attr import (
+    Attribution,
+    Deconvolution,
+    DeepLift,
+    FeatureAblation,
+    GuidedBackprop,
+    InputXGradient,
+    IntegratedGradients,
+    Occlusion,
+    Saliency,
+)
+
+from .._names import known_as, meant
+from ..errors import OptionError
 from ..linear import FAMILY
 from .call.components import PRESETS
 from .call.targets import CONTRASTS
@@ -207,5 +221,51 @@ METHODS: tuple[Entry, ...] = (
     ),
 )
 
-#: What explains if nothing else is said: exact, by gradient, and class-agnostic.
-DEFAULT = (LatimFlow, MambaAttribution, ImplicitAttentionRollout)
+#: What explains if nothing else is said: what adds to the output, and what reaches the token that
+#: is asked, whatever the output.  Rollouts leave little beside the identity where layers write
+#: little, and gradients of attention where the model is sure.
+DEFAULT = (LatimFlow, LatimNorm)
+
+#: Captum's own methods that are offered beside them, in the order in which they are listed.
+OF_CAPTUM: tuple[type[Attribution], ...] = (
+    IntegratedGradients,
+    Saliency,
+    InputXGradient,
+    DeepLift,
+    GuidedBackprop,
+    Deconvolution,
+    FeatureAblation,
+    Occlusion,
+)
+
+#: All that can be named.
+OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), *OF_CAPTUM)
+
+
+def method_named(name: str, argument: str) -> type[Attribution]:
+    """A method of this package or of Captum by its name.
+
+    Args:
+        name: of the class, or as Captum shows it; upper and lower case, and what is neither letter
+            nor digit, make no difference.
+        argument: where the user named it, for the error.
+
+    Returns:
+        The class.
+
+    Raises:
+        OptionError: when there is no method of the name.
+
+    Example:
+        >>> from captum_ssm.attr.catalogue import method_named
+        >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]
+        ['LatimFlow', 'InputXGradient']
+    """
+    known = {each.__name__: each for each in OFFERED}
+    found = known_as(name, known)
+    if found is None:
+        raise OptionError(
+            f"{argument} names {name!r}, which is no method.{meant(name, known)} Known are "
+            f"{', '.join(known)}."
+        )
+    return known[found]

@@ -21,20 +21,56 @@ from .call.inputs import (
     batch_parts,
     call_model,
     check_batch,
+    embeddings_of,
     single_input,
 )
 from .call.layout import PatchGrid
 from .call.targets import logits_of
 from .engine.method import ImplicitMethod, SSMAttribution
+from .engine.result import NamedTokens, Names
 from .engine.sharing import shared_forward
 
-#: A method, a class of methods to be made on the compared model, or such a class of ours by name.
+#: A method, a class of methods to be made on the compared model, or such a class by its name.
 Method: TypeAlias = Attribution | type[Attribution] | str
+#: Methods by names of which no two are the same.
+Named: TypeAlias = dict[str, Attribution | type[Attribution]]
+
+
+class Comparison(dict[str, Tensor], NamedTokens):
+    """Relevance by the names of methods; :func:`compare` returns it.
+
+    A dict that shows itself in notebooks, and saves itself.
+
+    Args:
+        relevance: by each method.
+        names: of the tokens of each example, which its page shows. Default: None, positions.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.attr import Comparison
+        >>> found = Comparison({"one": torch.tensor([[0.5, 2.0]])}).named(["anna", "owns"])
+        >>> list(found), found.names
+        (['one'], (('anna', 'owns'),))
+    """
+
+    def __init__(self, relevance: Mapping[str, Tensor], names: Names | None = None) -> None:
+        super().__init__(relevance)
+        self.names = names
+
+    def _state(self) -> dict[str, Any]:
+        return {"relevance": dict(self), "names": self.names}
+
+    def _tokens(self) -> tuple[int, int]:
+        first = next(iter(self.values()))
+        return first.shape[0], first.shape[1]
+
+    def _with_names(self, names: Names) -> Comparison:
+        return Comparison(self, names)
 
 
 def compare(
     forward_func: Callable[..., Any],
-    methods: Sequence[Method] | Mapping[str, Method],
+    methods: Method | Sequence[Method] | Mapping[str, Method],
     inputs: Tensor | tuple[Tensor, ...],
     target: Any = None,
     additional_forward_args: Any = None,
@@ -44,7 +80,7 @@ def compare(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     per_token: bool = True,
     internal_batch_size: int | None = None,
-) -> dict[str, Tensor]:
+) -> Comparison:
     """What several methods say of the same input and target.
 
     The model runs once for all methods that read one traced forward run, and each gradient is taken
@@ -57,9 +93,11 @@ def compare(
             it.
         methods: classes of this package or their names, made as
             ``method(forward_func, model, layers)``; classes of Captum that take nothing but the
-            forward_func, made on one that returns the logits; or instances, for methods with
-            arguments of their own.  A mapping gives them names of your choice, under which one
-            method may stand several times, with ``options`` of its own under each.
+            forward_func or the model, or their names, made on one that returns the logits, and of
+            token ids called on their embeddings where they take gradients at the inputs; or
+            instances, for methods with arguments of their own; one of these, or a list of them.
+            A mapping gives them names of your choice, under which one method may stand several
+            times, with ``options`` of its own under each.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
             one such tensor.
         target: what is explained, in Captum's forms; see :meth:`MambaAttribution.attribute`.
@@ -75,8 +113,9 @@ def compare(
         internal_batch_size: run at most so many examples at a time. Default: None, all.
 
     Returns:
-        The relevance by method, in the order given.  Without names of your choice a method is
-        called what its ``get_name()`` says, the second of that name ``"... (2)"``.
+        The relevance by method, in the order given, as a dict that shows and saves itself.
+        Without names of your choice a method is called what its ``get_name()`` says, the second of
+        that name ``"... (2)"``.
 
     Raises:
         OptionError: for methods that are none, options of methods that are not compared, or a
@@ -92,18 +131,20 @@ def compare(
         >>> methods = [ImplicitAttentionRollout, MambaAttribution, LatimFlow]
         >>> found = compare(model, methods, ids, target=(-1, 3))
         >>> {name: tuple(relevance.shape) for name, relevance in found.items()}
-        {'Implicit Attention Rollout': (1, 4), 'Mamba Attribution': (1, 4), 'LATIM Flow': (1, 4)}
+        {'ImplicitAttentionRollout': (1, 4), 'MambaAttribution': (1, 4), 'LatimFlow': (1, 4)}
     """
     tensor, _ = single_input(inputs)
     additional = as_tuple(additional_forward_args)
     check_batch(tensor, additional)
     checks.flags(per_token=per_token)
-    made = {
-        name: _made(method, forward_func, model, layers) for name, method in named(methods).items()
-    }
+    named = named_methods(methods)
+    made = {name: _made(method, forward_func, model, layers) for name, method in named.items()}
     chosen = _chosen(options, made)
+    embedded: dict[str, Tensor] = {}
     for name, method in made.items():
-        _check_foreign(name, method, tensor, chosen[name])
+        _check_foreign(name, method, chosen[name])
+        if _takes_gradients_at(method, tensor):
+            embedded[name] = _embeddings(name, isinstance(named[name], type), forward_func, tensor)
     ours = [method for method in made.values() if isinstance(method, SSMAttribution)]
     foreign = len(ours) < len(made)
     grid = None
@@ -112,24 +153,30 @@ def compare(
     parts: dict[str, list[Tensor]] = {name: [] for name in made}
     for cut in batch_parts(len(tensor), internal_batch_size):
         with _sharing(ours), cut.counting():
-            given = cut(tensor), cut.target(target), tuple(cut(a) for a in additional)
+            further = cut.target(target), tuple(cut(a) for a in additional)
             for name, method in made.items():
                 own = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
-                found = _relevance(method, given, own, per_token, grid)
+                given = (cut(embedded.get(name, tensor)), *further)
+                summed = per_token or name in embedded
+                found = _relevance(method, given, own, summed, grid)
                 if not isinstance(found, Tensor):
                     raise OptionError(
                         f"{name} returned {type(found).__name__} in place of one tensor. Leave out "
                         "options such as return_convergence_delta, and methods of several inputs."
                     )
                 parts[name].append(found.detach().to(tensor.device))
-    return {name: torch.cat(found) for name, found in parts.items()}
+    return Comparison({name: torch.cat(found) for name, found in parts.items()})
 
 
-def named(
-    methods: Sequence[Method] | Mapping[str, Method],
-) -> dict[str, Attribution | type[Attribution]]:
-    """The methods by names of which no two are the same."""
-    if isinstance(methods, str | type) or not isinstance(methods, Sequence | Mapping):
+def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
+    """The methods by names of which no two are the same.
+
+    Args:
+        methods: as in :func:`compare`.
+    """
+    if isinstance(methods, str | type | Attribution):
+        methods = [methods]
+    if not isinstance(methods, Sequence | Mapping):
         raise OptionError(
             f"methods={methods!r} must be a list of methods, for example "
             "methods=[MambaAttribution, LatimFlow]."
@@ -138,7 +185,7 @@ def named(
         raise OptionError("methods is empty. Name at least one, such as MambaAttribution.")
     if isinstance(methods, Mapping):
         return {name: _checked(method) for name, method in methods.items()}
-    named: dict[str, Attribution | type[Attribution]] = {}
+    named: Named = {}
     for method in map(_checked, methods):
         name, count = method.get_name(), 1
         while (unique := name if count == 1 else f"{name} ({count})") in named:
@@ -148,24 +195,18 @@ def named(
 
 
 def _checked(method: Any) -> Attribution | type[Attribution]:
-    """A method or a class that can be made, a class of ours also by its name."""
+    """A method or a class that can be made, also by its name."""
     if isinstance(method, str):
-        from .catalogue import METHODS  # which methods do without
+        from .catalogue import method_named  # which methods do without
 
-        ours = {entry.name: entry.method for entry in METHODS}
-        if method not in ours:
-            raise OptionError(
-                f"methods names {method!r}. Use one of {', '.join(map(repr, ours))}, or a class or "
-                "an instance of a Captum attribution."
-            )
-        return ours[method]
+        method = method_named(method, "methods")
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Attribution) or not hasattr(kind, "attribute"):
         raise OptionError(
             f"methods holds {method!r}, which is no Captum attribution. Use methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
-    known = issubclass(kind, SSMAttribution) or _required(kind) == ["forward_func"]
+    known = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
     if isinstance(method, type) and not known:
         raise OptionError(
             f"methods holds the class {method.__name__}. Make an instance of it: what its "
@@ -191,18 +232,24 @@ def _made(
         return method
     if issubclass(method, SSMAttribution):
         return method(forward_func, model, layers)
-
-    def run(inputs: Tensor, *additional: Any) -> Tensor:
-        return logits_of(call_model(forward_func, inputs, additional))
-
     make: Callable[..., Attribution] = method
-    return make(run)
+    return make(_Logits(forward_func))
 
 
-def _check_foreign(
-    name: str, method: Attribution, inputs: Tensor, options: Mapping[str, Any]
-) -> None:
-    """Raise for a method of Captum's that cannot be called on these inputs, with these options."""
+class _Logits(nn.Module):
+    """A model as Captum's methods want it: its output is one tensor."""
+
+    def __init__(self, forward_func: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward_func = forward_func
+        self.train(find_model(forward_func).training)
+
+    def forward(self, inputs: Tensor, *additional: Any) -> Tensor:
+        return logits_of(call_model(self.forward_func, inputs, additional))
+
+
+def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -> None:
+    """Raise for a method of Captum's that cannot be called with these options."""
     if isinstance(method, SSMAttribution):
         return
     missing = [x for x in _required(method.attribute) if x != "inputs" and x not in options]
@@ -211,14 +258,27 @@ def _check_foreign(
             f"{name} needs {' and '.join(missing)}. Pass options={{{name!r}: "
             f"{{{missing[0]!r}: ...}}}}."
         )
+
+
+def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
+    """Whether a method of Captum's takes gradients at inputs that are token ids."""
     at_inputs = isinstance(method, GradientAttribution) and not isinstance(
-        method, InternalAttribution
+        method, InternalAttribution | SSMAttribution
     )
-    if at_inputs and not inputs.is_floating_point():
+    return at_inputs and not ids.is_floating_point()
+
+
+def _embeddings(
+    name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
+) -> Tensor:
+    """What the model looks up for ids, which a method made here can be given in their place."""
+    found = embeddings_of(forward_func, ids) if made_here else None
+    if found is None:
         raise InputError(
             f"{name} takes gradients at the inputs, and token ids have none. Compare on embeddings "
             "(B, L, E), with a forward_func that takes them, or leave the method out."
         )
+    return found
 
 
 def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
@@ -236,7 +296,7 @@ def _chosen(
     if not isinstance(given, Mapping) or not all(isinstance(x, Mapping) for x in given.values()):
         raise OptionError(
             f"options={options!r} must be a dict of dicts: the arguments of each method by its "
-            "name, for example options={'LATIM Flow': {'zero_bias': True}}."
+            "name, for example options={'LatimFlow': {'zero_bias': True}}."
         )
     for name in given:
         if name not in names:

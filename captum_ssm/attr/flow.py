@@ -137,7 +137,6 @@ class LatimFlow(FlowMethod):
         ((1, 4), True)
     """
 
-    name = "LATIM Flow"
     takes_others = True
 
     @renamed(gate="rule")
@@ -168,7 +167,8 @@ class LatimFlow(FlowMethod):
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             contrast: what the target is held against: None, nothing; a second target, whose output
-                is taken off; ``"mean"``, the mean of all entries; ``"others"``, the log-odds
+                is taken off, or the token alone where the target is a position and a token;
+                ``"mean"``, the mean of all entries; ``"others"``, the log-odds
                 against all other entries; ``"all"``, the log-probability; ``"runner-up"``, the
                 greatest of all others. Default: None.
             rule: how what a mixer does is divided among what it is made of: ``"frozen"``, to the
@@ -419,5 +419,4 @@ class MambaLRP(LatimFlow):
         (1, 4)
     """
 
-    name = "Mamba LRP"
     default_rule: Rule = "half"

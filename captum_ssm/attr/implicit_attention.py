@@ -53,8 +53,6 @@ class ImplicitAttention(ImplicitMethod):
         [(1, 4, 4), (1, 4, 4)]
     """
 
-    name = "Implicit Attention"
-
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

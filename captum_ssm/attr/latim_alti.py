@@ -58,7 +58,6 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         [(1, 1, 4), (1, 1, 4)]
     """
 
-    name = "LATIM ALTI"
     needs_streams = True
 
     def __init__(

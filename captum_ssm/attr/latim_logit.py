@@ -76,7 +76,6 @@ class LatimLogit(LatimMethod, LinearMethod):
         ((1, 4), True)
     """
 
-    name = "LATIM Logit"
     needs_streams = True
 
     def attribute(

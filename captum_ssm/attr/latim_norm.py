@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError
-from ..operators.kernels.arithmetic import all_finite, underflow_flushed
+from ..operators.kernels.arithmetic import underflow_flushed
 from ..operators.kernels.rows import Positions
+from ..operators.kernels.truths import all_finite
 from ..tracing import Layer
 from .call import checks
 from .call.inputs import single_input
@@ -61,8 +62,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         >>> [tuple(m.shape) for m in LatimNorm(model).maps(ids, positions=[-1])]
         [(1, 1, 4), (1, 1, 4)]
     """
-
-    name = "LATIM Norm"
 
     def __init__(
         self,

@@ -64,7 +64,6 @@ class MambaAttribution(ImplicitMethod):
         torch.Size([1, 4])
     """
 
-    name = "Mamba Attribution"
     needs_gradient = True
 
     def attribute(

@@ -56,8 +56,6 @@ class StateMemory(Explainer):
         ((1, 9), 'lamp')
     """
 
-    name = "State Memory"
-
     def of(
         self,
         inputs: Tensor | tuple[Tensor, ...],

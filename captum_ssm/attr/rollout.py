@@ -53,8 +53,6 @@ class ImplicitAttentionRollout(ImplicitMethod):
         torch.Size([1, 4])
     """
 
-    name = "Implicit Attention Rollout"
-
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

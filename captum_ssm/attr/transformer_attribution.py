@@ -74,7 +74,6 @@ class TransformerAttribution(ImplicitMethod):
         torch.Size([1, 4])
     """
 
-    name = "Transformer Attribution"
     needs_gradient = True
 
     def __init__(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._files import make_folder, replacing
-from .._optional import optional
+from .surroundings import add_force_to, check_new
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,11 +20,13 @@ PROMPT = (
     "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
     "perhaps dora owns the clock . ? bob owns the"
 )
-_TEXT_TITLE = "Who owns what? Purple is positive, brown is negative; the evidence is framed."
+_TEXT_TITLE = "Who owns what? The evidence is framed."
 _GRID_TITLE = (
     "Implicit attention: what each word takes from those before it "
     "(absolute values, the largest of each layer is 1)"
 )
+#: Of relevance, and of what the layers move.
+_PICTURES = ("relevance.png", "matrices.png")
 #: Fresh prompts on which the methods are scored.
 _SCORED = 100
 _SEED = 2024
@@ -57,6 +58,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
     )
+    add_force_to(parser)
     parser.set_defaults(run=run)
 
 
@@ -67,10 +69,10 @@ def run(options: argparse.Namespace) -> None:
     from ..bench.tasks import parse_prompt
 
     example = parse_prompt(PROMPT if options.prompt is None else options.prompt)
+    check_new((options.out / name for name in _PICTURES), options)
     make_folder(options.out)
     torch.set_num_threads(1)  # the model is small: threads would wait for each other
-    with _without_hints_at_kernels():
-        _explain(example, options.out)
+    _explain(example, options.out)
 
 
 def _explain(example: Example, out: Path) -> None:
@@ -103,49 +105,30 @@ def _explain(example: Example, out: Path) -> None:
         print(f"  the evidence is its strongest word in {share:.0%} of the fresh prompts\n")
 
     layers = ImplicitAttention(model).matrices(ids)
-    _print_scales(layers)
     text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
     grid, _ = plot_matrices(layers, example.words, title=_GRID_TITLE, absolute=True)
-    for figure, name in ((text, "relevance.png"), (grid, "matrices.png")):
+    for figure, name in zip((text, grid), _PICTURES, strict=True):
         with replacing(out / name) as file:
             figure.savefig(file, dpi=150)
         print(f"wrote {out / name}")
 
 
 def _methods(model: nn.Module) -> list[_Method]:
-    from ..attr import ImplicitAttentionRollout, LatimFlow, MambaAttribution
+    from ..attr import LatimFlow, LatimNorm
 
-    flow, rollout = LatimFlow(model), ImplicitAttentionRollout(model)
-    attribution = MambaAttribution(model)
+    flow, norm = LatimFlow(model), LatimNorm(model)
     return [
         _Method(
             "LatimFlow",
             "what each word adds to the answer's logit; with the biases, all of it",
             lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
         ),
-        # As the published scripts have it, from the second layer on, which does the recalling.
         _Method(
-            "Mamba-Attribution",
-            "the second layer's matrix, weighted by the answer's gradient",
-            lambda ids, answer: _without_query(
-                attribution.attribute(
-                    ids, target=(-1, answer), recipe="published_code", start_layer=1
-                )[0]
-            ),
-        ),
-        _Method(
-            "Rollout",
-            "the product of the layers' matrices, whatever the answer",
-            lambda ids, answer: _without_query(rollout.attribute(ids)[0]),
+            "LatimNorm",
+            "how much each word writes to where the answer is read, whatever the answer",
+            lambda ids, answer: norm.attribute(ids)[0],
         ),
     ]
-
-
-def _without_query(relevance: Tensor) -> Tensor:
-    """The asking token's own entry, which holds the identity, says nothing of the others."""
-    out = relevance.clone()
-    out[-1] = 0
-    return out
 
 
 def _share_found(method: _Method, examples: Sequence[Example]) -> float:
@@ -171,24 +154,3 @@ def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> Non
         bar = ("#" if relevance[i] > 0 else "-") * round(24 * float(strength[i]) / longest)
         mark = "  <- evidence" if i == example.value_position else ""
         print(f"  {i:3d} {example.words[i]:10s} {float(relevance[i]):+9.4f} {bar}{mark}")
-
-
-def _print_scales(layers: Sequence[Tensor]) -> None:
-    """Why the rollout of this model looks like one layer."""
-    largest = " and ".join(f"{float(matrix.abs().max()):.2g}" for matrix in layers)
-    print(
-        f"The largest entries of the two layers' matrices are {largest}. Rollout adds 1 to the\n"
-        "diagonal of each, and so shows little of the first, in which names meet their objects.\n"
-    )
-
-
-@contextmanager
-def _without_hints_at_kernels() -> Iterator[None]:
-    """Transformers recommends packages for speed, which a model this small does not need."""
-    logging = optional("transformers.utils.logging", "transformers", "The demo")
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

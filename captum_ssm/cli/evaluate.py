@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._names import known_as, meant
 from ..errors import OptionError
 
 if TYPE_CHECKING:
@@ -171,13 +172,16 @@ def _experiments(
     names = list(known) if options.all or options.data else options.experiments
     if not names:
         raise OptionError(f"No experiment is named. Use --all or some of {', '.join(known)}.")
-    _check("the experiments", names, known)
-    found = [known[name] for name in names]
+    found = [known[name] for name in _known("the experiments", names, known) or ()]
     cells = [cell for each in found for cell in each.cells()]
-    _check("--methods", options.methods, [cell.method for cell in cells])
-    _check("--formulations", options.formulations, [cell.formulation for cell in cells])
+    methods, formulations = ([cell[part] for cell in cells] for part in range(2))
+    options.methods = _known("--methods", options.methods, methods)
+    options.formulations = _known("--formulations", options.formulations, formulations)
     models = [subject.name for each in found for subject in each.subjects()]
-    _check("--models", [each.partition("=")[0] for each in options.models or ()], models)
+    for number, each in enumerate(options.models or ()):
+        name, *where = each.partition("=")
+        (name,) = _known("--models", [name], models) or [name]
+        options.models[number] = "".join([name, *where])
     if options.examples is not None and options.examples < 1:
         raise OptionError(f"--examples {options.examples}: use 1 or more.")
     return found
@@ -197,7 +201,7 @@ def _of_paper(options: argparse.Namespace) -> PaperTable | None:
             f"{'--all' if options.all else ', '.join(options.experiments)}."
         )
     name, *paths = options.data
-    _check("--data", [name], PAPER_TABLES)
+    _known("--data", [name], PAPER_TABLES)
     models = {}
     for each in options.models or ():
         label, _, path = each.partition("=")
@@ -233,12 +237,19 @@ def _list_data() -> None:
         print(f"--data {name} {' '.join(f'<{each}>' for each in table.files)}: {table.sources}")
 
 
-def _check(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> None:
+def _known(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> list[str] | None:
+    """The names that are asked for as they are spelled; None for those of all."""
     names = dict.fromkeys(known)
+    found = []
     for each in asked or ():
-        if each not in names:
+        name = known_as(each, names)
+        if name is None:
             accepted = ", ".join(filter(None, names))
-            raise OptionError(f"{what}: {each!r} is not known. Use some of {accepted}.")
+            raise OptionError(
+                f"{what}: {each!r} is not known.{meant(each, names)} Use some of {accepted}."
+            )
+        found.append(name)
+    return None if asked is None else found
 
 
 def _list(experiments: dict[str, Any]) -> None:

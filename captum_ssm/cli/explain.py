@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._files import make_folder
 from ..errors import OptionError
+from .surroundings import add_force_to, check_new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +26,9 @@ weights, or with --hub a name on the Hugging Face hub.
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
   captum-ssm explain ./my-mamba --file prompt.txt --method LatimFlow MambaLRP --target " lamp"
+  captum-ssm explain ./my-mamba --file prompt.txt --target " lamp" --contrast " kite"
   captum-ssm explain recall-mamba --file prompt.txt --rule frozen centred --out roles.png
-  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --spans sentence --hops 3
+  captum-ssm explain recall-mamba --file prompt.txt --generate 20 --hops 3 --out answers.html
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
@@ -33,6 +36,10 @@ Examples:
 _RULES = ("frozen", "half", "equal", "centred")
 #: The spans of an answer, likewise.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
+#: Options that say nothing of answers.
+_NOT_OF_ANSWERS = (
+    "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "labels",
+)  # fmt: skip
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
@@ -62,7 +69,9 @@ def add_to(commands: Any) -> None:
     inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, each an example")
     inputs.add_argument("--file", nargs="+", type=Path, help="files that hold a text each")
     inputs.add_argument("--image", nargs="+", type=Path, help="image files")
-    parser.add_argument("--method", nargs="+", metavar="M", help="see captum-ssm methods")
+    parser.add_argument(
+        "--method", nargs="+", metavar="M", help="this package's and Captum's: captum-ssm methods"
+    )
     parser.add_argument(
         "--rule",
         nargs="+",
@@ -80,6 +89,17 @@ def add_to(commands: Any) -> None:
         "--target",
         help="what is explained: a class's name or number, or the next token's text, or its id as "
         "id:NUMBER; if left, what the model predicts",
+    )
+    parser.add_argument(
+        "--contrast",
+        help="what the target is held against: another, in the same forms; or mean, others, all or "
+        "runner-up; nothing if left",
+    )
+    parser.add_argument(
+        "--option",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="arguments of the methods, such as n_steps=50 or start_layer=1",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -103,10 +123,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="the stretches of an answer that are explained, each as a whole; sentence if left",
+        help="the stretches of an answer that are explained, each as a whole; if left, word for a "
+        "page, which sums words up to sentences, else sentence",
     )
     parser.add_argument(
-        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; sentence if left"
+        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; as --spans if left"
     )
     parser.add_argument(
         "--hops",
@@ -124,10 +145,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png or .json; report.html, or answers.json, if left",
+        help="file to write: .html, .png or .json; report.html, or answers.html, if left",
     )
     parser.add_argument("--title", help="a heading; the model's name if left")
     add_source_to(parser)
+    add_force_to(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.set_defaults(run=run)
 
@@ -205,14 +227,16 @@ def run(options: argparse.Namespace) -> None:
         ...     (example,) = json.loads(out.read_text())["examples"]
         Explained is ...
         >>> example["tokens"], list(example["relevance"])
-        (['anna', 'owns', 'the'], ['LATIM Flow'])
+        (['anna', 'owns', 'the'], ['LatimFlow'])
     """
-    from ..explain.methods import method_classes, under_rules
+    from ..attr.call.targets import CONTRASTS
+    from ..explain.methods import against, method_classes, under_rules, with_option
     from ..explain.pixels import over_pixels
     from ..explain.typed_target import read_target
     from ..explain.writing import check_format, write_json, write_pictures
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all, write_report
+    from .method_options import set_options
 
     if _is_answer(options):
         _run_on_answers(options)
@@ -221,10 +245,11 @@ def run(options: argparse.Namespace) -> None:
     check_format(options.out)
     is_page = options.out.suffix.lower() == ".html"
     _check_maps(options, is_page)
-    make_folder(options.out.parent)
     methods, their_options = under_rules(
         method_classes(options.method), options.rule, options.baselines
     )
+    check_new(_files(options, methods, their_options), options)
+    make_folder(options.out.parent)
     loaded = loaded_by(options)
     labels = loaded.labels
     if options.labels is not None:
@@ -235,10 +260,20 @@ def run(options: argparse.Namespace) -> None:
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
+    if options.contrast is not None:
+        contrast = options.contrast
+        if contrast not in CONTRASTS:
+            language = loaded.is_language
+            contrast = read_target(subject, contrast, language=language, option="--contrast")
+        with_option(methods, their_options, "contrast", contrast, "--contrast")
+        methods, their_options = against(methods, their_options, options.contrast)
+    examples = read_examples(subject, inputs, target, None, None)
+    typed, inputs_of_one = options.option or (), examples[0].inputs
+    set_options(methods, their_options, typed, loaded.model, inputs_of_one)
     maps = ["attention"] if options.maps is None else options.maps
     found = explain_all(
         subject,
-        read_examples(subject, inputs, target, None, None),
+        examples,
         methods,
         their_options,
         matrices=maps if is_page else False,
@@ -260,6 +295,24 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {path}")
 
 
+def _files(
+    options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
+) -> list[Path]:
+    """What will be written, of pictures with those of roles."""
+    from ..explain.writing import picture_files
+    from ..viz.html.parts import tells_roles
+
+    if options.out.suffix.lower() != ".png":
+        return [options.out]
+    telling = [
+        name
+        for name, method in methods.items()
+        if not options.image and tells_roles(method, their_options.get(name, {}))
+    ]
+    count = len(options.text or options.file or options.image)
+    return picture_files(options.out, count, len(telling))
+
+
 def _is_answer(options: argparse.Namespace) -> bool:
     """Whether spans of an answer are asked for."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
@@ -269,10 +322,11 @@ def _is_answer(options: argparse.Namespace) -> bool:
 def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
-    from ..explain.writing import check_format
+    from ..explain.writing import check_format, picture_files
+    from ..viz.html.explanation import holds_identity
+    from ..viz.html.generated import about_answers
 
-    not_of_answers = ("target", "target_mask", "target_pixel", "maps", "layers", "labels", "title")
-    for name in not_of_answers:
+    for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
     if options.generate is not None and (options.answer is not None or options.generate < 1):
@@ -286,31 +340,43 @@ def _run_on_answers(options: argparse.Namespace) -> None:
             f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
         )
     ((name, method),) = named.items()
-    out = options.out or Path("answers.json")
+    out = options.out or Path("answers.html")
     check_format(out, FORMATS)
+    count = len(options.text or options.file or ()) if out.suffix.lower() == ".png" else 1
+    check_new(picture_files(out, count), options)
+    is_page = out.suffix.lower() == ".html"
+    if options.title is not None and not is_page:
+        raise OptionError(f"--title is for a page, and {out} is none. Leave it out.")
+    whole, contrast = ("word", "mean") if is_page else ("sentence", "all")
+    adds_up = hasattr(method, "answer_in_turn")
     make_folder(out.parent)
     loaded = loaded_by(options)
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
-    asked = dict(their_options.get(name, {}))
-    if hasattr(method, "answer_in_turn"):
-        asked["contrast"] = "all"  # log-probabilities of the spans
     found = explain_answers(
         loaded,
         texts,
         method,
         answer=options.answer,
         generate=options.generate,
-        spans=options.spans or "sentence",
-        prompt_spans=options.prompt_spans or "sentence",
+        spans=options.spans or whole,
+        prompt_spans=options.prompt_spans or whole,
         hops=options.hops or 0,
-        options=asked,
+        contrast=contrast,
+        options=their_options.get(name),
+        show_progress=not options.quiet and sys.stderr.isatty(),
     )
     print_any_letters()
-    for result in found:
+    for result in found if not is_page else ():
         print(f"The answer, and what it is due to by {name}:")
         print(told(result))
-    for path in write_answers(found, options.model, out):
+    identity = holds_identity(method)
+    page = {
+        "title": options.title,
+        "about": about_answers(options.model, name, contrast if adds_up else None, identity),
+        "identity": identity,
+    }
+    for path in write_answers(found, options.model, out, **page):
         print(f"wrote {path}")
 
 

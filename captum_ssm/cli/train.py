@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .surroundings import add_force_to, check_new
+
 _CHANGES = ("steps", "layers", "hidden", "state")
-
-
-class _Names:
-    """The names of the recipes, read when they are asked for: torch takes long to import."""
-
-    def __contains__(self, name: object) -> bool:
-        return name in _recipes()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_recipes())
-
-
-def _recipes() -> Mapping[str, Any]:
-    from ..bench.training.recipes import every_recipe
-
-    return every_recipe()
 
 
 def add_to(commands: Any) -> None:
@@ -34,8 +19,11 @@ def add_to(commands: Any) -> None:
         description="Train a model from scratch, save it and measure it. "
         "Example: captum-ssm train copying-mamba2 --out copying-mamba2",
     )
-    parser.add_argument("name", choices=_Names(), metavar="NAME", help="%(choices)s")
+    parser.add_argument(
+        "name", metavar="NAME", help="such as copying-mamba2; any other word is answered with all"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    add_force_to(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and data; 0 if left out")
     changes = parser.add_argument_group("changes to the recipe")
     for name in _CHANGES:
@@ -46,7 +34,10 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from ..bench.training.loop import train
+    from ..bench.training.recipes import recipe_of
 
+    recipe_of(options.name)
+    check_new(options.out.glob("*.safetensors"), options)
     changes = {name: value for name, value in vars(options).items() if name in _CHANGES}
     train(options.name, options.out, options.seed, _print, **changes)
 

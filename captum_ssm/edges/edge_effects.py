@@ -61,7 +61,6 @@ class EdgeEffects(Explainer):
         ((1, 4, 4), 3)
     """
 
-    name = "Edge Effects"
     needs_gradient = True
 
     def __init__(

@@ -12,13 +12,14 @@ from ..attr import SSMLLMAttribution, SSMLLMAttributionResult
 from ..attr.engine.method import SSMAttribution
 from ..errors import OptionError
 from ..viz import plot_contributions
-from .writing import check_format
+from ..viz.html import generated
+from .writing import check_format, picture_files
 
 if TYPE_CHECKING:
     from .loading import Loaded
 
 #: What files of answers end in, and what they hold.
-FORMATS = {".json": "numbers", ".png": "a picture of each text"}
+FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
 #: Features of the prompt that are printed for a span.
 _SHOWN = 3
 
@@ -33,7 +34,9 @@ def explain_answers(
     spans: str = "sentence",
     prompt_spans: str = "sentence",
     hops: int = 0,
+    contrast: str = "all",
     options: Mapping[str, Any] | None = None,
+    show_progress: bool = False,
 ) -> list[SSMLLMAttributionResult]:
     """The spans of the answer to each text, by one method.
 
@@ -45,7 +48,10 @@ def explain_answers(
         generate: how many tokens it generates. Default: None, 25.
         spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
             sentences, and no hops.
+        contrast: what each token of the answer is held against, of methods that take an output
+            apart. Default: ``"all"``, so that log-probabilities are explained.
         options: of the method. Default: None, none.
+        show_progress: show progress bars. Default: False.
 
     Returns:
         One result for each text.
@@ -64,24 +70,18 @@ def explain_answers(
     """
     if not loaded.is_language or loaded.tokenizer is None:
         raise OptionError("--generate, --answer and --spans are for models that write texts.")
-    explain = SSMLLMAttribution(method(loaded.model), loaded.tokenizer)
-    arguments: dict[str, Any] = {"gen_args": None}
-    if answer is None and generate is not None:
-        arguments["gen_args"] = {"max_new_tokens": generate, "do_sample": False}
-    found = []
-    for text in texts:
-        result = explain.attribute(
-            text,
-            answer,
-            spans=spans,
-            prompt_spans=prompt_spans,
-            hops=hops,
-            **arguments,
-            **(options or {}),
-        )
-        assert isinstance(result, SSMLLMAttributionResult)
-        found.append(result)
-    return found
+    return generated.explain_answers(
+        SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
+        texts,
+        answer=answer,
+        generate=generate,
+        spans=spans,
+        prompt_spans=prompt_spans,
+        hops=hops,
+        contrast=contrast,
+        options=options,
+        show_progress=show_progress,
+    )
 
 
 def told(result: SSMLLMAttributionResult) -> str:
@@ -106,13 +106,24 @@ def told(result: SSMLLMAttributionResult) -> str:
     return "\n".join(lines)
 
 
-def write_answers(found: Sequence[SSMLLMAttributionResult], model: str, out: Path) -> list[Path]:
-    """Numbers of all answers in one file, or a picture of each; from the second on numbered.
+def write_answers(
+    found: Sequence[SSMLLMAttributionResult],
+    model: str,
+    out: Path,
+    *,
+    title: str | None = None,
+    about: str = "",
+    identity: bool = False,
+) -> list[Path]:
+    """A page or numbers of all answers, or a picture of each; from the second on numbered.
 
     Args:
         found: the answers.
         model: the model's name.
         out: the file.
+        title: of a page. Default: None, the model's name.
+        about: what stands below it. Default: nothing.
+        identity: whether relevance holds the identity, which a page leaves out. Default: False.
 
     Returns:
         The files.
@@ -121,15 +132,19 @@ def write_answers(found: Sequence[SSMLLMAttributionResult], model: str, out: Pat
         OptionError: when the file's ending is not one of :data:`FORMATS`.
     """
     check_format(out, FORMATS)
+    if out.suffix.lower() == ".html":
+        heading = model if title is None else title
+        text = generated.answers_page(found, heading, about=about, identity=identity)
+        write_whole(out, text)
+        return [out]
     parts = [result.spans for result in found if result.spans is not None]
     if out.suffix.lower() == ".json":
-        answers = [json.loads(part.to_json()) for part in parts]
-        text = json.dumps({"model": model, "answers": answers}, indent=1, allow_nan=False)
+        numbers = [json.loads(part.to_json()) for part in parts]
+        text = json.dumps({"model": model, "answers": numbers}, indent=1, allow_nan=False)
         write_whole(out, text + "\n")
         return [out]
     paths = []
-    for number, part in enumerate(parts):
-        path = out if number == 0 else out.with_stem(f"{out.stem}-{number + 1}")
+    for path, part in zip(picture_files(out, len(parts)), parts, strict=True):
         figure, _ = plot_contributions(
             part.hops[-1].prompt.float(), part.features, part.names, title=model
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._names import meant
 from .._optional import optional
 from ..errors import DataNotFoundError, OptionError
 from ..models import load_bundled, load_vim, load_vmamba
@@ -160,11 +160,10 @@ def load(source: Source) -> Loaded:
         model = load_vmamba(path) if is_vmamba else load_vim(path)
         return Loaded(model, prepare=lambda files: torch.stack([for_vim(model, f) for f in files]))
     if not path.is_dir() and not source.hub:
-        alike = get_close_matches(source.name, BUNDLED, n=1)
-        meant = f" Did you mean {alike[0]!r}?" if alike else ""
         raise DataNotFoundError(
             f"{source.name}: there is no such folder or file, and no bundled model of that name "
-            f"({', '.join(BUNDLED)}).{meant} To fetch a model of that name from the hub, add --hub."
+            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To fetch a model of that name "
+            "from the hub, add --hub."
         )
     return _of_transformers(source)
 

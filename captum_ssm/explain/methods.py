@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from captum.attr import Attribution
+
 from ..attr import LatimFlow
-from ..attr.catalogue import DEFAULT, METHODS
-from ..attr.engine.method import SSMAttribution
+from ..attr.catalogue import DEFAULT, METHODS, OF_CAPTUM, OFFERED, method_named
 from ..errors import OptionError
 from ..linear import Rule
 
 
-def method_classes(names: list[str] | None) -> list[type[SSMAttribution]]:
-    """The classes of methods; upper and lower case are the same.
+def method_classes(names: list[str] | None) -> list[type[Attribution]]:
+    """The classes of methods, of this package and of Captum, by names in any spelling.
 
     Args:
         names: of the methods; None for those of a report.
@@ -31,22 +33,14 @@ def method_classes(names: list[str] | None) -> list[type[SSMAttribution]]:
     """
     if not names:
         return list(DEFAULT)
-    known = {entry.name.lower(): entry.method for entry in METHODS}
-    for name in names:
-        if name.lower() not in known:
-            raise OptionError(
-                f"--method {name}: no such method. Use some of "
-                f"{', '.join(entry.name for entry in METHODS)}; captum-ssm methods says what they "
-                "are."
-            )
-    return list(dict.fromkeys(known[name.lower()] for name in names))
+    return list(dict.fromkeys(method_named(name, "--method") for name in names))
 
 
 def under_rules(
-    methods: Sequence[type[SSMAttribution]],
+    methods: Sequence[type[Attribution]],
     rules: Sequence[Rule] | None,
     baselines: str | None,
-) -> tuple[dict[str, type[SSMAttribution]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
     """The methods by name, LatimFlow under each of several rules, and their options.
 
     Args:
@@ -66,9 +60,9 @@ def under_rules(
         >>> from captum_ssm.explain.methods import under_rules
         >>> named, options = under_rules([LatimFlow], ["frozen", "centred"], None)
         >>> options
-        {'LATIM Flow, frozen': {'rule': 'frozen'}, 'LATIM Flow, centred': {'rule': 'centred'}}
+        {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, centred': {'rule': 'centred'}}
     """
-    named: dict[str, type[SSMAttribution]] = {}
+    named: dict[str, type[Attribution]] = {}
     options: dict[str, dict[str, Any]] = {}
     for method in methods:
         for rule in (rules or ()) if method is LatimFlow else ():
@@ -87,6 +81,79 @@ def under_rules(
         for name in taking:
             options.setdefault(name, {})["baselines"] = _baselines(baselines)
     return named, options
+
+
+def with_option(
+    named: Mapping[str, type[Attribution]],
+    options: dict[str, dict[str, Any]],
+    name: str,
+    value: Any,
+    asked: str,
+) -> None:
+    """Give an option to those of the methods that take it.
+
+    Args:
+        named: the methods by name.
+        options: those of each, to which it is added.
+        name: of the option, an argument of ``attribute``.
+        value: its value.
+        asked: how the user asked for it, for the error.
+
+    Raises:
+        OptionError: when none of the methods takes it.
+
+    Example:
+        >>> from captum_ssm import ImplicitAttention, LatimFlow
+        >>> from captum_ssm.explain.methods import under_rules, with_option
+        >>> named, options = under_rules([LatimFlow, ImplicitAttention], None, None)
+        >>> with_option(named, options, "contrast", "all", "--contrast")
+        >>> options
+        {'LatimFlow': {'contrast': 'all'}}
+    """
+    taking = [key for key, kind in named.items() if name in _arguments(kind)]
+    if not taking:
+        methods = ", ".join(kind.__name__ for kind in OFFERED if name in _arguments(kind))
+        raise OptionError(
+            f"{asked} is taken by {methods or 'no method'}, and none of them is named by --method. "
+            "Name one, or leave it out."
+        )
+    for key in taking:
+        options.setdefault(key, {})[name] = value
+
+
+def against(
+    named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
+) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
+    """The methods and their options, where those that were given a contrast are called by it.
+
+    Args:
+        named: the methods by name.
+        options: those of each.
+        contrast: as the user wrote it.
+
+    Returns:
+        Both, by the names that say what is explained.
+
+    Example:
+        >>> from captum_ssm import LatimFlow, LatimNorm
+        >>> from captum_ssm.explain.methods import against
+        >>> methods = {"LatimFlow": LatimFlow, "LatimNorm": LatimNorm}
+        >>> list(against(methods, {"LatimFlow": {"contrast": (-1, 5)}}, "kite")[0])
+        ['LatimFlow, against kite', 'LatimNorm']
+    """
+
+    def called(name: str) -> str:
+        told = "contrast" in options.get(name, {})
+        return f"{name}, against {contrast.strip()}" if told else name
+
+    return (
+        {called(name): method for name, method in named.items()},
+        {called(name): own for name, own in options.items()},
+    )
+
+
+def _arguments(method: type[Attribution]) -> Collection[str]:
+    return inspect.signature(method.attribute).parameters
 
 
 def _baselines(text: str) -> float | str:
@@ -124,6 +191,7 @@ def methods_table(markdown: bool = False) -> str:
         *((entry.name, str(entry.cost), entry.says) for entry in METHODS),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(
+    aligned = [
         f"{name.ljust(widths[0])}  {cost.ljust(widths[1])}  {says}" for name, cost, says in rows
-    )
+    ]
+    return "\n".join([*aligned, "", f"Of Captum: {', '.join(each.__name__ for each in OF_CAPTUM)}"])

@@ -11,13 +11,14 @@ from ..viz.html.example import Subject
 _ID = re.compile(r"id:(\d+)")
 
 
-def read_target(subject: Subject, text: str, *, language: bool) -> Any:
+def read_target(subject: Subject, text: str, *, language: bool, option: str = "--target") -> Any:
     """The target in Captum's form.
 
     Args:
         subject: the model, with its tokenizer or its labels.
         text: a class's name or number, or the next token's text, or ``id:NUMBER``.
         language: whether the model predicts the next token.
+        option: by which it was typed, for errors. Default: ``"--target"``.
 
     Returns:
         A class's number; or, for a language model, the last position and the token's id.
@@ -34,29 +35,29 @@ def read_target(subject: Subject, text: str, *, language: bool) -> Any:
         >>> read_target(subject, "lamp", language=True) == (-1, vocabulary.id_of("lamp"))
         True
     """
-    return (-1, _token(subject, text)) if language else _class(subject, text)
+    return (-1, _token(subject, text, option)) if language else _class(subject, text, option)
 
 
-def _token(subject: Subject, text: str) -> int:
+def _token(subject: Subject, text: str, option: str) -> int:
     given = _ID.fullmatch(text)
     if given:
         return int(given[1])
     if subject.codec is None:
-        raise OptionError(f"--target {text}: without a tokenizer, name the token as id:NUMBER.")
+        raise OptionError(f"{option} {text}: without a tokenizer, name the token as id:NUMBER.")
     try:
         ids = subject.codec.encode(text, special=False)
     except InputError as error:
-        raise OptionError(f"--target {text!r}: {error}") from error
+        raise OptionError(f"{option} {text!r}: {error}") from error
     if len(ids) != 1:
         names = subject.codec.names(ids)
         raise OptionError(
-            f"--target {text!r} is {len(ids)} tokens, {names}; the one that comes next is asked "
+            f"{option} {text!r} is {len(ids)} tokens, {names}; the one that comes next is asked "
             "for. Name one of them, or give its id as id:NUMBER."
         )
     return int(ids[0])
 
 
-def _class(subject: Subject, text: str) -> int:
+def _class(subject: Subject, text: str, option: str) -> int:
     own = getattr(getattr(subject.module, "config", None), "id2label", None) or {}
     given = {name: number for number, name in enumerate(subject.labels or ())}
     names = {str(name): number for number, name in own.items()} | given
@@ -67,6 +68,6 @@ def _class(subject: Subject, text: str) -> int:
         return int(number[1] if number else text)
     known = ", ".join(list(given or names)[:10]) or "none"
     raise OptionError(
-        f"--target {text!r} is no number and none of the classes ({known}). Give a class's number, "
+        f"{option} {text!r} is no number and none of the classes ({known}). Give a class's number, "
         "or name the classes by --labels."
     )

@@ -15,6 +15,7 @@ from .._files import replacing, write_whole
 from ..errors import OptionError
 from ..viz import plot_image, plot_roles, plot_text
 from ..viz.html.explanation import Explanation
+from ..viz.html.parts import says_nothing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +125,7 @@ def write_pictures(
 
     for number, explanation in enumerate(found):
         facts = explanation.facts
-        heading = f"{title}: {facts['explained']} (purple is positive, brown negative)"
+        heading = f"{title}: {facts['explained']}"
         scores = {_caption(m): _scores(m) for m in facts["methods"]}
         grid = None if facts["image"] is None else facts["image"]["grid"]
         if images is None or grid is None:
@@ -133,15 +134,38 @@ def write_pictures(
             cells = torch.tensor(facts["image"]["cells"])
             maps = {name: values[cells].view(*grid) for name, values in scores.items()}
             figure, _ = plot_image(images[number], maps, title=heading)
-        path = _numbered(out, number)
-        write(figure, path)
         telling = [m for m in facts["methods"] if m["roles"]]
-        for place, method in enumerate(telling):
+        path, *of_roles = _of_example(out, number, len(telling))
+        write(figure, path)
+        for place, method in zip(of_roles, telling, strict=True):
             roles = {role: _filled(values) for role, values in method["roles"].items()}
             heading = f"{method['name']}: {facts['explained']}"
             figure, _ = plot_roles(explanation.tokens, roles, title=heading)
-            write(figure, _numbered(path.with_stem(f"{path.stem}-roles"), place))
+            write(figure, place)
     return paths
+
+
+def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
+    """The files of the pictures of several examples.
+
+    Args:
+        out: the first.
+        examples: how many there are.
+        roles: how many methods tell roles. Default: 0.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from captum_ssm.explain.writing import picture_files
+        >>> [path.name for path in picture_files(Path("lamp.png"), 2)]
+        ['lamp.png', 'lamp-2.png']
+    """
+    return [path for number in range(examples) for path in _of_example(out, number, roles)]
+
+
+def _of_example(out: Path, number: int, roles: int) -> list[Path]:
+    path = _numbered(out, number)
+    of_roles = path.with_stem(f"{path.stem}-roles")
+    return [path, *(_numbered(of_roles, place) for place in range(roles))]
 
 
 def _numbered(path: Path, number: int) -> Path:
@@ -183,11 +207,11 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
 
 def _caption(method: Mapping[str, Any]) -> str:
-    """A method's name, and what :func:`_scores` leaves out."""
-    own = method["own"]
-    if own is None or method["values"][own] is None:
-        return str(method["name"])
-    return f"{method['name']} (without the own entry of token {own}, {method['values'][own]:.3g})"
+    """A method's name, what :func:`_scores` leaves out, and whether what is left is nothing."""
+    own, name = method["own"], str(method["name"])
+    if own is not None and method["values"][own] is not None:
+        name += f" (without the own entry of token {own}, {method['values'][own]:.3g})"
+    return name + " says nothing" * says_nothing(method["values"], own)
 
 
 def _scores(method: Mapping[str, Any]) -> Tensor:

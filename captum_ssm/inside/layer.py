@@ -60,8 +60,6 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         ((1, 4, 64), True)
     """
 
-    name = "Layer LATIM Flow"
-
     def __init__(
         self,
         forward_func: Callable[..., Any],
@@ -275,5 +273,4 @@ class LayerMambaLRP(LayerLatimFlow):
         (1, 4, 128, 1)
     """
 
-    name = "Layer Mamba LRP"
     default_rule: Rule = "half"

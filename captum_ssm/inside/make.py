@@ -147,8 +147,6 @@ def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
 class _Maker(FlowMethod):
     """Runs a model for a graph."""
 
-    name = "Attribution Graph"
-
     def rules(self, rule: Rule | None, verify: bool | float | None) -> Rules:
         """What the user asks for, checked."""
         return self._rules(rule, False, verify, by_layer=False)

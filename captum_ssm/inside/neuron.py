@@ -59,8 +59,6 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         (1, 4)
     """
 
-    name = "Neuron LATIM Flow"
-
     def __init__(
         self,
         forward_func: Callable[..., Any],
@@ -236,7 +234,6 @@ class NeuronMambaLRP(NeuronLatimFlow):
         (1, 4)
     """
 
-    name = "Neuron Mamba LRP"
     default_rule: Rule = "half"
 
 

@@ -75,7 +75,7 @@ def register_with_captum() -> list[str]:
 
         >>> from captum_ssm.insights import register_with_captum
         >>> register_with_captum()[:2]  # doctest: +SKIP
-        ['LATIM Flow', 'Mamba LRP']
+        ['LatimFlow', 'MambaLRP']
     """
     try:
         from captum.insights.attr_vis import config

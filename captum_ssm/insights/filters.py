@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from captum.attr import IntegratedGradients
 
+from .._names import known_as, meant
 from ..errors import OptionError
 from .methods import ATTRIBUTION_NAMES_TO_METHODS
 
@@ -69,18 +70,18 @@ class FilterConfig(NamedTuple):
         first = (self.attribution_method, self.attribution_arguments)
         return [first, *((name, arguments) for name, arguments in self.beside)]
 
-    def check(self, classes: Sequence[str]) -> None:
-        """Raise for what is not known, naming it.
+    def checked(self, classes: Sequence[str]) -> FilterConfig:
+        """The same, with the method's name as it is listed; raises for what is not known.
 
         Args:
             classes: the names of all classes.
         """
-        _check_method("attribution_method", self.attribution_method)
+        method = _method("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
                 f"attribution_arguments={self.attribution_arguments!r} must be values by name."
             )
-        self._check_beside()
+        beside = self._checked_beside()
         if self.prediction not in PREDICTIONS:
             raise OptionError(f"prediction={self.prediction!r}: use one of {PREDICTIONS}.")
         chosen = self.classes
@@ -91,9 +92,10 @@ class FilterConfig(NamedTuple):
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
             raise OptionError(f"num_examples={count!r}: use 1 to {MOST_EXAMPLES}.")
+        return self._replace(attribution_method=method, beside=beside)
 
-    def _check_beside(self) -> None:
-        beside = self.beside
+    def _checked_beside(self) -> list[tuple[str, Mapping[str, Any]]]:
+        beside, checked = self.beside, []
         if not isinstance(beside, list | tuple) or len(beside) > MOST_BESIDE:
             raise OptionError(f"beside={beside!r} must be a list of at most {MOST_BESIDE} methods.")
         for one in beside:
@@ -104,9 +106,10 @@ class FilterConfig(NamedTuple):
             ):
                 raise OptionError(
                     f"beside holds {one!r}; each must be a method and its arguments, for example "
-                    "('LATIM Flow', {'rule': 'frozen'})."
+                    "('LatimFlow', {'rule': 'frozen'})."
                 )
-            _check_method("beside", one[0])
+            checked.append((_method("beside", one[0]), one[1]))
+        return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
         """Whether an example is to be shown.
@@ -125,7 +128,12 @@ class FilterConfig(NamedTuple):
         return (best.index == actual.index) == (self.prediction == "correct")
 
 
-def _check_method(argument: str, name: Any) -> None:
-    if not isinstance(name, str) or name not in ATTRIBUTION_NAMES_TO_METHODS:
-        known = ", ".join(ATTRIBUTION_NAMES_TO_METHODS)
-        raise OptionError(f"{argument}={name!r} is not known. Use one of: {known}.")
+def _method(argument: str, name: Any) -> str:
+    """A method's name as it is listed."""
+    known = list(ATTRIBUTION_NAMES_TO_METHODS)
+    found = known_as(name, known)
+    if found is None:
+        raise OptionError(
+            f"{argument}={name!r} is not known.{meant(name, known)} Use one of: {', '.join(known)}."
+        )
+    return found

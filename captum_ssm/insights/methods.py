@@ -153,8 +153,8 @@ def titled(name: str, arguments: Mapping[str, Any]) -> str:
 
     Example:
         >>> from captum_ssm.insights.methods import titled
-        >>> titled("LATIM Flow", {"rule": "centred", "contrast": None, "zero_bias": False})
-        'LATIM Flow, rule centred'
+        >>> titled("LatimFlow", {"rule": "centred", "contrast": None, "zero_bias": False})
+        'LatimFlow, rule centred'
     """
     kinds = parameters_of(name).params
     given = {

@@ -109,15 +109,14 @@ class AttributionVisualizer:
 
     @property
     def config(self) -> FilterConfig:
-        """What is shown. At first, any example by LATIM Flow, or by the first method that fits."""
+        """What is shown. At first, any example by LatimFlow, or by the first method that fits."""
         if self._config is None:
             self._config = self._first_config()
         return self._config
 
     @config.setter
     def config(self, config: FilterConfig) -> None:
-        config.check(self.classes)
-        self._config = config
+        self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
         """By method, why each of the models cannot be explained by it, or None if it can.
@@ -321,7 +320,7 @@ class AttributionVisualizer:
 
     def _repr_html_(self) -> str:
         """The snapshot, as notebooks show the value of a cell."""
-        return framed(self.snapshot())
+        return framed(self.snapshot(), "Insights")
 
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:

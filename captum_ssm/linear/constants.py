@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators.kernels.truths import holds, may_hold_any
+
 #: Receives a constant's gradient, its value, and the name of the module that added it.
 Entry = Callable[[Tensor, Tensor, str], None]
 
@@ -61,7 +63,7 @@ class Ledger:
         if not self.kept:
             out = out - _droppable(constant)
             constant = constant - _droppable(constant)
-            if not constant.any():
+            if not may_hold_any(constant):
                 return out
         self.noted(out, constant)
         return out
@@ -78,7 +80,7 @@ class Ledger:
         if not self.kept:
             out.sub_(_droppable(constant))
             constant = constant - _droppable(constant)
-            if not constant.any():
+            if not may_hold_any(constant):
                 return
         self.noted(out, constant)
 
@@ -181,7 +183,7 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         >>> contribution(torch.ones(1, 4, 3), bias).tolist()
         [[[4.0, 8.0, 12.0]]]
     """
-    if not bool(constant.isfinite().all()):
+    if not holds(constant.isfinite().all()):
         return torch.where(gradient == 0, torch.zeros_like(gradient), gradient * constant)
     ahead = gradient.dim() - constant.dim()
     common = [

@@ -318,7 +318,7 @@ class Linearising(TorchFunctionMode):
             table: what they are looked up in; what a second table adds is a constant.
         """
         assert self._ids is not None
-        everywhere = torch.arange(self._ids.shape[1], device=given.device).expand(len(given), -1)
+        everywhere = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
         is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
         if not self._found:
             self._found, self._table = True, table.data_ptr()
@@ -336,8 +336,9 @@ class Linearising(TorchFunctionMode):
                 "embeddings it reads are not one input. Pass embeddings (B, L, E) as inputs."
             )
         places = match.long().argmax(-1)[..., None].expand(*given.shape, out.shape[-1])
-        constant = torch.where((given >= 0)[..., None], torch.zeros_like(out), out).detach()
-        again = torch.where((given >= 0)[..., None], self.root.gather(1, places), constant)
+        places, theirs = places.to(out.device), (given >= 0)[..., None].to(out.device)
+        constant = torch.where(theirs, torch.zeros_like(out), out).detach()
+        again = torch.where(theirs, self.root.gather(1, places), constant)
         if not torch.equal(again.detach(), out.detach()):
             raise _other_tokens()
         self.ledger.noted(again, constant)

@@ -31,6 +31,7 @@ from ..tracing.offload import linearize
 from ..tracing.places import Places
 from ..tracing.record import none_ran
 from ..tracing.verification import (
+    accepted,
     output_errors,
     require_same,
     rounding_explains,
@@ -240,11 +241,12 @@ class Network(Watcher):
             found = out if self.mode.ledger.kept else linearize(mixer, call).output()
             errors = output_errors(found, real)
             error = errors.strict if self.verify is True else errors.numbers
+            if accepted(error, limit):
+                return
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return
-            arbitrate = error > limit and self.verify is True
-            if arbitrate and rounding_explains(mixer, call, found, linearize):
+            if self.verify is True and rounding_explains(mixer, call, found, linearize):
                 return
         require_same(mixer.name, mixer.architecture, error, limit)
 

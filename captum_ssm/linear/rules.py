@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..operators.kernels.truths import holds, may_hold_any
 from .constants import once
 from .functions import BENT, FROZEN, JOINS, MIXING, PRODUCTS, SUMS, TANGENT, VIEWS, plain
 from .norms import (
@@ -85,7 +86,7 @@ def _beside(
     """``out``, and note the same function's result with zero for all that is live."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
-    return mode.ledger.included(out, constant) if constant.any() else out
+    return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
 def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +113,7 @@ def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
     rest = mode.constant_part(base).clone()
     func(rest, index, mode.constant_part(value))
     func(base, index, value)
-    if rest.any():
+    if may_hold_any(rest):
         mode.ledger.included_in(base, rest)
 
 
@@ -190,8 +191,9 @@ def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     (x, *rest), kwargs = positional(args, kwargs, "input")
     has_tensors = any(isinstance(a, Tensor) for a in (*rest, *kwargs.values()))
     with torch.no_grad():
-        zero = torch.zeros_like(x) if has_tensors else x.new_zeros(())
-        if func(zero, *rest, **kwargs).any():
+        # one number needs no device, which would be waited for
+        zero = torch.zeros_like(x) if has_tensors else torch.zeros((), dtype=x.dtype, device="cpu")
+        if not holds(~func(zero, *rest, **kwargs).any()):
             return frozen(mode, func, args, kwargs)
         ratio, in_place = _frozen_ratio(x.detach(), lambda start: func(start, *rest, **kwargs))
     out = x * ratio

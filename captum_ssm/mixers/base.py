@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
 from ..operators.coefficients import live_coefficients
-from ..operators.kernels.arithmetic import all_finite
+from ..operators.kernels.truths import all_finite, are_noted, finite_together
 from .parts.token_map import TokenMap
 
 
@@ -185,6 +185,9 @@ class LinearMixer:
             NonFiniteError: naming the layer and the component in which it began.
         """
         named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
+        if are_noted(self.values):
+            finite_together([self.values, *(x for _, found in named for x in found.values())])
+            return
         # in the order of computation, so that the first one found is where it began
         for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
             for name, tensor in tensors.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .kernels.rows import Strip
 
 #: An index into a tensor.
 Places = tuple[Any, ...]
+#: How many tokens back a tap reads, or in a map how many rows and columns.
+Lag: TypeAlias = int | tuple[int, int]
 
 
 class ShortConv(Operator):
@@ -82,26 +84,36 @@ class ShortConv(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
-        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        out, others = self._without_delay(v)
         read, written = self._laid_out(v), self._laid_out(out)
-        for lag, weight in self._weights().items():
+        for lag, weight in others.items():
             earlier, later = self._overlap(lag)
             written[later].addcmul_(weight, read[earlier])
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        out = torch.zeros_like(u, memory_format=torch.contiguous_format)
+        out, others = self._without_delay(u)
         read, written = self._laid_out(u), self._laid_out(out)
-        for lag, weight in self._weights().items():
+        for lag, weight in others.items():
             earlier, later = self._overlap(lag)
             written[earlier].addcmul_(weight, read[later])
         return out
+
+    def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
+        """What the tap that reads a token itself makes of x, in memory of its own, and the others.
+
+        Zeros where there is none.
+        """
+        others = dict(self._weights())
+        own = others.pop((0, 0) if self.width is not None else 0, None)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return (out.zero_() if own is None else torch.mul(x, own, out=out)), others
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """(..., L, H, P), or by rows and columns of the map (..., L / width, width, H, P)."""
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
-    def _overlap(self, lag: int | tuple[int, int]) -> tuple[Places, Places]:
+    def _overlap(self, lag: Lag) -> tuple[Places, Places]:
         """What a tap reads of what is laid out, and where that counts."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
@@ -168,12 +180,12 @@ class ShortConv(Operator):
             found[back] = found[back] + weight if back in found else weight
         return found
 
-    def _weights(self) -> dict[int | tuple[int, int], Tensor]:
+    def _weights(self) -> dict[Lag, Tensor]:
         """The weights (H, P) of every lag."""
-        taps: dict[int | tuple[int, int], Tensor] = {}
-        for lag, weight in zip(self.lags, self.weight.unbind(-1), strict=True):
-            # side by side in memory, as what they multiply
-            taps[lag] = taps[lag] + weight if lag in taps else weight.contiguous()
+        taps: dict[Lag, Tensor] = {}
+        # side by side in memory, as what they multiply
+        for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):
+            taps[lag] = taps[lag] + weight if lag in taps else weight
         return taps
 
 

@@ -319,7 +319,7 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
         token, nor by one that keeps or drops each feature.
     """
     returned, left = returned.detach(), left.detach()
-    if returned is left or torch.equal(returned, left):
+    if same_memory(returned, left) or torch.equal(returned, left):
         return None
     if not bool(returned.isfinite().all()):  # the operator will be refused
         return None
@@ -331,6 +331,15 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
             if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
                 return found
     return returned.new_empty(0)
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are views of the same numbers in the same order.
+
+    Args:
+        x, y: the tensors.
+    """
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import PaddedExampleError
+from ..operators.kernels.truths import holds
 
 
 def require_real_tokens(mask: Tensor | None) -> None:
@@ -24,5 +25,5 @@ def require_real_tokens(mask: Tensor | None) -> None:
     if mask is None:
         return
     empty = ~mask.any(-1)
-    if bool(empty.any()):
+    if not holds(~empty.any()):
         raise PaddedExampleError(int(empty.nonzero()[0]))

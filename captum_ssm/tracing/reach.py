@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,6 +17,10 @@ _STEPS = 5
 _NOT_OPENED = (type, ModuleType, Tensor, nn.Module)
 #: What reads a name of the module in which a function was written.
 _READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+#: What reads an attribute of the value that was read last.
+_READS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+#: What has the name of a value without using it.
+_READS_NOTHING = (*_READS_ATTRIBUTE, "LOAD_CLOSURE", "LOAD_CONST")
 
 
 def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -54,26 +59,46 @@ def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{i}]", x) for i, x in enumerate(value))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", x) for key, x in value.items())
-    elif not isinstance(value, type | ModuleType | Tensor | nn.Module) and hasattr(
-        value, "__dict__"
-    ):
+    elif not isinstance(value, _NOT_OPENED) and hasattr(value, "__dict__"):
         yield from _of_object(name, value)
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
-            yield name, cell.cell_contents
+            yield from _used(code, name, cell.cell_contents)
         except ValueError:  # not filled yet
             continue
-    for name in dict.fromkeys(_global_names(function.__code__)):
+    for name in dict.fromkeys(_global_names(code)):
         if name in function.__globals__:
-            yield name, function.__globals__[name]
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            yield from _used(code, name, function.__globals__[name])
+    names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
+
+
+def _used(code: CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What code uses of a value that it knows by a name: some of its attributes, or all of it."""
+    opened = hasattr(value, "__dict__") and not isinstance(value, _NOT_OPENED)
+    read = dict.fromkeys(_attributes(code, name)) if opened else {}
+    if read and read.keys() <= vars(value).keys():
+        yield from ((f"{name}.{attribute}", vars(value)[attribute]) for attribute in read)
+    else:
+        yield name, value
+
+
+def _attributes(code: CodeType, name: str) -> Iterator[str | None]:
+    """The attributes that are read of a name, and None where it is used in another way."""
+    for here, after in pairwise(dis.get_instructions(code)):
+        loads = here.opname.startswith("LOAD_") and here.opname not in _READS_NOTHING
+        if loads and here.argval == name:
+            yield after.argval if after.opname in _READS_ATTRIBUTE else None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant, name)
 
 
 def _global_names(code: CodeType) -> Iterator[str]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
-from ..operators.kernels.arithmetic import all_finite, full_precision, unseen_by
+from ..operators.kernels.arithmetic import full_precision, unseen_by
+from ..operators.kernels.truths import all_finite
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, hooked, swap_first
@@ -24,7 +25,13 @@ from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
 from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
-from .verification import Errors, combined_errors, require_as_it_was, rounding_explains
+from .verification import (
+    Errors,
+    accepted,
+    combined_errors,
+    require_as_it_was,
+    rounding_explains,
+)
 
 #: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
 #: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
@@ -110,7 +117,7 @@ class Trace:
             layer.check_unchanged()
             linear = self._made(layer, running=False)
             known = layer.checked
-            if self._of_the_run and (known is None or known.strict <= layer.tolerance):
+            if self._of_the_run and (known is None or accepted(known.strict, layer.tolerance)):
                 require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
@@ -166,7 +173,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
         if not all_finite(real):  # it is the model's output that will be refused
             return Errors(0.0, 0.0)
         errors = combined_errors(linear, ordered)
-        if errors.strict <= layer.tolerance or linear.map is not None:
+        if accepted(errors.strict, layer.tolerance) or linear.map is not None:
             return errors
         rounding = rounding_explains(layer.mixer, layer.call, linear.output(), linearize)
         return Errors(0.0, 0.0) if rounding else errors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..operators.kernels.arithmetic import unseen
-from .layer import Layer
+from .layer import Layer, same_memory
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
@@ -175,7 +175,7 @@ class Sums:
                 if not sources:
                     continue  # mixers that join the stream together
                 is_term = any(g.skips.get(s) for g in rests.groups for s in sources)
-                is_stream = is_term or any(_is(rest, x) for x in self._entered.values())
+                is_stream = is_term or any(same_memory(rest, x) for x in self._entered.values())
                 for number, place in places.items():
                     own = _gathered(whole, place.argsort(1)) if self._keep else whole[:0]
                     found = _Sum(own, without, sources, is_stream, scale)
@@ -241,11 +241,6 @@ def _gathered(x: Tensor, places: Tensor) -> Tensor:
     """Tokens of each example (B, L, E) at places (B, L), as a copy."""
     places = places.to(x.device)
     return x.detach()[torch.arange(len(x), device=x.device)[:, None], places]
-
-
-def _is(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are views of the same numbers in the same order."""
-    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

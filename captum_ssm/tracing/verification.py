@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
+from ..operators.kernels.truths import are_noted, at_most
 from .find import Mixer
 from .projection import projection_of
 
@@ -71,7 +72,11 @@ def relative_error(rebuilt: Tensor, real: Tensor) -> float:
         rebuilt: a, in the precision in which it is compared.
         real: b, in the same shape.
     """
-    return _largest(rebuilt - real.to(rebuilt), real)
+    return float(_largest(rebuilt - real.to(rebuilt), real))
+
+
+#: A number that a device has found and that was not read yet, or a number.
+Error: TypeAlias = float | Tensor
 
 
 class Errors(NamedTuple):
@@ -88,13 +93,28 @@ class Errors(NamedTuple):
         4e-06
     """
 
-    numbers: float
-    sums: float
+    numbers: Error
+    sums: Error
 
     @property
-    def strict(self) -> float:
+    def strict(self) -> Error:
         """The larger of both, less being accepted of sums."""
-        return max(_STRICTER * self.sums, self.numbers)  # the first of them is NaN if one is
+        sums, numbers = _STRICTER * self.sums, self.numbers
+        if isinstance(sums, Tensor):
+            if isinstance(numbers, Tensor):
+                return torch.maximum(sums, numbers)
+            return sums.clamp_min(numbers)
+        return max(sums, numbers)  # the first of them is NaN if one is
+
+
+def accepted(error: Error, limit: float) -> bool:
+    """Whether an error is no larger than a limit, or is taken to be.
+
+    Args:
+        error: it; NaN is larger.
+        limit: the largest that is accepted.
+    """
+    return at_most(error, limit) if isinstance(error, Tensor) else error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
@@ -107,7 +127,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
     differences = rebuilt - real.to(rebuilt)
     signs = _signs(_DRAWS, *real.shape[:2]).to(rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
-    return Errors(_largest(differences, real), _of_sums(sums, real))
+    return Errors(_read(_largest(differences, real)), _of_sums(sums, real))
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
@@ -131,15 +151,24 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     return Errors(0.0, _of_sums(found - expected, real))
 
 
-def _of_sums(differences: Tensor, real: Tensor) -> float:
+def _of_sums(differences: Tensor, real: Tensor) -> Error:
     """How far sums over the tokens of an output (B, L, E) are off, at the size of its numbers."""
-    return _largest(differences, real) / math.sqrt(real.shape[1])
+    return _read(_largest(differences, real) / math.sqrt(real.shape[1]))
 
 
-def _largest(differences: Tensor, real: Tensor) -> float:
+def _largest(differences: Tensor, real: Tensor) -> Tensor:
     """The largest difference per largest number."""
-    size = real.abs().max().to(differences).clamp_min(torch.finfo(real.dtype).tiny)
-    return float(differences.abs().max() / size)
+    size = _size(real).to(differences).clamp_min(torch.finfo(real.dtype).tiny)
+    return _size(differences) / size
+
+
+def _size(x: Tensor) -> Tensor:
+    """The largest entry, on a device in one launch."""
+    return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
+
+
+def _read(error: Tensor) -> Error:
+    return error if are_noted(error) else float(error)
 
 
 def _signs(draws: int, batch: int, tokens: int) -> Tensor:
@@ -189,7 +218,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     if truth.dtype != torch.float64:
         return False
     real = call.output_tensor
-    sound = any(output_errors(found, truth).strict <= _ROUNDED for found in (exact, rebuilt))
+    sound = any(accepted(output_errors(x, truth).strict, _ROUNDED) for x in (exact, rebuilt))
     return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
 
 
@@ -236,7 +265,7 @@ def _double(value: Any) -> Any:
     return value
 
 
-def require_same(name: str, architecture: Architecture, error: float, limit: float) -> None:
+def require_same(name: str, architecture: Architecture, error: Error, limit: float) -> None:
     """Raise unless an operator reproduces its module's output.
 
     Args:
@@ -248,7 +277,7 @@ def require_same(name: str, architecture: Architecture, error: float, limit: flo
     Raises:
         ReconstructionError: naming the layer and the error.
     """
-    if error <= limit:
+    if accepted(error, limit):
         return
     found = (
         f"Layer {name!r} ({architecture.family}): the operator reproduces the module's output with "
@@ -267,7 +296,7 @@ def require_same(name: str, architecture: Architecture, error: float, limit: flo
     )
 
 
-def require_as_it_was(name: str, error: float, limit: float) -> None:
+def require_as_it_was(name: str, error: Error, limit: float) -> None:
     """Raise unless an operator that is made after the run is that of the run.
 
     Args:
@@ -278,7 +307,7 @@ def require_as_it_was(name: str, error: float, limit: float) -> None:
     Raises:
         ReconstructionError: naming the layer.
     """
-    if not error <= limit:
+    if not accepted(error, limit):
         raise ReconstructionError(
             f"Layer {name!r}: there was no memory to keep its operator, and made again after the "
             f"run it is off by {error:.1e}: the mixer is no longer what it was. Does forward_func "

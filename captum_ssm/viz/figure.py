@@ -92,6 +92,21 @@ def scale(values: Tensor) -> tuple[str, float, float]:
     return SEQUENTIAL, 0.0, largest
 
 
+def explain_colours(figure: Figure, colour_map: str) -> None:
+    """A legend, above and on the right, for colours that no bar explains.
+
+    Args:
+        figure: the figure.
+        colour_map: what :func:`scale` chose.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    ends = {"adds": 0.9, "takes off": 0.1} if colour_map == DIVERGING else {"more": 0.9}
+    handles = [Patch(color=colormaps[colour_map](end), label=name) for name, end in ends.items()]
+    figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
+
+
 def min_max(values: Tensor) -> Tensor:
     """Absolute values stretched to 0 ... 1, as the papers' figures show matrices."""
     size = values.abs()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .figure import check_labels
 
@@ -25,10 +25,74 @@ _INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 
     range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0)
 )
 
+#: What stands for the second, third, ... token of a character.
+_SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
 #: More labels than this along an axis are thinned out so that they do not collide.
 _MOST_LABELS = 64
 #: Labels longer than this are cut.
 _LONGEST = 24
+
+
+class Words(NamedTuple):
+    """Tokens of a text, as a reader sees them.
+
+    Attributes:
+        labels: of each what it reads, spelled, without spaces around it; of a character's second
+            token ``₂``, and so on; of a mark that is no text its name.
+        joined: the tokens that follow the one before without a gap.
+        breaks: the tokens after which a line ends.
+        marks: the tokens that are no text.
+    """
+
+    labels: list[str]
+    joined: list[int]
+    breaks: list[int]
+    marks: list[int]
+
+
+def as_words(names: Sequence[str], pieces: Sequence[str | None] | None) -> Words:
+    """Tokens as they stand in their text.
+
+    Args:
+        names: of the tokens.
+        pieces: what each adds to the text, spaces included; see
+            :meth:`~captum_ssm.attr.text.codec.Codec.pieces`.  None where it is not known: tokens
+            then stand apart.
+
+    Example:
+        >>> from captum_ssm.viz.labels import as_words
+        >>> as_words(["<s>", " la", "mp", "."], [None, " la", "mp", "."])
+        Words(labels=['<s>', 'la', 'mp', '.'], joined=[2, 3], breaks=[], marks=[0])
+    """
+    if pieces is None:
+        breaks = [i for i, name in enumerate(names) if "\n" in name]
+        return Words([spelled(name) for name in names], [], breaks, [])
+    found = Words([], [], [], [])
+    part, before = 1, None
+    for i, (name, piece) in enumerate(zip(names, pieces, strict=True)):
+        part = part + 1 if piece == "" and before else 1
+        if piece is None:
+            found.marks.append(i)
+        elif part > 1 or (before and not before[-1:].isspace() and not piece[:1].isspace()):
+            found.joined.append(i)
+        if part > 1:
+            found.labels.append(str(part).translate(_SUBSCRIPTS))
+            continue  # the character's first token says where lines end
+        found.labels.append(spelled(name if piece is None else piece.strip() or piece))
+        if piece and i and "\n" in piece[: len(piece) - len(piece.lstrip())] and piece.strip():
+            found.breaks.append(i - 1)
+        if piece and "\n" in piece[len(piece.rstrip()) :]:
+            found.breaks.append(i)
+        before = piece
+    return found
+
+
+def direction_of(text: str) -> str:
+    """``"rtl"`` if most letters that have a direction run from right to left, else ``"ltr"``."""
+    kinds = [unicodedata.bidirectional(character) for character in text]
+    leftward = sum(kind in ("R", "AL") for kind in kinds)
+    return "rtl" if leftward > kinds.count("L") else "ltr"
 
 
 def spelled(token: str) -> str:

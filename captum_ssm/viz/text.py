@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .figure import by_name, new_figure, numbers, scale, strongest
+from .figure import (
+    DIVERGING,
+    SEQUENTIAL,
+    by_name,
+    explain_colours,
+    new_figure,
+    numbers,
+    scale,
+    strongest,
+)
 from .labels import FAMILIES, cut, shown, width
 
 if TYPE_CHECKING:
@@ -59,8 +68,11 @@ def plot_text(
     figure, axes = new_figure(LINE * CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
     found = {name: of_tokens(values, "relevance", name, names) for name, values in rows.items()}
     together = scale(torch.cat(list(found.values()))) if one_scale else None
-    for axis, (name, scores) in zip(axes[:, 0], found.items(), strict=True):
-        _draw(axis, names, places, scores, together or scale(scores), set(marked))
+    limits = [together or scale(scores) for scores in found.values()]
+    signed = [each for each, _, _ in limits if each == DIVERGING]
+    explain_colours(figure, signed[0] if signed else SEQUENTIAL)
+    for axis, own, (name, scores) in zip(axes[:, 0], limits, found.items(), strict=True):
+        _draw(axis, names, places, scores, own, set(marked))
         axis.set(xlim=(0, LINE), ylim=(lines, 0))
         heading = f"{shown(name)}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)

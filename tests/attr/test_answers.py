@@ -416,4 +416,4 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_progress_over_spans(capsys: pytest.CaptureFixture[str]) -> None:
     explainer().attribute(PROMPT, TEXT, spans="sentence", show_progress=True)
-    assert "LATIM Flow" in capsys.readouterr().err
+    assert "LatimFlow" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_embeddings_with_a_mask_and_parts_of_the_batch():
         return model(inputs_embeds=x, attention_mask=mask)
 
     query = torch.tensor([2, 3, 5])
-    options = {"Mamba Attribution": {"query": query}, "LATIM Flow": {"contrast": [0, 1, 2]}}
+    options = {"MambaAttribution": {"query": query}, "LatimFlow": {"contrast": [0, 1, 2]}}
     methods = [*SHARING, LatimFlow]
     whole, parts = (
         compare(
@@ -169,13 +169,13 @@ def test_names_are_made_unique():
         LatimNorm(model, p=2),
         LatimNorm,
     ]
-    options = {"LATIM Norm (2)": {"start_layer": 1}}
+    options = {"LatimNorm (2)": {"start_layer": 1}}
     found = compare(model, methods, ids, (-1, 3), options=options)
-    rollout = "Implicit Attention Rollout"
-    assert list(found) == ["LATIM Norm", rollout, "LATIM Norm (2)", "LATIM Norm (3)"]
+    rollout = "ImplicitAttentionRollout"
+    assert list(found) == ["LatimNorm", rollout, "LatimNorm (2)", "LatimNorm (3)"]
     expected = LatimNorm(model).attribute(ids, (-1, 3), start_layer=1)
-    close(found["LATIM Norm (2)"], expected)
-    close(found["LATIM Norm"], LatimNorm(model, p=1).attribute(ids, (-1, 3)))
+    close(found["LatimNorm (2)"], expected)
+    close(found["LatimNorm"], LatimNorm(model, p=1).attribute(ids, (-1, 3)))
 
 
 def test_names_of_ones_own_and_layers():
@@ -191,9 +191,9 @@ MISUSE = {
     "is no Captum attribution": ([mamba_lm], {}),
     "holds the class NoiseTunnel. Make an instance": ([NoiseTunnel], {}),
     "options names 'Rollout', but the methods are": ([LatimNorm], {"options": {"Rollout": {}}}),
-    "LATIM Flow returned tuple in place of one tensor": (
+    "LatimFlow returned tuple in place of one tensor": (
         [LatimFlow],
-        {"options": {"LATIM Flow": {"return_convergence_delta": True}}},
+        {"options": {"LatimFlow": {"return_convergence_delta": True}}},
     ),
 }
 

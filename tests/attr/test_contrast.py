@@ -55,6 +55,8 @@ def test_a_second_target(method):
     torch.testing.assert_close(found.output, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.tokens, one - other, rtol=1e-4, atol=1e-5)
     each = [(2, 5), (6, 1)]
+    beside = explain.attribute(ids, (4, 3), contrast=torch.tensor(2))
+    assert torch.equal(beside, explain.attribute(ids, (4, 3), contrast=(4, 2)))
     found = explain.decompose(ids, [(0, 3), (6, 2)], contrast=each)
     wanted = torch.stack([logits[0, 0, 3] - logits[0, 2, 5], logits[1, 6, 2] - logits[1, 6, 1]])
     torch.testing.assert_close(found.output, wanted, rtol=1e-5, atol=1e-6)
@@ -107,7 +109,7 @@ def test_the_entropy_is_named_among_the_constants():
         ((-1, 3), "most", r"contrast='most'.*'mean'"),
         ((-1, 3), (-1, VOCABULARY), r"contrast.*out of range"),
         ((-1, 3), 2.5, r"contrast.*integers"),
-        ((-1, 3), 2, r"contrast.*\(position, token\)"),
+        ([(-1, 3), (-1, 4)], 2, r"contrast.*\(position, token\)"),
         ((-1, 3), [(-1, 2)], r"contrast.*1 entry for a batch of 2"),
     ],
 )

@@ -565,7 +565,7 @@ def test_inference_mode(recipe):
         check(
             lambda: MambaAttribution(model).attribute(ids, target=(-1, 3), recipe=recipe),
             RuntimeError,
-            ["Mamba Attribution", "torch.inference_mode()", "no_grad"],
+            ["MambaAttribution", "torch.inference_mode()", "no_grad"],
         )
 
 

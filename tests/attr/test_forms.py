@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from captum.attr import InputXGradient, NoiseTunnel, Saliency
+from captum.attr import DeepLift, InputXGradient, NoiseTunnel, Saliency
 from helpers.sessions import thorough
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -24,7 +25,17 @@ from transformers import (
     TextClassificationPipeline,
     TextGenerationPipeline,
 )
-from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, mixers_of, randomise, token_ids
+from zoo.small import (
+    VOCABULARY,
+    WIDTH,
+    classifier,
+    images,
+    mamba_lm,
+    mixers_of,
+    randomise,
+    token_ids,
+    vision,
+)
 
 from captum_ssm import (
     ImplicitAttention,
@@ -189,6 +200,17 @@ def test_functions_that_refer_to_a_model(model, form):
     assert torch.equal(rollout, expected)
 
 
+@pytest.mark.parametrize("form", ["its attribute", "all of it"])
+def test_an_object_with_two_models(model, form):
+    """The attribute that a function reads says which; an object that it passes on does not."""
+    tools = SimpleNamespace(first=model, second=mamba_lm(), count=3)
+    if form == "its attribute":
+        assert find_model(lambda ids: [tools.first(ids) for _ in range(tools.count)]) is model
+    else:
+        with pytest.raises(ModelNotFoundError, match="Several modules"):
+            find_model(lambda ids: vars(tools)["first"](ids) if tools.count else tools.second(ids))
+
+
 def test_a_name_that_is_only_an_attribute_is_no_reference(model):
     """``.UNRELATED`` of something is not the module of that name."""
 
@@ -290,11 +312,22 @@ def test_a_pipeline_that_classifies_text():
     ids = words("w3 w7 w2 w5", return_tensors="pt")["input_ids"]
     expected = LatimFlow(model).attribute(ids, target=1)
     assert torch.equal(LatimFlow(pipe).attribute(ids, target=1), expected)
-    found = compare(pipe, ["LatimFlow"], ids, target=1)["LATIM Flow"]
+    found = compare(pipe, ["LatimFlow"], ids, target=1)["LatimFlow"]
     assert torch.equal(found, expected)
 
 
 # --- inputs --------------------------------------------------------------------------------------
+
+
+def test_a_tokenizers_output_without_padding():
+    encoding, model = tokenizer()(["w1 w2 w3"], return_tensors="pt"), mamba_lm()
+    expected = LatimFlow(model).attribute(encoding["input_ids"], target=(-1, 3))
+    assert torch.equal(LatimFlow(model).attribute(encoding, target=(-1, 3)), expected)
+    typed = {**encoding, "token_type_ids": torch.zeros(1, 3).long()}
+    assert torch.equal(LatimFlow(model).attribute(typed, target=(-1, 3)), expected)
+    typed["token_type_ids"][0, 1] = 1
+    with pytest.raises(InputError, match="inputs must be a tensor"):
+        LatimFlow(model).attribute(typed, target=(-1, 3))
 
 
 def test_a_tokenizers_output():
@@ -388,8 +421,10 @@ def test_methods_by_name():
     expected = compare(model, [LatimFlow, LatimNorm], ids, (-1, 3))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    with pytest.raises(OptionError, match=r"names 'Latimflow'.*'LatimFlow'"):
-        compare(model, ["Latimflow"], ids, (-1, 3))
+    for name in ("latimflow", "latim_flow", "LATIM-FLOW", "Latim Flow"):
+        assert torch.equal(compare(model, name, ids, (-1, 3))["LatimFlow"], found["LatimFlow"])
+    with pytest.raises(OptionError, match=r"names 'latinflow'.*Did you mean LatimFlow\?"):
+        compare(model, ["latinflow"], ids, (-1, 3))
 
 
 def test_classes_of_captum_that_take_nothing_else():
@@ -397,7 +432,7 @@ def test_classes_of_captum_that_take_nothing_else():
     model = mamba_lm()
     embeddings = torch.randn(2, 5, WIDTH)
     found = compare(model, [InputXGradient, Saliency, LatimFlow], embeddings, (-1, 3))
-    assert list(found) == ["Input X Gradient", "Saliency", "LATIM Flow"]
+    assert list(found) == ["Input X Gradient", "Saliency", "LatimFlow"]
     x = embeddings.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=x).logits[:, -1, 3].sum(), x)
     expected = (gradient * embeddings).sum(-1)
@@ -405,8 +440,27 @@ def test_classes_of_captum_that_take_nothing_else():
 
 
 def test_gradients_at_ids():
-    with pytest.raises(InputError, match="Input X Gradient takes gradients at the inputs"):
-        compare(mamba_lm(), [InputXGradient], token_ids(2, 5), (-1, 3))
+    """Classes are made on the embeddings; what else would be given ids that have no gradient."""
+    model, ids = mamba_lm(), token_ids(2, 5)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    methods = [InputXGradient, "integrated_gradients"]
+    expected = compare(model, methods, embeddings, (-1, 3))
+    found = compare(model, methods, ids, (-1, 3), per_token=False)
+    for name, relevance in expected.items():
+        torch.testing.assert_close(found[name], relevance)
+    for forward, method in (
+        (lambda x: model(x).logits, InputXGradient),
+        (model, InputXGradient(lambda x: model(x).logits)),
+    ):
+        with pytest.raises(InputError, match="Input X Gradient takes gradients at the inputs"):
+            compare(forward, [method], ids, (-1, 3))
+
+
+def test_methods_of_captum_that_are_made_on_a_module():
+    model, pictures = vision("middle"), images(1)
+    found = compare(model, ["deep_lift"], pictures, 3, per_token=False)["Deep Lift"]
+    expected = DeepLift(model).attribute(pictures.clone(), target=3).detach()
+    torch.testing.assert_close(found, expected)
 
 
 # --- random modules ------------------------------------------------------------------------------
@@ -748,3 +802,10 @@ def test_baselines_are_refused_with_what_to_do(method):
         method(model).attribute(ids, target=(-1, 3), baselines=torch.zeros_like(ids))
     with pytest.raises(OptionError, match=wanted):
         method(model).attribute_each(ids, [(-1, 3)], baselines=None)
+
+
+@pytest.mark.parametrize("name", ["feature_mask", "n_steps"])
+@pytest.mark.parametrize("method", METHODS)
+def test_arguments_of_other_methods_are_refused_with_what_to_do(method, name):
+    with pytest.raises(OptionError, match=rf"^{name} is not an argument of .* Leave it out"):
+        method(mamba_lm()).attribute(token_ids(), target=(-1, 3), **{name: 3})

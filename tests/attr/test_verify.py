@@ -62,7 +62,7 @@ OTHERS: dict[str, Ask] = {
         ids, [TARGET, (0, 1)], verify=check
     ),
     "compare": lambda model, ids, check: compare(
-        model, [LatimFlow], ids, TARGET, options={"LATIM Flow": {"verify": check}}
+        model, [LatimFlow], ids, TARGET, options={"LatimFlow": {"verify": check}}
     ),
 }
 

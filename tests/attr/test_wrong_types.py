@@ -166,8 +166,8 @@ OPTIONS: dict[str, tuple[list[Any], list[Any]]] = {
         ],
     ),
     "contrast": (
-        ["nonsense", "", 1.5, 3, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99)],
-        [None, "mean", "others", "all", (-1, 5), [(0, 1), (1, 2)]],
+        ["nonsense", "", 1.5, 99, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99)],
+        [None, "mean", "others", "all", 3, (-1, 5), [(0, 1), (1, 2)]],
     ),
     "memory_budget": (
         ["a", "", 1.5, True, 0, -1, [1], NAN],
@@ -319,12 +319,12 @@ def test_what_is_no_forward_func(method, value):
 
 COMPARED: dict[str, tuple[list[Any], list[Any]]] = {
     "methods": (
-        [None, 3, "LatimNorm", LatimNorm, [], {}, ["latim"], [3], [None], [nn.Linear], [mamba_lm]],
-        [["LatimNorm", LatimALTI], (LatimNorm,), {"mine": "LatimNorm"}, [LatimNorm, LatimNorm]],
+        [None, 3, "latim", nn.Linear, [], {}, ["latim"], [3], [None], [nn.Linear], [mamba_lm]],
+        [["LatimNorm", LatimALTI], (LatimNorm,), {"mine": "LatimNorm"}, "LatimNorm", LatimNorm],
     ),
     "options": (
-        ["x", 3, [], {"LATIM Norm": 3}, {"LATIM": {}}, {"LATIM Norm": "x"}],
-        [None, {}, {"LATIM Norm": {"start_layer": 1}}],
+        ["x", 3, [], {"LatimNorm": 3}, {"LATIM": {}}, {"LatimNorm": "x"}],
+        [None, {}, {"LatimNorm": {"start_layer": 1}}],
     ),
     "layers": (["x", 3, [], [3]], [None, ["backbone.layers.0.mixer"]]),
     "model": (["mamba", 3], [None]),

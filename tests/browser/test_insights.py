@@ -133,7 +133,7 @@ def prompts(words: list[str], *ids: list[int]) -> AttributionVisualizer:
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     batches = [Batch(torch.tensor([row]), None) for row in ids]
     visualizer = AttributionVisualizer(model, words, feature, batches, softmax)
-    visualizer.config = FilterConfig("LATIM Flow", {"rule": "frozen"})  # which tells no roles
+    visualizer.config = FilterConfig("LatimFlow", {"rule": "frozen"})  # which tells no roles
     return visualizer
 
 
@@ -232,7 +232,7 @@ def test_methods_and_their_arguments(opened):
 def test_arguments_keep_their_types(opened):
     visualizer = prompts([f"w{i}" for i in range(VOCABULARY)], [1, 2, 3, 4])
     page = opened(visualizer)
-    choose(page, "#method", "Implicit Attention Rollout")
+    choose(page, "#method", "ImplicitAttentionRollout")
     page.click("#argument-absolute")
     fill(page, "#argument-discard_ratio", "0.125")
     fill(page, "#argument-heads", "0, 3")
@@ -264,10 +264,10 @@ def test_methods_that_do_not_fit_say_why(opened):
     page = opened(table(table_model(), [numbers(1)]))
     disabled = "[...document.querySelector('#method').options].filter((o) => o.disabled)"
     names = page.evaluate(f"{disabled}.map((o) => o.value)")
-    assert "LATIM Flow" in names and "Saliency" not in names
+    assert "LatimFlow" in names and "Saliency" not in names
     page.click("#unfit summary")
     reasons = dict(zip(texts(page, "#unfit dt"), texts(page, "#unfit dd"), strict=True))
-    assert "token ids, embeddings or images" in reasons["LATIM Flow"]
+    assert "token ids, embeddings or images" in reasons["LatimFlow"]
     assert "ReLU" in reasons["Guided Backprop"] and "Saliency" not in reasons
 
 

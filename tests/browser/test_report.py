@@ -124,7 +124,7 @@ def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
     assert bars(opened) == list(expected(matrix[11]) > 0)
     sign = "+" if values[11] > 0 else "−"
-    said = re.match(r"Token 11 “w11”: ([+−][\d.e−]+) by LATIM Flow", opened.text("#tip"))
+    said = re.match(r"Token 11 “w11”: ([+−][\d.e−]+) by LatimFlow", opened.text("#tip"))
     assert said is not None and said[1][0] == sign
     assert float(said[1][1:].replace("−", "-")) == pytest.approx(abs(values[11]), rel=6e-3)
     best = int(np.abs(matrix[11]).argmax())
@@ -184,7 +184,7 @@ def test_methods_and_examples_switch(opened: Page, made: Path) -> None:
     opened.leave()
     values = shaded(examples[0]["methods"][2])
     np.testing.assert_allclose(shades(opened), expected(values), atol=0.006)
-    assert "Implicit Attention Rollout" in opened.text("#shown")
+    assert "ImplicitAttentionRollout" in opened.text("#shown")
     assert "Without that of token 16, which asks" in opened.text("#shown")
     opened.evaluate("document.querySelector('#example').focus()")
     opened.key("ArrowDown")
@@ -423,7 +423,7 @@ def test_images(page: Page, tmp_path: Path, width: int) -> None:
     example = read_page(path).facts["examples"][0]
     assert page.count("#picture .grid .token") == 12
     assert page.count("#text .token") == 1
-    assert page.text("#text .token") == "token 6"
+    assert page.text("#text .token") == "class token"
     assert "no patches" in page.text("#text .note")
     assert page.style("#picture img", "filter") != page.style("#seen img", "filter") == "none"
     assert page.evaluate("document.querySelector('#picture img').naturalWidth") == 12

@@ -58,7 +58,7 @@ def test_a_report_has_a_row_for_each_role_on_one_scale(opened: tuple[Page, dict]
         assert largest[index].startswith(f"w{int(np.abs(values).argmax())} ")
         page.click(f"#methods [value='{2 + index}']")
         np.testing.assert_allclose(shades(page, ".token"), expected(values, end), atol=0.006)
-        said = f"Background: relevance by LATIM Flow, as {role}."
+        said = f"Background: relevance by LatimFlow, as {role}."
         assert page.text("#shown").startswith(said)
 
 
@@ -68,11 +68,11 @@ def test_a_report_says_what_a_token_did(opened: tuple[Page, dict]) -> None:
     page.hover('.token[data-index="11"]')
     sizes = {role: abs(values[11]) for role, values in cause["roles"].items()}
     largest = max(sizes, key=sizes.__getitem__)
-    assert f"by LATIM Flow ({largest} " in page.text("#status")
+    assert f"by LatimFlow ({largest} " in page.text("#status")
     page.click("#numbers summary")
     page.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
     heads = of_all(page, "#numbers th", "e.textContent")
-    assert heads[4:] == [f"LATIM Flow, as {role}" for role in cause["roles"]]
+    assert heads[4:] == [f"LatimFlow, as {role}" for role in cause["roles"]]
 
 
 @pytest.mark.parametrize("width", [390, 650, 700, 960, 1280])
@@ -92,7 +92,7 @@ def test_insights_colours_words_by_role_on_one_scale(page: Page) -> None:
     words, ids = [f"w{i}" for i in range(VOCABULARY)], torch.tensor([[1, 2, 3, 4]])
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     visualizer = AttributionVisualizer(mamba_lm(), words, feature, [Batch(ids, None)])
-    visualizer.config = FilterConfig("LATIM Flow", {"rule": "centred", "baselines": "0"})
+    visualizer.config = FilterConfig("LatimFlow", {"rule": "centred", "baselines": "0"})
     ((output,),) = visualizer.visualize()
     with visualizer:
         visualizer.serve()

@@ -18,7 +18,7 @@ from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, Text
 pytestmark = pytest.mark.browser
 
 WORDS = ["the", "lamp", "<b>kite</b>", "owns", "anna", "שלום", "."]
-FROZEN, CENTRED = (("LATIM Flow", {"rule": rule}) for rule in ("frozen", "centred"))
+FROZEN, CENTRED = (("LatimFlow", {"rule": rule}) for rule in ("frozen", "centred"))
 READY = (
     "!document.querySelector('main').hasAttribute('aria-busy')"
     " && document.querySelector('#status').textContent !== ''"
@@ -81,10 +81,10 @@ def percents(page: Page, flow: str) -> list[float]:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_methods_stand_beside_each_other_under_their_model(opened, width):
-    page = opened(texts_of(1, beside=[("Implicit Attention Rollout", {})]), width=width)
+    page = opened(texts_of(1, beside=[("ImplicitAttentionRollout", {})]), width=width)
     assert texts(page, "article:first-child .by") == [
-        "by LATIM Flow, rule frozen",
-        "by Implicit Attention Rollout",
+        "by LatimFlow, rule frozen",
+        "by ImplicitAttentionRollout",
     ]
     assert page.count("article:first-child .predicted") == 1
     tops = page.evaluate(
@@ -108,8 +108,8 @@ def test_methods_are_added_and_taken_away_by_keys(opened):
     page.key("Enter")
     page.wait_for("document.querySelectorAll('article:first-child .by').length === 4")
     assert visualizer.config.methods == [
-        ("LATIM Flow", FROZEN[1] | {"contrast": None, "baselines": None, "zero_bias": False}),
-        ("LATIM Flow", CENTRED[1] | {"contrast": None, "baselines": None, "zero_bias": False}),
+        ("LatimFlow", FROZEN[1] | {"contrast": None, "baselines": None, "zero_bias": False}),
+        ("LatimFlow", CENTRED[1] | {"contrast": None, "baselines": None, "zero_bias": False}),
     ]
     page.evaluate("document.querySelector('.remove').focus()")
     page.key(" ")

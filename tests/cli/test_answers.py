@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pages import read_page
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.cli import main
@@ -46,9 +47,21 @@ def test_a_picture_of_what_is_generated(tmp_path: Path) -> None:
     assert out.stat().st_size > 1000
     assert main([
         "explain", "recall-mamba", "--text", PROMPT, PROMPT, "--generate", "1", "--out", str(out),
-        "--method", "ImplicitAttentionRollout",
+        "--method", "ImplicitAttentionRollout", "--force",
     ]) == 0  # fmt: skip
     assert (tmp_path / "answers-2.png").exists()
+
+
+def test_a_page_of_what_is_generated(tmp_path: Path) -> None:
+    out = tmp_path / "answers.html"
+    assert explain(out, "--generate", "3", "--hops", "1", "--title", "Who owns what?") == 0
+    page = read_page(out)
+    assert page.texts("h1") == ["Who owns what?"]
+    assert page.facts["about"].startswith("recall-mamba: relevance by LatimFlow, of each token")
+    (example,) = page.facts["examples"]
+    assert example["prompt"]["labels"] == PROMPT.split()
+    assert len(example["answer"]["labels"]) == 3 and example["answer"]["labels"][0] == "lamp"
+    assert len(example["blocks"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,7 @@ def test_a_picture_of_what_is_generated(tmp_path: Path) -> None:
         (["--spans", "sentence", "--target", "lamp"], "--target"),
         (["--hops", "1", "--method", "MambaAttribution"], "hops=1"),
         (["--spans", "all", "--method", "LatimFlow", "MambaLRP"], "one method"),
+        (["--title", "T", "--generate", "1"], "--title is for a page"),
         (["--hops", "-1", "--answer", "lamp"], "hops=-1"),
         (["--answer", "elephant"], "elephant"),
     ],
@@ -77,5 +91,5 @@ def test_answers_are_of_models_that_write_texts(
     asked: list[Any] = ["explain", "valence-mamba", "--text", "a good film", "--spans", "all"]
     assert main([*asked, "--out", str(tmp_path / "a.json")]) == 1
     assert "models that write texts" in capsys.readouterr().err
-    assert explain(tmp_path / "report.html", "--generate", "2") == 1
-    assert "the ending: .json (numbers)" in capsys.readouterr().err
+    assert explain(tmp_path / "answers.txt", "--generate", "2") == 1
+    assert "the ending: .html (a page), .json (numbers)" in capsys.readouterr().err

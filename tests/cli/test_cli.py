@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm import LatimFlow, LatimNorm
 from captum_ssm.bench.tasks.recall import Example, generate
 from captum_ssm.cli import main
 from captum_ssm.cli.architectures import architectures_table
@@ -20,13 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def expected(example: Example) -> dict[str, torch.Tensor]:
-    """What the demo prints by two of its methods; a rollout without the asking token's own."""
+    """What the demo prints by each of its methods."""
     model, _ = load_bundled()
     ids = torch.tensor([example.tokens])
     flow = LatimFlow(model).attribute(ids, target=(-1, example.answer_id))[0]
-    rollout = ImplicitAttentionRollout(model).attribute(ids)[0]
-    rollout[-1] = 0
-    return {"LatimFlow": flow, "Rollout": rollout}
+    return {"LatimFlow": flow, "LatimNorm": LatimNorm(model).attribute(ids)[0]}
 
 
 @pytest.mark.full
@@ -42,7 +40,7 @@ def test_demo(
     assert example.text in printed
     assert f"Answer    {example.answer}" in printed
     assert f"position {example.value_position}" in printed
-    assert printed.index("LatimFlow:") < printed.index("Mamba-Attribution:")
+    assert printed.index("LatimFlow:") < printed.index("LatimNorm:")
     for title, relevance in expected(example).items():
         part = printed[printed.index(f"{title}:") :].splitlines()[1:6]
         best = relevance.abs().topk(5).indices.tolist()

@@ -166,7 +166,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, message",
     [
         (["evaluate"], "Use --all or some of copying"),
-        (["evaluate", "copyin"], "the experiments: 'copyin' is not known. Use some of copying"),
+        (["evaluate", "copyin"], "the experiments: 'copyin' is not known. Did you mean copying?"),
         (["evaluate", "copying", "--examples", "-1"], "use 1 or more"),
         (["evaluate", "copying", "--examples", "0"], "use 1 or more"),
         (["evaluate", "copying", "--methods", "Flow"], "--methods: 'Flow' is not known"),

@@ -71,7 +71,7 @@ def test_numbers_are_those_of_the_methods(
     for example, text in zip(found["examples"], [PROMPT, "bob owns the kite"], strict=True):
         ids = torch.tensor([vocabulary.encode(text)])
         assert example["tokens"] == text.split()
-        assert list(example["relevance"]) == ["LATIM Flow", "Implicit Attention Rollout"]
+        assert list(example["relevance"]) == ["LatimFlow", "ImplicitAttentionRollout"]
         for method in (LatimFlow, ImplicitAttentionRollout):
             expected = method(model).attribute(ids, target=(-1, lamp))[0].numpy()
             np.testing.assert_allclose(example["relevance"][method.name], expected, rtol=1e-4)
@@ -112,19 +112,19 @@ def test_numbers_are_whole_and_add_up(tmp_path: Path) -> None:
 def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "numbers.json"
     arguments = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--method"]
-    arguments += ["LatimFlow", "MambaLRP", "--out", str(out), "--dtype", "float64"]
+    arguments += ["LatimFlow", "MambaLRP", "--out", str(out), "--dtype", "float64", "--force"]
     rules = ["--rule", "frozen", "centred"]
     assert main([*arguments, *rules]) == 0
     (example,) = read(out)["examples"]
     model, vocabulary = load_bundled()
     ids = torch.tensor([vocabulary.encode(PROMPT)])
     target = (-1, vocabulary.encode("lamp")[0])
-    flow, centred = LatimFlow(model.double()), "LATIM Flow, centred"
-    assert list(example["relevance"]) == ["LATIM Flow, frozen", centred, "Mamba LRP"]
+    flow, centred = LatimFlow(model.double()), "LatimFlow, centred"
+    assert list(example["relevance"]) == ["LatimFlow, frozen", centred, "MambaLRP"]
     for rule in ("frozen", "centred"):
         wanted = flow.attribute(ids, target=target, rule=rule)[0].numpy()
-        np.testing.assert_allclose(example["relevance"][f"LATIM Flow, {rule}"], wanted, rtol=1e-9)
-    assert list(example["roles"]) == [centred, "Mamba LRP"]
+        np.testing.assert_allclose(example["relevance"][f"LatimFlow, {rule}"], wanted, rtol=1e-9)
+    assert list(example["roles"]) == [centred, "MambaLRP"]
     found = flow.decompose(ids, target, rule="centred")
     assert found.roles is not None
     for role, relevance in found.roles.items():
@@ -132,7 +132,7 @@ def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
     sums = example["accounts"][centred]
     for name in ("references", "baselines"):
         assert sums[name] == pytest.approx(found.biases[name].item(), rel=1e-9) and sums[name]
-        assert example["accounts"]["LATIM Flow, frozen"][name] == 0
+        assert example["accounts"]["LatimFlow, frozen"][name] == 0
     total = sum(example["relevance"][centred]) + sums["bias"] + sums["delta"]
     assert total == pytest.approx(sums["output"], rel=1e-12)
     asking, matched = PROMPT.split().index("anna", 2), PROMPT.split().index("anna")
@@ -181,7 +181,7 @@ def test_the_command_names_all_rules() -> None:
 
 def test_reports(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out)]
+    arguments = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out), "--force"]
     assert main([*arguments, "--title", "<T>"]) == 0
     page = read_page(out)
     assert page.texts("h1") == ["<T>"]
@@ -254,7 +254,7 @@ def test_vision_mamba(tmp_path: Path, picture: Path, target: str) -> None:
     for example in read(out)["examples"]:
         assert example["explained"] == "the logit of “dog”"
         assert len(example["tokens"]) == 10  # a cls token among 3 x 3 patches
-        assert sum(v is not None for v in example["relevance"]["Implicit Attention Rollout"]) == 9
+        assert sum(v is not None for v in example["relevance"]["ImplicitAttentionRollout"]) == 9
     arguments[-1] = str(tmp_path / "out.png")
     assert main(["explain", str(weights), *arguments]) == 0
     assert (tmp_path / "out-2.png").exists()
@@ -268,9 +268,9 @@ def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
     _, classes = load_bundled("scenes-vim")
     assert "ring" in example["explained"]
     assert {each["label"] for each in example["predictions"]} <= set(classes)
-    relevance = example["relevance"]["LATIM Flow"]
+    relevance = example["relevance"]["LatimFlow"]
     assert len(relevance) == 65 and relevance.count(None) == 1  # 64 patches and the cls token
-    sums, shares = example["accounts"]["LATIM Flow"], [x for x in relevance if x is not None]
+    sums, shares = example["accounts"]["LatimFlow"], [x for x in relevance if x is not None]
     assert sum(shares) + sums["bias"] + sums["delta"] == pytest.approx(sums["output"], rel=1e-5)
 
 
@@ -285,7 +285,7 @@ def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
     first = example["tokens"].index("a")
     assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
     assert len(example["tokens"]) == 5  # and the mark
-    scores = example["relevance"]["LATIM Flow"]
+    scores = example["relevance"]["LatimFlow"]
     assert max(scores[first : first + 4]) == max(scores[first + 1 : first + 3]) > 0
 
 
@@ -311,9 +311,9 @@ def test_vmamba(tmp_path: Path, picture: Path) -> None:
     arguments = ["--image", str(picture), "--target", "1", "--method", "LatimFlow"]
     assert main(["explain", str(weights), *arguments, "--out", str(out)]) == 0
     (example,) = read(out)["examples"]
-    sums = example["accounts"]["LATIM Flow"]
+    sums = example["accounts"]["LatimFlow"]
     assert len(example["tokens"]) == 49  # 7 x 7 patches of 32 in an image of 224
-    assert sum(example["relevance"]["LATIM Flow"]) + sums["bias"] == pytest.approx(
+    assert sum(example["relevance"]["LatimFlow"]) + sums["bias"] == pytest.approx(
         sums["output"], rel=1e-4, abs=1e-5
     )
 
@@ -377,7 +377,7 @@ def test_a_model_that_segments_images(
     shown = torch.zeros(16, 16, 3)
     shown[4:12, 8:] = 1  # pixels 1 and 2 down, 2 and 3 across
     mask.write_bytes(png(shown))
-    arguments = ["explain", str(folder), "--image", str(picture), "--trust-remote-code"]
+    arguments = ["explain", str(folder), "--image", str(picture), "--trust-remote-code", "--force"]
     arguments += ["--target", "car", "--method", "LatimFlow", "--out", str(out)]
     image = load(Source(str(folder), trust_remote_code=True)).prepared([picture])
     with torch.no_grad():
@@ -392,9 +392,9 @@ def test_a_model_that_segments_images(
         assert main([*arguments, *options]) == 0
         (example,) = read(out)["examples"]
         assert example["explained"] == "the logit of “car”" and len(example["tokens"]) == 16
-        sums = example["accounts"]["LATIM Flow"]
+        sums = example["accounts"]["LatimFlow"]
         assert sums["output"] == pytest.approx(float(output), rel=1e-4, abs=1e-5)
-        total = sum(example["relevance"]["LATIM Flow"]) + sums["bias"]
+        total = sum(example["relevance"]["LatimFlow"]) + sums["bias"]
         assert total == pytest.approx(sums["output"], rel=1e-4, abs=1e-5)
     capsys.readouterr()
     assert main([*arguments, "--target-pixel", "4", "0"]) == 1
@@ -403,7 +403,7 @@ def test_a_model_that_segments_images(
     assert main([*arguments, "--target-mask", str(mask)]) == 1
     assert "mask.png has no light pixels" in capsys.readouterr().err
     asked = ["explain", "scenes-vim", "--image", str(picture), "--target-pixel", "0", "0"]
-    assert main([*asked, "--out", str(out)]) == 1
+    assert main([*asked, "--out", str(out), "--force"]) == 1
     assert "models that answer for every pixel" in capsys.readouterr().err
 
 
@@ -411,9 +411,10 @@ def test_a_model_that_segments_images(
     ("arguments", "message"),
     [
         (["recall-mamba", "--text", "a", "--out", "x.pdf"], ".html (a report)"),
-        (["recall-mamba", "--text", "anna", "--method", "Magic"], "no such method"),
+        (["recall-mamba", "--text", "anna", "--method", "Magic"], "which is no method"),
+        (["recall-mamba", "--text", "anna", "--method", "latinflow"], "Did you mean LatimFlow?"),
         (["no-such-model", "--text", "anna"], "add --hub"),
-        (["recal-mamba", "--text", "anna"], "Did you mean 'recall-mamba'?"),
+        (["recal-mamba", "--text", "anna"], "Did you mean recall-mamba?"),
         (["recall-mamba", "--image", "x.png"], "reads texts"),
         (["recall-mamba", "--text", "zebra"], "unknown word 'zebra'"),
         (["recall-mamba", "--text", "anna", "--target", "anna bob"], "is 2 tokens"),
@@ -555,7 +556,7 @@ def test_the_hub_is_asked_only_if_the_user_says_so(
     monkeypatch.setattr(
         transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: word_tokenizer()
     )
-    out = ["--text", "anna", "--out", str(tmp_path / "x.json")]
+    out = ["--text", "anna", "--out", str(tmp_path / "x.json"), "--force"]
     assert main(["explain", str(language_model), *out]) == 0
     assert main(["explain", "somebody/some-mamba", *out]) == 1
     assert local == [True]
@@ -571,8 +572,9 @@ def test_the_page_of_methods_is_up_to_date(capsys: pytest.CaptureFixture[str]) -
 
 def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, empty, captums = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [method.name for method in METHODS]
+    assert not empty and captums.startswith("Of Captum: IntegratedGradients, Saliency, ")
     everything = {
         name
         for name in captum_ssm.__all__

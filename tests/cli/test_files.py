@@ -19,6 +19,7 @@ from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import report
 from captum_ssm._files import filling, make_folder, replacing, write_whole
+from captum_ssm.attr import Comparison
 from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
 from captum_ssm.bench.harness import machine
 from captum_ssm.bench.training import loop
@@ -137,6 +138,10 @@ def tables(folder: Path, examples: int) -> None:
     write_tables(experiment, lines(experiment, found), folder)
 
 
+def saved(folder: Path, examples: int) -> None:
+    Comparison({"zero": torch.zeros(examples, 99)}).to_json(folder / "found.json")
+
+
 def machine_note(folder: Path, examples: int) -> None:
     machine.note(folder, torch.device("cpu"))
 
@@ -162,7 +167,7 @@ def command(*arguments: str) -> None:
     """The command; its message as an error."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
         patch.setattr("captum_ssm.cli.demo._SCORED", 2)
-        main(["--debug", *arguments])
+        main(["--debug", *arguments, "--force"])
 
 
 def vocabulary(folder: Path, examples: int) -> None:
@@ -186,6 +191,7 @@ WRITERS = {
     tables: pytest.mark.bench,
     machine_note: pytest.mark.bench,
     page: (),
+    saved: (),
     explained(".json"): (),
     **{explained(ending): pytest.mark.full for ending in (".html", ".png")},
     demo: pytest.mark.full,

@@ -19,7 +19,7 @@ from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
-from captum_ssm.insights.files import Images, Texts, class_names
+from captum_ssm.insights.files import Images, Texts, class_names, common_classes
 from captum_ssm.models import VisionMamba, load_bundled
 
 Image = pytest.importorskip("PIL.Image")
@@ -105,7 +105,7 @@ def test_texts_of_a_language_model(prompts):
     visualizer = made("recall-mamba", "--texts", prompts)
     model, vocabulary = load_bundled("recall-mamba")
     assert visualizer.classes == vocabulary.vocab
-    assert visualizer.config.attribution_method == "LATIM Flow"
+    assert visualizer.config.attribution_method == "LatimFlow"
     shown = visualizer.visualize()
     assert len(shown) == len(PROMPTS)
     for text, (output,) in zip(PROMPTS, shown, strict=True):
@@ -117,7 +117,7 @@ def test_texts_of_a_language_model(prompts):
 
 def test_images_of_two_models(vim, photos, labels):
     visualizer = made(vim, vim, "--images", photos, "--labels", labels)
-    visualizer.config = FilterConfig("Mamba Attribution")
+    visualizer.config = FilterConfig("MambaAttribution")
     shown = visualizer.visualize()
     actual = [outputs[0].actual and outputs[0].actual.label for outputs in shown]
     assert actual == [None, "cat", "cat", "dog"]
@@ -266,11 +266,30 @@ def test_names_of_classes():
     assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
 
 
+def test_models_side_by_side_have_the_same_words_and_classes():
+    def labelled(*names: str) -> Loaded:
+        return Loaded(torch.nn.Linear(1, 1), labels=names)
+
+    same = [labelled("cat", "dog"), labelled("cat", "dog", "eel")]
+    assert common_classes(["a", "b"], same, None) == ["cat", "dog"]
+    other = [labelled("cat", "dog"), labelled("cat", "eel")]
+    assert common_classes(["a", "b"], other, ["0", "1"]) == ["0", "1"]
+    with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
+        common_classes(["a", "b"], other, None)
+
+
+def test_models_of_different_vocabularies_are_refused_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("anna owns the\n")
+    with pytest.raises(OptionError, match="recall-mamba and pairs-mamba have different vocab"):
+        made("recall-mamba", "pairs-mamba", "--texts", path)
+
+
 def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "sentences.txt"
     path.write_text("a truly wonderful film\na dull , stupid plot\n")
     visualizer = made("valence-mamba", "valence-rwkv", "--texts", path)
-    visualizer.config = FilterConfig("LATIM Flow", num_examples=2)
+    visualizer.config = FilterConfig("LatimFlow", num_examples=2)
     shown = visualizer.visualize()
     assert len(shown) == 2
     for outputs, label in zip(shown, ("positive", "negative"), strict=True):

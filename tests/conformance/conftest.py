@@ -27,7 +27,7 @@ from captum_ssm import (
 class CentredFlow(LatimFlow):
     """LatimFlow by the rule that looks at what mattered."""
 
-    name = "LATIM Flow, centred"
+    name = "LatimFlow, centred"
     default_rule = "centred"
 
 

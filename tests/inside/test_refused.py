@@ -139,7 +139,7 @@ def test_modes_and_targets_of_layers() -> None:
         explain.attribute(ids, (-1, 99))
     with pytest.raises(OptionError, match="attribute_to_layer_input"):
         explain.attribute(ids, TARGET, None, "yes")
-    with pytest.raises(NotImplementedError, match="Layer LATIM Flow"):
+    with pytest.raises(NotImplementedError, match="LayerLatimFlow"):
         explain.attribute_each(ids, [TARGET])
 
 
@@ -178,7 +178,7 @@ def test_modes_and_layers_of_neurons() -> None:
         NeuronLatimFlow(model, "backbone.embeddings").attribute(ids, NEURON, None, True)
     with pytest.raises(OptionError, match="attribute_to_neuron_input"):
         NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON, None, 1)
-    with pytest.raises(NotImplementedError, match="Neuron LATIM Flow"):
+    with pytest.raises(NotImplementedError, match="NeuronLatimFlow"):
         NeuronLatimFlow(model, BLOCK).attribute_each(ids, [(-1, 3)])
     with pytest.raises(LayerError, match="runs several times"):
         twice = lambda x: model(x).logits + model(x).logits  # noqa: E731

@@ -150,7 +150,7 @@ OURS = [
 def test_our_methods_say_what_they_say_alone(model, inputs, target):
     model, inputs = model(), inputs()
     of = calculation(model)
-    for name, method in [("LATIM Flow", LatimFlow), ("Mamba Attribution", MambaAttribution)]:
+    for name, method in [("LatimFlow", LatimFlow), ("MambaAttribution", MambaAttribution)]:
         (found,) = of.relevance(model, (inputs,), (), target, name, {})
         by_patch = inputs.dim() == 4 and method is MambaAttribution
         alone = method(model).attribute(inputs, target=target, per_token=by_patch)
@@ -229,8 +229,8 @@ def test_a_model_of_one_number_has_no_target():
 def test_what_does_not_fit_or_is_no_argument_is_named():
     model, numbers = table_model(), torch.rand(1, 3)
     of = calculation(model)
-    with pytest.raises(OptionError, match="LATIM Flow does not fit this model: it explains token"):
-        of.relevance(model, (numbers,), (), 1, "LATIM Flow", {})
+    with pytest.raises(OptionError, match="LatimFlow does not fit this model: it explains token"):
+        of.relevance(model, (numbers,), (), 1, "LatimFlow", {})
     for argument in ("steps", "target", "inputs", "self"):
         with pytest.raises(OptionError, match=f"Saliency has no argument '{argument}'"):
             of.relevance(model, (numbers,), (), 1, "Saliency", {argument: 1})

@@ -123,7 +123,7 @@ def test_images_and_changed_arguments(config):
     register_with_captum()
     model, images = vision(), torch.rand(2, 3, 12, 12)
     feature = ImageFeature("photo", None, None)
-    arguments = offered(config, "Mamba Attribution") | {
+    arguments = offered(config, "MambaAttribution") | {
         "clamp": "abs",
         "normalize_rows": "yes",
         "heads": "0 3",
@@ -132,7 +132,7 @@ def test_images_and_changed_arguments(config):
     }
     seen = []
     feature.visualize = lambda attribution, data, share: seen.append(attribution)
-    visualizer(model, feature, images, "Mamba Attribution", **arguments).visualize()
+    visualizer(model, feature, images, "MambaAttribution", **arguments).visualize()
     for image, found in zip(images.split(1), seen, strict=True):
         wanted = MambaAttribution(model).attribute(
             image,
@@ -147,16 +147,16 @@ def test_images_and_changed_arguments(config):
 
 
 READ = [
-    ("Mamba Attribution", "normalize_rows", "yes", True),
-    ("Mamba Attribution", "normalize_rows", "no", False),
-    ("Mamba Attribution", "start_layer", 1, 1),
-    ("Mamba Attribution", "heads", "", None),
-    ("Mamba Attribution", "heads", "0 3", (0, 3)),
-    ("Mamba Attribution", "query", "default", None),
-    ("Implicit Attention Rollout", "discard_ratio", "0.25", 0.25),
-    ("LATIM Flow", "rule", "half", "half"),
-    ("LATIM Flow", "baselines", "0", 0.0),
-    ("LATIM Flow", "baselines", "default", None),
+    ("MambaAttribution", "normalize_rows", "yes", True),
+    ("MambaAttribution", "normalize_rows", "no", False),
+    ("MambaAttribution", "start_layer", 1, 1),
+    ("MambaAttribution", "heads", "", None),
+    ("MambaAttribution", "heads", "0 3", (0, 3)),
+    ("MambaAttribution", "query", "default", None),
+    ("ImplicitAttentionRollout", "discard_ratio", "0.25", 0.25),
+    ("LatimFlow", "rule", "half", "half"),
+    ("LatimFlow", "baselines", "0", 0.0),
+    ("LatimFlow", "baselines", "default", None),
 ]
 
 

@@ -41,20 +41,20 @@ def test_what_passes(options, predicted, actual, passes):
 
 GOOD = [
     {},
-    {"attribution_method": "LATIM Flow", "attribution_arguments": {"rule": "half"}},
+    {"attribution_method": "LatimFlow", "attribution_arguments": {"rule": "half"}},
     {"classes": ("ant",), "num_examples": 1},
     {"num_examples": 100},
-    {"beside": [("LATIM Flow", {"rule": "half"}), ["Saliency", {}]]},
+    {"beside": [("LatimFlow", {"rule": "half"}), ["Saliency", {}]]},
 ]
 
 
 @pytest.mark.parametrize("options", GOOD)
 def test_what_is_known(options):
-    FilterConfig(**options).check(CLASSES)
+    FilterConfig(**options).checked(CLASSES)
 
 
 BAD = [
-    ({"attribution_method": "Oracle"}, "attribution_method='Oracle'.*Saliency.*LATIM Flow"),
+    ({"attribution_method": "Oracle"}, "attribution_method='Oracle'.*Saliency.*LatimFlow"),
     ({"attribution_method": []}, "attribution_method"),
     ({"attribution_arguments": 3}, "attribution_arguments=3"),
     ({"prediction": "right"}, r"prediction='right': use one of \('all'"),
@@ -78,7 +78,7 @@ BAD = [
 @pytest.mark.parametrize(("options", "what"), BAD)
 def test_what_is_not_known_is_named(options, what):
     with pytest.raises(OptionError, match=what):
-        FilterConfig(**options).check(CLASSES)
+        FilterConfig(**options).checked(CLASSES)
 
 
 def test_defaults_are_those_of_captum_insights():

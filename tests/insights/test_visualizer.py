@@ -92,12 +92,12 @@ def test_a_language_model_begins_with_the_method_that_is_recommended():
     words = [f"w{i}" for i in range(VOCABULARY)]
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
-    assert visualizer.config.methods == [("LATIM Flow", {"rule": "centred"})]
-    assert visualizer.get_insights_config()["selected_method"] == "LATIM Flow"
+    assert visualizer.config.methods == [("LatimFlow", {"rule": "centred"})]
+    assert visualizer.get_insights_config()["selected_method"] == "LatimFlow"
     for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
         target = int(model(example).logits[0, -1].argmax())
         wanted = LatimFlow(model).attribute(example, target=(-1, target), rule="centred")[0]
-        assert output.active_index == target and output.method == "LATIM Flow, rule centred"
+        assert output.active_index == target and output.method == "LatimFlow, rule centred"
         assert output.feature_outputs[0].base == [words[i] for i in example[0]]
         percent = 100 * wanted / wanted.abs().max()
         assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
@@ -111,7 +111,7 @@ def test_the_words_of_a_text_by_role(word, baselines):
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
     chosen = {"rule": "centred", "baselines": word}
-    visualizer.config = FilterConfig("LATIM Flow", chosen)
+    visualizer.config = FilterConfig("LatimFlow", chosen)
     for example, (output,) in zip(ids.split(1), visualizer.visualize(), strict=True):
         target = (-1, output.active_index)
         found = LatimFlow(model).decompose(example, target, rule="centred", baselines=baselines)
@@ -127,8 +127,8 @@ def test_the_words_of_a_text_by_role(word, baselines):
 @pytest.mark.parametrize(
     "config",
     [
-        FilterConfig("LATIM Flow", {"rule": "frozen"}),
-        FilterConfig("Implicit Attention Rollout", {}),
+        FilterConfig("LatimFlow", {"rule": "frozen"}),
+        FilterConfig("ImplicitAttentionRollout", {}),
     ],
     ids=["frozen", "a row"],
 )
@@ -193,10 +193,10 @@ def test_a_method_may_fit_one_model_and_not_the_other():
     models = [mamba_lm(), plain]
     visualizer = AttributionVisualizer(models, words, EmptyFeature(), [Batch(ids, None)])
     obstacles = visualizer.obstacles()
-    assert obstacles["LATIM Flow"][0] is None and "No token mixer" in obstacles["LATIM Flow"][1]
+    assert obstacles["LatimFlow"][0] is None and "No token mixer" in obstacles["LatimFlow"][1]
     assert obstacles["Feature Ablation"] == [None, None]
     assert all("integers" in reason for reason in obstacles["Saliency"])
-    with pytest.raises(OptionError, match="LATIM Flow does not fit this model"):
+    with pytest.raises(OptionError, match="LatimFlow does not fit this model"):
         visualizer.visualize()
 
 
@@ -222,13 +222,13 @@ def test_a_class_is_held_against_another_by_its_name():
     words = [f"w{i}" for i in range(VOCABULARY)]
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
     visualizer = AttributionVisualizer(model, words, feature, [Batch(ids, None)])
-    visualizer.config = FilterConfig("LATIM Flow", {"contrast": "w4"})
+    visualizer.config = FilterConfig("LatimFlow", {"contrast": "w4"})
     ((output,),) = visualizer.visualize()
     target = (-1, output.active_index)
     wanted = LatimFlow(model).attribute(ids, target=target, contrast=(-1, 4))[0]
     percent = (100 * wanted / wanted.abs().max()).tolist()
     assert output.feature_outputs[0].modified == pytest.approx(percent, abs=1e-3)
-    visualizer.config = FilterConfig("LATIM Flow", {"contrast": "none such"})
+    visualizer.config = FilterConfig("LatimFlow", {"contrast": "none such"})
     with pytest.raises(OptionError, match="contrast='none such' is no class"):
         visualizer.search(visualizer.view, again=True)
 
@@ -327,7 +327,7 @@ def test_what_can_be_chosen():
     visualizer = table(table_model(), [numbers(1)])
     config = visualizer.get_insights_config()
     assert config["classes"] == CLASSES
-    assert {"Integrated Gradients", "Occlusion", "LATIM Flow"} <= set(config["methods"])
+    assert {"Integrated Gradients", "Occlusion", "LatimFlow"} <= set(config["methods"])
     assert config["method_arguments"]["Integrated Gradients"]["n_steps"]["value"] == 25
     assert config["selected_method"] == "Integrated Gradients"
 

@@ -52,10 +52,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "BasedLinearAttention": {"num_heads": 2, "num_key_value_heads": 2, "feature_dim": 3},
 }
 #: How much kernels round by themselves.
-ROUNDED = {
-    "RWKV7": (2e-4, "chunks multiply by exponentials that grow"),
-    "MesaNet": (5e-3, "its kernels hold queries and keys in float16"),
-}
+ROUNDED = {"MesaNet": (5e-3, "its kernels hold queries and keys in float16")}
+#: The same in chunks.
+ROUNDED_IN_CHUNKS = {"RWKV7": (2e-3, "exponentials that grow over half a chunk are multiplied")}
 #: The same of models in bfloat16 beside their float32 copies.
 ROUNDED_IN_HALF = {"RetNet": (5e-3, "the angles that it turns by are kept in the model's format")}
 #: Families whose chunks refuse float32.
@@ -68,9 +67,13 @@ def made(fla: FLA, family: str, dtype: torch.dtype) -> nn.Module:
     return fla.model(family, **small | own | FAMILIES[family]).to(dtype)
 
 
-def bound(family: str, dtype: torch.dtype = torch.float32) -> float:
-    in_half = ROUNDED_IN_HALF if dtype == torch.bfloat16 else {}
-    return {**ROUNDED, **in_half}.get(family, (interpreted.FLOAT32, ""))[0]
+def bound(family: str, dtype: torch.dtype, chunks: bool = False) -> float:
+    known = {
+        **ROUNDED,
+        **(ROUNDED_IN_CHUNKS if chunks else {}),
+        **(ROUNDED_IN_HALF if dtype == torch.bfloat16 else {}),
+    }
+    return known.get(family, (interpreted.FLOAT32, ""))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,9 +85,10 @@ def test_single_steps(fla: FLA, family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks(fla: FLA, family: str) -> None:
-    dtype = torch.bfloat16 if family in HALF_IN_CHUNKS else torch.float32
-    model = made(fla, family, dtype)
-    interpreted.check(model, torch.randint(19, (2, 70)), bound=bound(family, dtype))
+    only_half = family in HALF_IN_CHUNKS
+    dtype = torch.bfloat16 if only_half else torch.float32
+    model, ids = made(fla, family, dtype), torch.randint(19, (2, 70))
+    interpreted.check(model, ids, bound=bound(family, dtype, chunks=True), twins=not only_half)
 
 
 @pytest.mark.parametrize("tokens", [13, 70])
@@ -97,10 +101,10 @@ def test_layers_alone(fla: FLA, name: str, tokens: int) -> None:
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"PaTHAttention"}))  # it asks for a cache
 def test_packed_sequences(fla: FLA, family: str) -> None:
     """As layers make them of a padded batch."""
-    model, mask = made(fla, family, torch.float32), fla_checks.side_mask([11, 6], 11)
-    layers = interpreted.check(
-        model, torch.randint(19, (2, 11)), attention_mask=mask, bound=bound(family)
-    )
+    dtype = torch.float32
+    model, mask = made(fla, family, dtype), fla_checks.side_mask([11, 6], 11)
+    ids = torch.randint(19, (2, 11))
+    layers = interpreted.check(model, ids, attention_mask=mask, bound=bound(family, dtype))
     assert all(torch.equal(layer.linear.mask, mask.bool()) for layer in layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.operators.kernels.arithmetic import all_finite
+from captum_ssm.operators.kernels.truths import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

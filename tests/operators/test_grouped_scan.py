@@ -54,16 +54,17 @@ def test_selected_heads_keep_their_group(heads: list[int]) -> None:
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("groups", [0, 1, 3])
 @pytest.mark.parametrize("elements", [1, 10**9])
-def test_matrix_products_of_chunks(
+def test_what_runs_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tokens: int, groups: int, elements: int
 ) -> None:
-    """What runs on a GPU equals the loop over tokens."""
-    monkeypatch.setattr(selective_scan, "_CHUNK_ELEMENTS", elements)
+    """Odd-even reduction and products with chunks' matrices equal the loop over tokens."""
+    for name in ("_CHUNK_ELEMENTS", "_REDUCED_ELEMENTS"):
+        monkeypatch.setattr(selective_scan, name, elements)
     scan, _ = drawn(groups or 1, tokens)
     if not groups:
         scan = SelectiveScan(scan.dt, scan.a, scan.b[:, :, 0], scan.c[:, :, 0])
     for lead in ((), (7,)):
         v = torch.randn(*lead, *scan.shape, dtype=torch.float64)
         for transposed, wanted in ((False, scan.apply(v)), (True, scan.transpose(v))):
-            found = selective_scan._by_products(scan, v, transposed)
-            assert relative_error(found, wanted) <= 1e-12
+            for way in (selective_scan._by_products, selective_scan._by_reduction):
+                assert relative_error(way(scan, v, transposed), wanted) <= 1e-12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,8 +19,10 @@ from captum_ssm import trace
 
 ARCHITECTURE = "docs/howto/adding_an_architecture.md"
 METHOD = "docs/howto/adding_a_method.md"
+GALLERY = "docs/gallery.md"
 #: Pages that other sessions run.
 SESSIONS = {
+    GALLERY: pytest.mark.full,
     "docs/howto/evaluation_at_scale.md": pytest.mark.bench,
     "docs/howto/long_contexts.md": pytest.mark.full,
 }
@@ -50,6 +53,38 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_links_lead_to_files(page: str) -> None:
     place = (ROOT / page).parent
     assert [link for link in links(page) if not (place / link).exists()] == []
+
+
+# --- the gallery ---------------------------------------------------------------------------------
+
+
+def test_every_picture_of_the_gallery_has_its_lines() -> None:
+    """At most ten below each, which end by drawing it; no picture is left over."""
+    text = (ROOT / GALLERY).read_text("utf-8")
+    shown = re.findall(r"^!\[[^\]]+\]\(([^)]+)\)", text, re.MULTILINE)
+    first, *codes = blocks(GALLERY)
+    assert len(shown) == len(codes) >= 10
+    for code in (first, *codes):
+        assert len(code.strip().splitlines()) <= 10
+    for code in codes:
+        assert re.search(r"^figure, \w+ = plot_", code, re.MULTILINE)
+    folder = ROOT / "docs/images/gallery"
+    assert {f"images/gallery/{path.name}" for path in folder.iterdir()} == set(shown)
+
+
+def test_the_gallerys_tool_draws_each_picture_by_the_lines_below_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nfrom captum_ssm.viz import plot_text\n```\n"
+        '![A word.](a/one.png)\n\n```python\nfigure, _ = plot_text(["a"], [1.0])\n```\n'
+        "```python\nraise AssertionError\n```\n"
+    )
+    spec = importlib.util.spec_from_file_location("tool", ROOT / "tools/gallery_pictures.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    tool.draw(page, tmp_path)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["one.png"]
 
 
 # --- adding an architecture ----------------------------------------------------------------------

@@ -163,7 +163,7 @@ def attention(
     """FlashAttention of (B, L, H, N), with keys and values that groups of heads share."""
     assert causal
     groups, tokens, dtype = q.shape[2] // k.shape[2], q.shape[1], v.dtype
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
     if window_size != (-1, -1):
         seen = seen.triu(-window_size[0])
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))

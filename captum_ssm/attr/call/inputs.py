@@ -44,6 +44,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
         inputs: what the user passed.
         name: what the argument is called. Default: ``"inputs"``.
     """
+    inputs = _of_unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
@@ -57,7 +58,8 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
         )
     if tensor.dim() < 2:
         raise InputError(
-            f"{name} has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}."
+            f"{name} has shape {tuple(tensor.shape)}; a batch dimension is needed: {_FORMS}. Pass "
+            f"{name}[None], a batch of one."
         )
     if tensor.numel() == 0:
         raise InputError(f"{name} is empty: shape {tuple(tensor.shape)}.")
@@ -87,6 +89,21 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
                 "as additional_forward_args."
             )
     return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
+
+
+def _of_unpadded(value: Any) -> Any:
+    """The ids of what a tokenizer returned, where all else in it is what models take if left out.
+
+    That is a mask that hides nothing, and types that are all 0.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
+        return value
+    left_out = {"attention_mask": 1, "token_type_ids": 0}
+    others = {name: other for name, other in value.items() if name != "input_ids"}
+    for name, other in others.items():
+        if not isinstance(other, Tensor) or name not in left_out or (other != left_out[name]).any():
+            return value
+    return value["input_ids"]
 
 
 def _in_place_of(value: Any) -> str:
@@ -201,6 +218,24 @@ def _call_on_embeddings(
     with _embedded(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
         return function(ids, *additional, **named)
+
+
+def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | None:
+    """What a model looks up for ids (B, L, E); None where it cannot be given that in their place.
+
+    Args:
+        forward_func: what runs the model.
+        ids: (B, L).
+    """
+    function = runnable(forward_func)
+    layer = getattr(function, "get_input_embeddings", lambda: None)()
+    if not isinstance(function, nn.Module) or layer is None:
+        return None
+    if next(iter(inspect.signature(_own_forward(function)).parameters)) != "input_ids":
+        return None
+    with torch.no_grad(), _embeddable(ids):
+        found: Tensor = layer(ids)
+    return found
 
 
 @contextmanager

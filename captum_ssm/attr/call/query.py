@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError, QueryError
+from ...operators.kernels.truths import holds
 from ...tracing import Layer
 from .checks import as_integer
 from .target_errors import in_few_words
@@ -95,21 +96,21 @@ def _chosen(
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
         require_real_target(index, output, keep)
-        return _last(keep) if index is None else _read_at(index.to(keep.device), keep)
+        return _last(keep) if index is None else _read_at(index, keep)
     if isinstance(query, str) and query == "mean":
         return keep
     if isinstance(query, str) and query == "last":
         return _last(keep)
     if needs_readers(query):
         readers = tokens_read(output, tail) & keep
-        if query == "cls" and bool((readers.sum(-1) != 1).any()):
+        if query == "cls" and not holds((readers.sum(-1) == 1).all()):
             raise QueryError(
                 "query='cls', but the model's output does not read a single token: it has no cls "
                 "token. Use None, 'last', 'mean' or positions."
             )
         return readers
     assert query is not None and not isinstance(query, str)
-    positions = _positions(query).to(keep.device)
+    positions = _positions(query)
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
@@ -131,7 +132,7 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     with torch.enable_grad():
         probe = (output.reshape(len(output), -1) * weights).sum()
     (gradient,) = torch.autograd.grad(probe, tail.output, retain_graph=True, allow_unused=True)
-    if gradient is None or not bool(gradient.any()):
+    if gradient is None or not holds(gradient.any()):
         raise QueryError(
             "The model's output does not depend on its last mixer. Pass query='last', 'mean' or "
             "positions."
@@ -154,9 +155,9 @@ def _at(positions: Tensor, keep: Tensor) -> Tensor:
             f"query position {int(outside[0])} is outside the sequence of {tokens} tokens; "
             f"positions run from {-tokens} to {tokens - 1}."
         )
-    positions = positions % tokens
+    positions = (positions % tokens).to(keep.device)
     padded = ~keep.gather(1, positions)
-    if bool(padded.any()):
+    if not holds(~padded.any()):
         example = int(padded.any(-1).nonzero()[0])
         last = last_real(keep)
         raise QueryError(
@@ -170,7 +171,7 @@ def _at(positions: Tensor, keep: Tensor) -> Tensor:
 
 def _share(chosen: Tensor, dtype: torch.dtype) -> Tensor:
     total = chosen.sum(-1, keepdim=True)
-    if bool((total == 0).any()):
+    if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
         raise QueryError(f"Example {example} has no token to ask for: every token is padding.")
     return chosen.to(dtype) / total

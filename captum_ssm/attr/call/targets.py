@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError, OptionError, OutputError, TargetError
+from ...operators.kernels.truths import holds
 from . import target_errors
+from .checks import as_integer
 
 if TYPE_CHECKING:
     from .head import Kept
@@ -94,10 +96,18 @@ def _listed(name: str, values: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Against:
-    """A target, and what it is held against; see :func:`contrasted`."""
+    """A target, and what it is held against; see :func:`contrasted`.
+
+    Of a target at a position, a contrast that is an int is another entry at the same place.
+    """
 
     target: Any
     contrast: Any
+
+    def __post_init__(self) -> None:
+        entry = as_integer(self.contrast)
+        if entry is not None and isinstance(self.target, tuple) and len(self.target) > 1:
+            object.__setattr__(self, "contrast", (*self.target[:-1], entry))
 
 
 def several(target: Any) -> Sequence[Any]:
@@ -146,7 +156,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def target_index(target: Any, output: Tensor) -> Tensor | None:
-    """The target as indices (B, dims of one example), or None if there is no target.
+    """The target as indices (B, dims of one example) on the host, or None if there is no target.
 
     A :class:`Total` has several for each example, (B, n, 2).
 
@@ -166,8 +176,8 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
         for place, (index, size) in enumerate(zip(row, output.shape[1:], strict=True)):
             if not -size <= index < size:
                 raise target_errors.is_outside(target, place, index, output)
-    sizes = torch.tensor(output.shape[1:], device=output.device)
-    return torch.tensor(rows, device=output.device).reshape(batch, dims) % sizes
+    sizes = torch.tensor(output.shape[1:], device="cpu")
+    return torch.tensor(rows, device="cpu").reshape(batch, dims) % sizes
 
 
 def _indices(target: Total, output: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ def _indices(target: Total, output: Tensor) -> Tensor:
         if len(outside):
             raise target_errors.is_outside(target, place, int(outside[0]), output)
         found.append((values % size).expand(batch, -1))
-    return torch.stack(found, -1).to(output.device)
+    return torch.stack(found, -1)
 
 
 def last_real(mask: Tensor) -> Tensor:
@@ -210,10 +220,12 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     """
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
+    at = index[..., 0].reshape(len(mask), -1)
+    if holds(mask.gather(1, at.to(mask.device)).all()):
+        return
     index, mask = index.cpu(), mask.cpu()
-    padded = ~mask.gather(1, index[..., 0].reshape(len(mask), -1)).all(1)  # (B,)
-    if bool(padded.any()):
-        raise target_errors.is_padded(index, padded, last_real(mask))
+    padded = ~mask.gather(1, at.cpu()).all(1)  # (B,)
+    raise target_errors.is_padded(index, padded, last_real(mask))
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
@@ -280,7 +292,7 @@ def contrasted(
     """
     asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
     number, constant = _contrasted(output, *asked)
-    if not bool(torch.isfinite(number).all()):
+    if not holds(torch.isfinite(number).all()):
         example = int((~torch.isfinite(number)).nonzero()[0])
         found = float(number.detach()[example])
         raise NonFiniteError(
@@ -306,6 +318,7 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
     if contrast in ("others", "runner-up") and output.shape[-1] == 1:
         raise OptionError(f"contrast={contrast!r}, but the output has one entry and no others.")
     several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
+    several = several.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
     entries = output[(example, *several[..., :-1].unbind(-1))]  # (B, n, V)
     chosen = entries.gather(-1, several[..., -1:])[..., 0]

@@ -13,14 +13,16 @@ from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
+from ...operators.kernels.truths import holds
 from ..call.layout import of_given
+from .result import NamedTokens, Names
 
 #: Largest |delta| per |relevance| accepted, by the least precise dtype in sight.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, eq=False)
-class Decomposition:
+class Decomposition(NamedTokens):
     """What every part of a network's input adds to one number of its output.
 
     ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is what
@@ -54,6 +56,7 @@ class Decomposition:
             its shape. Default: empty.
         by_others: what they add to the output of each example (B,), whichever of their elements
             belong to it; None if there are none.
+        names: of the tokens of each example, which its page shows. Default: None, positions.
     """
 
     inputs: Tensor
@@ -68,6 +71,7 @@ class Decomposition:
     past: Tensor | None = None
     others: tuple[Tensor, ...] = ()
     by_others: Tensor | None = None
+    names: Names | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -84,6 +88,9 @@ class Decomposition:
         """output - inputs - virtual - others - biases (B,): 0, but for rounding."""
         delta = self.output - self.inputs.flatten(1).sum(1) - self.virtual - self.bias
         return delta if self.by_others is None else delta - self.by_others
+
+    def _tokens(self) -> tuple[int, int]:
+        return self.inputs.shape[0], self.inputs.shape[1]
 
 
 class Parts(Protocol):
@@ -365,8 +372,8 @@ def sums_up(
         dtypes.add(torch.get_autocast_dtype(device))
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     if together:
-        return bool(found.delta.sum().abs() <= limit * size.sum())
-    return bool((found.delta.abs() <= limit * size).all())
+        return holds(found.delta.sum().abs() <= limit * size.sum())
+    return holds((found.delta.abs() <= limit * size).all())
 
 
 def stacked(parts: Sequence[Decomposition]) -> Decomposition:

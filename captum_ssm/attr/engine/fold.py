@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...errors import InputError, NonFiniteError, OptionError
 from ...operators import Operator, Reduce
-from ...operators.kernels.arithmetic import all_finite, matmul
+from ...operators.kernels.arithmetic import matmul
+from ...operators.kernels.truths import all_finite
 from ...tracing import Layer
 from ..call import checks
 

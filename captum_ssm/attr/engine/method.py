@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import GradientModeError, OptionError
 from ...operators import Reduce
 from ...operators.kernels.arithmetic import full_precision
+from ...operators.kernels.truths import read_together
 from ...tracing import (
     Graph,
     find_mixers,
@@ -56,11 +58,15 @@ class Explainer:
         layers: names or modules of the mixers to use. Default: None, all of them.
     """
 
-    #: shown by Captum; get_name() would otherwise tear acronyms apart
+    #: what it is called wherever it is shown: as it is typed, where Captum would tear it apart
     name = ""
     #: whether the run keeps its autograd graph, and the stream entering each mixer's block
     needs_gradient = False
     needs_streams = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = vars(cls).get("name", cls.__name__)
 
     def __init__(
         self,
@@ -114,7 +120,8 @@ class Explainer:
                 own = tuple(map(cut, additional))
                 request = Request(self.forward_func, model, self.layers, cut(inputs), own)
                 request = replace(request, others=others, streams=self.needs_streams)
-                parts.append(explain(request, list(map(cut.target, targets)), cut))
+                asked = list(map(cut.target, targets))
+                parts.append(read_together(functools.partial(explain, request, asked, cut)))
         return list(zip(*parts, strict=True))
 
     @contextmanager
@@ -149,7 +156,7 @@ class SSMAttribution(Explainer, Attribution):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
-            cls.attribute = log_usage(part_of_slo=True)(_without_baselines(cls.attribute))
+            cls.attribute = log_usage(part_of_slo=True)(_naming_strangers(cls.attribute))
 
     @classmethod
     def get_name(cls) -> str:
@@ -188,19 +195,30 @@ class SSMAttribution(Explainer, Attribution):
         return found
 
 
-def _without_baselines(attribute: Callable[..., Any]) -> Callable[..., Any]:
-    """A method's ``attribute``, which says so if it is handed baselines that it does not take."""
-    if "baselines" in inspect.signature(attribute).parameters:
+#: Arguments of Captum's methods that ours do without, and what to do in their place.
+_OF_CAPTUM = {
+    "baselines": "puts nothing in place of the inputs. Leave it out; to hold an output against "
+    "another, explain both and take the difference, or where a method has it pass contrast=.",
+    "feature_mask": "gives each token its own number. Leave it out, and add up the relevance of "
+    "the tokens that make a feature: torch.zeros(B, features).scatter_add(1, feature_mask, "
+    "relevance).",
+    "n_steps": "takes no steps between two inputs. Leave it out.",
+}
+
+
+def _naming_strangers(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    """A method's ``attribute``, which says so if it is handed an argument that it does not take."""
+    parameters = inspect.signature(attribute).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return attribute
+    missing = {name: why for name, why in _OF_CAPTUM.items() if name not in parameters}
 
     @checks.in_place_of(attribute)
     def checked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
-        if "baselines" in kwargs:
+        for name in kwargs.keys() & missing.keys():
             raise OptionError(
-                f"baselines is not an argument of {self.name}, which explains the run as it is and "
-                "puts nothing in place of the inputs. Leave it out; to hold an output against "
-                "another, explain both and take the difference, or where a method has it pass "
-                "contrast=."
+                f"{name} is not an argument of {self.name}, which explains the run as it is and "
+                f"{missing[name]}"
             )
         return attribute(self, *args, **kwargs)
 

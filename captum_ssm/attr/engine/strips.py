@@ -100,8 +100,10 @@ def _unchanged(strip: Strip) -> Tensor:
 
 def _reached(row: Tensor) -> range:
     """From the first to the last token to which any example's row (B, L) gives something."""
-    tokens = row.ne(0).any(0).nonzero().flatten()
-    return range(int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else range(0)
+    given = row.ne(0).any(0).tolist()  # read once
+    return (
+        range(given.index(True), len(given) - given[::-1].index(True)) if any(given) else range(0)
+    )
 
 
 def _of_rows(x: Tensor, strip: Strip) -> Tensor:

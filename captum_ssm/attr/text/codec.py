@@ -69,12 +69,9 @@ class Codec:
 
     def read(self, ids: Tensor) -> tuple[str, list[Span]]:
         """What tokens (L,) read as, and the first and last character of each, half open."""
-        listed = ids.tolist()
         text = self.text_of(ids)
-        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
-        marks.discard(getattr(self._tokenizer, "unk_token_id", None))
         try:
-            return text, find_spans(text, listed, self._tokenizer.decode, marks)
+            return text, find_spans(text, ids.tolist(), self._tokenizer.decode, self._marks)
         except InputError as error:
             raise InputError(
                 f"Which characters each token stands for cannot be told from what {self._name} "
@@ -88,11 +85,42 @@ class Codec:
             options["skip_special_tokens"] = True
         return str(decode(ids.tolist(), **options))
 
-    def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
-        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
-        marks.discard(getattr(self._tokenizer, "unk_token_id", None))  # stands for a word
+    def pieces(self, ids: Tensor) -> Pieces | None:
+        """What each token of (L,) adds to the text that they read as; None if that cannot be told.
+
+        Nor is it told of texts that are too long to be shown.
+
+        Args:
+            ids: the tokens.
+        """
+        if len(ids) > _MOST:
+            return None
+        listed, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # a text may end too early
         try:
-            return find_spans(text, ids, self._tokenizer.decode, marks)
+            spans = find_spans(text, listed, self._tokenizer.decode, self._marks)
+        except InputError:
+            return None
+        found: list[str | None] = []
+        at, before = 0, (0, 0)
+        for token, (start, end) in zip(listed, spans, strict=True):
+            if start == end and (token in self._marks or end == len(text)):
+                found.append(None)
+            else:
+                found.append("" if (start, end) == before else text[at:end])
+                before = start, end
+            at = max(at, end)
+        return found
+
+    @property
+    def _marks(self) -> set[int]:
+        """Ids that stand for no text; that of unknown words stands for one."""
+        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
+        marks.discard(getattr(self._tokenizer, "unk_token_id", None))
+        return marks
+
+    def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+        try:
+            return find_spans(text, ids, self._tokenizer.decode, self._marks)
         except InputError as error:
             raise InputError(
                 f"A template's values are found by the characters of each token, which "
@@ -127,6 +155,10 @@ def _accepts(function: Any, keyword: str) -> bool:
     return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+#: What each of some tokens adds to a text, spaces in front included: joined, they are the text.
+#: The first of several tokens of one character adds all of it, the others ""; a token that is no
+#: text, such as a mark of the tokenizer's own, has None.
+Pieces: TypeAlias = list[str | None]
 #: First and last character of a token, half open.
 Span: TypeAlias = tuple[int, int]
 #: Token ids to the text that they read as.
@@ -135,6 +167,10 @@ Read: TypeAlias = Callable[[Sequence[int]], str]
 #: What tokenizers decode the parts of a broken character to.
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 
+#: Tokens that may have to be read together: the parts of characters that overlap.
+_LONGEST = 64
+#: Tokens of a text of which pages are made; reading longer ones along would take long.
+_MOST = 20_000
 #: Characters of the text that an error quotes.
 _QUOTED = 20
 
@@ -164,7 +200,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
             spans.append((at, at))
             before = []
             continue
-        count, piece = _readable(ids[len(spans) :], before, read)
+        count, piece = _readable(ids[len(spans) : len(spans) + _LONGEST], before, read)
         start, end = _place(text, at, piece)
         spans += [(start, end)] * count
         at, before = end, list(ids[len(spans) - count : len(spans)])

@@ -25,7 +25,7 @@ from .hops import Hop, Row, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
 from .result import SSMLLMAttributionResult, less, result_of_spans
 from .resume import counted, fingerprint, kept
-from .spans import Spans, read_spans, with_spans
+from .spans import Spans, joined, read_spans, with_spans
 
 #: How many tokens are generated if nothing else is said.
 _NEW_TOKENS = 25
@@ -226,6 +226,8 @@ class SSMLLMAttribution(Attribution):
             generated_attr=F.pad(relevance[:, length:], (0, 1)).float(),
             input_tokens=prompt.names,
             output_tokens=self.codec.names(text),
+            input_pieces=prompt.pieces,
+            output_pieces=self.codec.pieces(text),
         )
 
     def _of_spans(
@@ -262,7 +264,8 @@ class SSMLLMAttribution(Attribution):
             row = method.decompose(few, (-few.shape[1], int(text[0])), **given)
             self._check_order(row.tokens.detach().cpu(), [1])
         names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
-        return result_of_spans(prompt, hops, spans, names)
+        pieces = joined(self.codec.pieces(text), spans)
+        return result_of_spans(prompt, hops, spans, names, pieces)
 
     def _check_order(self, relevance: Tensor, last: list[int]) -> None:
         """Raise for relevance on tokens that a text's words come before.

@@ -12,7 +12,7 @@ from captum.attr import TextTemplateInput, TextTokenInput
 from torch import Tensor
 
 from ...errors import InputError, OptionError
-from .codec import Codec
+from .codec import Codec, Pieces
 
 #: Ids or strings of tokens.
 SkipTokens = Sequence[int] | Sequence[str] | None
@@ -35,12 +35,15 @@ class Prompt:
         names: what its features are called.
         features: relevance of its tokens (..., L) to relevance of its features (..., names).
         kept: which tokens are of a feature (L,).
+        pieces: what each feature adds to the text; None where that is not known, or where the
+            features do not stand one behind the other.
     """
 
     ids: Tensor
     names: list[str]
     features: Callable[[Tensor], Tensor]
     kept: Tensor
+    pieces: Pieces | None = None
 
 
 def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Prompt:
@@ -76,7 +79,10 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
             f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
             "tokens to explain. Skip fewer."
         )
-    return Prompt(ids, [names[i] for i in places.tolist()], lambda x: x[..., places], keep)
+    pieces, chosen = codec.pieces(ids), places.tolist()
+    if pieces is not None:
+        pieces = [pieces[i] for i in chosen]
+    return Prompt(ids, [names[i] for i in chosen], lambda x: x[..., places], keep, pieces)
 
 
 def read_ids(value: Any, what: str) -> Tensor:

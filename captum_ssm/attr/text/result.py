@@ -12,10 +12,13 @@ import torch
 from captum.attr import LLMAttributionResult
 from torch import Tensor
 
+from ..engine.result import Result, part
+from .codec import Pieces
 from .hops import Hop
 from .prompt import Prompt
 
 
+@part
 @dataclass(frozen=True, eq=False)
 class SpanHop:
     """Where the relevance of S spans stands after some hops; all of it adds up to their outputs.
@@ -40,6 +43,7 @@ class SpanHop:
         return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
 
 
+@part
 @dataclass(frozen=True, eq=False)
 class SpanParts:
     """What the spans of a text are due to.
@@ -102,7 +106,11 @@ class SpanParts:
 
 
 def result_of_spans(
-    prompt: Prompt, hops: Sequence[Hop], spans: Sequence[range], names: list[str]
+    prompt: Prompt,
+    hops: Sequence[Hop],
+    spans: Sequence[range],
+    names: list[str],
+    pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
     """The result of spans, of where relevance stands by token.
 
@@ -111,6 +119,7 @@ def result_of_spans(
         hops: by token of the prompt and the text.
         spans: the ranges of the text's tokens.
         names: what the spans read.
+        pieces: what they add to the text; None where that is not known.
     """
 
     def by_span(on_text: Tensor) -> Tensor:
@@ -131,6 +140,8 @@ def result_of_spans(
         input_tokens=prompt.names,
         output_tokens=names,
         spans=parts,
+        input_pieces=prompt.pieces,
+        output_pieces=pieces,
     )
 
 
@@ -158,10 +169,12 @@ def less(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLM
         input_tokens=one.input_tokens,
         output_tokens=one.output_tokens,
         spans=replace(one.spans, hops=found),
+        input_pieces=one.input_pieces,
+        output_pieces=one.output_pieces,
     )
 
 
-class SSMLLMAttributionResult(LLMAttributionResult):
+class SSMLLMAttributionResult(Result, LLMAttributionResult):
     """Captum's LLMAttributionResult, with what the text's own tokens add to each other.
 
     :class:`~captum_ssm.SSMLLMAttribution` returns it.
@@ -182,6 +195,10 @@ class SSMLLMAttributionResult(LLMAttributionResult):
         spans: what the text's spans are due to, where they were explained as wholes; the rows of
             ``token_attr`` and ``generated_attr`` and the names in ``output_tokens`` are of these
             then. Default: None.
+        input_pieces: what each feature of the prompt adds to its text, spaces in front included:
+            joined, they are the text. The first of several tokens of one character adds it, the
+            others ``""``; a mark that is no text has None. Default: None, not known.
+        output_pieces: the same of the text's tokens, or spans. Default: None, not known.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, SSMLLMAttribution
@@ -196,11 +213,23 @@ class SSMLLMAttributionResult(LLMAttributionResult):
     """
 
     def __init__(
-        self, *, generated_attr: Tensor, spans: SpanParts | None = None, **parts: Any
+        self,
+        *,
+        generated_attr: Tensor,
+        spans: SpanParts | None = None,
+        input_pieces: Pieces | None = None,
+        output_pieces: Pieces | None = None,
+        **parts: Any,
     ) -> None:
         super().__init__(**parts)
         self.generated_attr = generated_attr
         self.spans = spans
+        self.input_pieces, self.output_pieces = input_pieces, output_pieces
+
+    def _state(self) -> dict[str, Any]:
+        names = ("seq_attr", "token_attr", "output_probs", "input_tokens", "output_tokens")
+        own = ("generated_attr", "spans", "input_pieces", "output_pieces")
+        return {name: getattr(self, name) for name in (*names, *own)}
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """A heat map of ``token_attr``; see Captum's LLMAttributionResult.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import InputError, OptionError
 from ..call import checks
-from .codec import Codec
+from .codec import Codec, Pieces
 from .prompt import Prompt
 
 #: What ends a stretch, as a pattern of the characters behind its last one.
@@ -126,6 +126,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
     ids = prompt.ids
     if isinstance(spans, Tensor):
         groups, names = _masked(spans, ids)
+        pieces = None
     else:
         if isinstance(spans, str) and checks.choice("prompt_spans", spans, PROMPT_SPANS) == "turn":
             found = _turns(ids, codec, messages)
@@ -135,10 +136,46 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
         for number, span in enumerate(found):
             groups[span.start : span.stop] = number
         names = [codec.text_of(ids[span.start : span.stop]) for span in found]
+        pieces = joined(codec.pieces(ids), found)
     shares = (groups == torch.arange(len(names))[:, None]).double() * prompt.kept  # (features, L)
     return replace(
-        prompt, names=names, features=lambda x: x @ shares.to(x).T, kept=shares.sum(0) > 0
+        prompt,
+        names=names,
+        features=lambda x: x @ shares.to(x).T,
+        kept=shares.sum(0) > 0,
+        pieces=pieces,
     )
+
+
+def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
+    """What spans of tokens add to a text.
+
+    Args:
+        pieces: what the tokens add; None where that is not known.
+        spans: ranges of them.
+    """
+    if pieces is None:
+        return None
+    texts = [[x for x in pieces[span.start : span.stop] if x is not None] for span in spans]
+    return ["".join(text) if text else None for text in texts]
+
+
+def stretches(pieces: Pieces, name: str) -> list[range]:
+    """Which of a text's pieces stand together in one stretch of it.
+
+    Args:
+        pieces: what each of its parts adds.
+        name: of a stretch: ``"word"``, ``"sentence"`` or ``"paragraph"``.
+    """
+    text, places = "", list[tuple[int, int]]()
+    for piece in pieces:
+        if piece == "" and places:  # of the same character
+            places.append(places[-1])
+            continue
+        places.append((len(text), len(text) + len(piece or "")))
+        text += piece or ""
+    begins = [0, *(match.end() for match in re.finditer(_ENDS[name], text))]
+    return _of_characters(begins, text, places)
 
 
 def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:

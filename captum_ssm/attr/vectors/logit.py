@@ -14,6 +14,7 @@ from ...linear import Local
 from ...tracing import Layer
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
+from ..engine.result import NamedTokens, Names
 from ..engine.run import Question, Run
 from .contributions import Contributions
 from .shares import AltiShares, ProjectionShares
@@ -40,7 +41,7 @@ MIXINGS: dict[str, MakeShares] = {
 
 
 @dataclass(frozen=True, eq=False)
-class LogitContributions:
+class LogitContributions(NamedTokens):
     """What input tokens add to one number of the output, by the layer that wrote it.
 
     Attributes:
@@ -50,6 +51,7 @@ class LogitContributions:
         embedding: what the embeddings add by themselves (B, L).
         biases: what biases and other constants add (B,), by the module that adds them.
         output: the explained number (B,).
+        names: of the tokens of each example, which its page shows. Default: None, positions.
     """
 
     layers: Tensor
@@ -57,6 +59,7 @@ class LogitContributions:
     embedding: Tensor
     biases: dict[str, Tensor]
     output: Tensor
+    names: Names | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -72,6 +75,9 @@ class LogitContributions:
     def delta(self) -> Tensor:
         """output - tokens - biases (B,): 0, but for rounding, if the activation is linearised."""
         return self.output - self.tokens.sum(-1) - self.bias
+
+    def _tokens(self) -> tuple[int, int]:
+        return self.embedding.shape[0], self.embedding.shape[1]
 
 
 def contributions_to(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._names import meant
 from ...errors import OptionError
 from .dictionary_recipes import DICTIONARY_RECIPES
 from .dna_recipes import DNA_RECIPES
@@ -35,5 +36,7 @@ def recipe_of(name: str) -> Recipe:
     """
     known = every_recipe()
     if name not in known:
-        raise OptionError(f"name={name!r}: no such bundled model. Use one of {tuple(known)}.")
+        raise OptionError(
+            f"name={name!r}: no such bundled model.{meant(name, known)} Use one of {tuple(known)}."
+        )
     return known[name]

@@ -25,10 +25,10 @@ Matrices are those of heads; gradients are those of coefficients and values.  Ro
 positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors; its
 strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
 of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
-its arithmetic, chunks serve in place of token_loop.  Where a DeltaRule has a decay for each key
-channel, its gradients take vector_decay_backward in place of within_chunk.  Other operators need
-none of these: diagonals and short convolutions are bands, long convolutions fast Fourier
-transforms, and given matrices products.
+its arithmetic, odd_even serves in place of token_loop, and chunks for many vectors.  Where a
+DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in place of
+within_chunk.  Other operators need none of these: diagonals and short convolutions are bands, long
+convolutions fast Fourier transforms, and given matrices products.
 
 What their algorithms are called; each module says more, with a reference and its naive version in
 tests/oracles:
@@ -46,6 +46,7 @@ scan_backward          Mamba's scan whose backward computes the states again, by
 vector_decay_backward  the SSD algorithm with a decay for each channel of the state
 =====================  ====================================================================
 
-They share :mod:`.arithmetic`, :mod:`.bands` (band matrices), :mod:`.rows` (strips and positions)
-and :mod:`.portions` (how work is cut into parts).
+They share :mod:`.arithmetic`, :mod:`.truths` (checks that are read from a device together),
+:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions) and :mod:`.portions` (how work is
+cut into parts).
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import QueryError
+from .truths import holds
 
 # --- strips ------------------------------------------------------------------------------------
 
@@ -109,11 +110,12 @@ _STACK_ELEMENTS_LAUNCHED = 2**26
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Positions, counted from either end, as tokens (B, Q)."""
-    index = torch.as_tensor(positions, device=device)
+    device_of = positions.device if isinstance(positions, Tensor) else "cpu"
+    index = torch.as_tensor(positions, device=device_of)
     index = index.expand(batch, -1) if index.dim() == 1 else index
-    if not index.numel() or bool(((index < -tokens) | (index >= tokens)).any()):
+    if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
         raise QueryError(f"positions must lie in [{-tokens}, {tokens}), got {positions}.")
-    return index % tokens
+    return (index % tokens).to(device)
 
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:

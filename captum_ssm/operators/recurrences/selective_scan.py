@@ -24,6 +24,7 @@ from ..kernels import chunks
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed, with_graphs
 from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
+from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import (
@@ -31,6 +32,7 @@ from ..kernels.portions import (
     Stream,
     evenly,
     gather_heads,
+    parts,
     some_heads,
     vectors_of_heads,
 )
@@ -48,6 +50,9 @@ _SCAN_ELEMENTS = 2**19
 _SCAN_LEAST = 4
 #: Elements of the matrices of chunks formed at a time (64 MiB in float32).
 _CHUNK_ELEMENTS = 2**24
+#: Elements of the states held at a time by odd-even reduction (1 GiB in float32), and the most
+#: vectors that it takes in place of chunks' matrices.
+_REDUCED_ELEMENTS, _FEW = 2**28, 4
 #: Fewest tokens for which heads are put in an order: few are hardly forgotten by any.
 _ORDERED = 1024
 #: Most channels times states of a factor of a block of the matrix tree: more leave the cache.
@@ -183,7 +188,8 @@ class SelectiveScan(FadingRecurrence):
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         if x.is_cuda:
-            return _by_products(self, x, transposed)
+            few = x.shape[:-4].numel() <= _FEW
+            return (_by_reduction if few else _by_products)(self, x, transposed)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = self._steps(len(out), transposed)
         steps(x.squeeze(-1).reshape(out.shape), slice(0, self.shape.tokens), out)
@@ -266,11 +272,42 @@ class SelectiveScan(FadingRecurrence):
                 yield decay, u, v
 
 
+def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
+    """alpha x, or alpha-transposed x, for few vectors x (..., B, L, H, 1), by odd-even reduction.
+
+    Its launches grow with the logarithm of the tokens, and hold the states of these all at once.
+    """
+    batch, tokens, heads, _ = scan.shape
+    rate = BINARY * scan.a  # (H, N)
+    each = batch * rate.numel()
+
+    def decays(part: slice) -> Tensor:
+        return (scan.dt[:, part, :, None] * rate).exp2_().flatten(2)  # (B, T, H N)
+
+    steps = FadingSteps(decays, scan.dt, transposed)
+    given = x.reshape(-1, batch, tokens, heads, 1)
+    out = torch.empty_like(given, memory_format=torch.contiguous_format)
+    entering, leaving = (scan.c, scan.b) if transposed else (scan.b, scan.c)
+    size = max(chunks.CHUNK, _REDUCED_ELEMENTS // (len(given) * each))
+    for part in parts(tokens, size, transposed):
+        dt = scan.dt[:, part, :, None]
+        vectors = given[:, :, part] if transposed else given[:, :, part] * dt
+        states = vectors * vectors_of_heads(entering[:, part], heads)  # (S, B, T, H, N)
+        flat = states.flatten(-2)
+        steps(flat, part, flat)
+        if leaving.dim() == 3:
+            left = states @ leaving[:, part, :, None]
+        else:
+            left = (states * vectors_of_heads(leaving[:, part], heads)).sum(-1, keepdim=True)
+        torch.mul(left, dt if transposed else 1.0, out=out[:, :, part])
+    return out.view(x.shape)
+
+
 def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
     """alpha x, or alpha-transposed x, for x (..., B, L, H, 1), as matrix products of chunks.
 
-    A GPU is launched once per chunk and not per token.  On a processor, where launches cost little,
-    the matrices of the chunks cost more than the loop for any number of vectors up to 64.
+    For many vectors, which share the matrices.  On a processor, where launches cost little, these
+    cost more than the loop for any number of vectors up to 64.
     """
     batch, tokens, heads, _ = scan.shape
     out = torch.empty_like(x)

@@ -162,7 +162,7 @@ def _given(layer: Layer, origin: Origin) -> Tensor | None:
             f"inputs has a batch of {batch}, but the model's mixers see a batch of "
             f"{len(places[0])}: each example must be explained by itself."
         )
-    first = torch.arange(batch, device=places[0].device)[:, None] * tokens
+    first = torch.arange(batch, device="cpu")[:, None] * tokens
     found = places[0].long()
     if not bool(((found == -1) | (found // tokens == first // tokens)).all()):
         raise InputError(
@@ -233,12 +233,12 @@ def _numbers(origin: Origin) -> Tensor:
 
     Tokens of one number are the same, whatever they have become.
     """
-    numbers = torch.full(origin.shape[:2], -1)
+    numbers = torch.full(origin.shape[:2], -1, device="cpu")
     for source, entries in origin.sources.items():
         places = token_places(origin.shape, entries[0].places)
         if (source == 0 or source >= OTHERS) and places is not None:
-            own = source * 2**40 + places.long().cpu()
-            numbers = torch.where((numbers < 0) & (places.cpu() >= 0), own, numbers)
+            own = source * 2**40 + places.long()
+            numbers = torch.where((numbers < 0) & (places >= 0), own, numbers)
     return numbers
 
 
@@ -246,7 +246,7 @@ def _match(own: Tensor, given: Tensor) -> Tensor | None:
     """Where each numbered token is among others (B, L); None if they are not the same."""
     if own.shape != given.shape:
         return None
-    places = torch.arange(own.shape[1]).expand(own.shape)
+    places = torch.arange(own.shape[1], device="cpu").expand(own.shape)
     if torch.equal(own, given):
         return places
     (sorted_own, at), (sorted_given, there) = own.sort(1), given.sort(1)
@@ -264,12 +264,12 @@ def _common(permutation: Tensor | None, order: Tensor | None, name: str) -> Tens
         )
     if not bool((permutation == permutation[:1]).all()):
         raise NotAChain(f"{name} reads the tokens of each example in another order. {_INSTEAD}")
-    same = torch.arange(permutation.shape[1], device=permutation.device)
-    found = permutation[0] if order is None else order.to(permutation.device)[permutation[0]]
+    same = torch.arange(permutation.shape[1], device="cpu")
+    found = permutation[0] if order is None else order[permutation[0]]
     return None if torch.equal(found, same) else found
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return torch.equal(one, other.to(one.device))
+    return torch.equal(one, other)

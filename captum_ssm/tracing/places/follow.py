@@ -6,6 +6,9 @@ numbered: the explained input, or what a mixer returned.  While the model runs, 
 function of torch says what becomes of the tokens: views and reorderings move them, norms and
 products with weights leave them where they are, and whatever brings several together, be it
 attention, a pool or a function nobody knows, leaves a tensor that says so.
+
+Places are on the host, wherever the tensors are: they are small, are looked at again and again, and
+a device would be waited for each time.
 """
 
 from __future__ import annotations
@@ -113,7 +116,7 @@ class Places(TorchFunctionMode):
         self._unseen: dict[int, str] = {}
         self._records: dict[int, _Record] = {}
         self._memories: dict[int, _Memory] = {}
-        self._steps: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._steps: dict[tuple[int, int], Tensor] = {}
         self._given: Tensor | None = None
 
     @property
@@ -157,8 +160,8 @@ class Places(TorchFunctionMode):
         with unseen():
             batch, length = size or (tensor.shape[0], tensor.shape[1])
             if order is None:
-                order = self._identity(batch, length, tensor.device)
-            order = order.to(tensor.device, torch.int32)
+                order = self._identity(batch, length)
+            order = order.to("cpu", torch.int32)
             self._sizes[source] = batch, length
             places = order.reshape(order.shape + (1,) * (tensor.dim() - order.dim()))
             self._record(tensor, self._origin(tensor, (Group(places, {source: 1.0}),)))
@@ -244,8 +247,8 @@ class Places(TorchFunctionMode):
                 return
             with unseen():
                 if torch.equal(x[:, :length].to(self._given), self._given):
-                    order = x.new_full(x.shape, -1, dtype=torch.int32)
-                    order[:, :length] = self._identity(batch, length, x.device)
+                    order = torch.full(x.shape, -1, dtype=torch.int32, device="cpu")
+                    order[:, :length] = self._identity(batch, length)
                     self.declare(x, 0, order, (batch, length))
 
     def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
@@ -362,15 +365,13 @@ class Places(TorchFunctionMode):
     def _origin(self, tensor: Tensor, groups: Groups, blend: Mixed | None = None) -> Origin:
         if blend is not None:
             groups = ()
-        elif any(g.places.device != tensor.device for g in groups):
-            groups = tuple(Group(p.to(tensor.device), skips) for p, skips in groups)
         return Origin(tensor.shape, groups, self._sizes, self._unseen, blend)
 
-    def _identity(self, batch: int, length: int, device: torch.device) -> Tensor:
+    def _identity(self, batch: int, length: int) -> Tensor:
         """The places of a source's own tokens, the same tensor for all sources of one size."""
-        key = batch, length, device
+        key = batch, length
         if key not in self._steps:
-            steps = torch.arange(batch * length, dtype=torch.int32, device=device)
+            steps = torch.arange(batch * length, dtype=torch.int32, device="cpu")
             self._steps[key] = steps.view(batch, length)
         return self._steps[key]
 
@@ -386,7 +387,7 @@ class Places(TorchFunctionMode):
         if source is None:
             source = -1 - len(self._unseen)
             self._unseen[source] = module
-        places = torch.zeros((1,) * tensor.dim(), dtype=torch.int32, device=tensor.device)
+        places = torch.zeros((1,) * tensor.dim(), dtype=torch.int32, device="cpu")
         self._record(tensor, self._origin(tensor, (Group(places, {source: 0.0}),)))
 
     # --- memory that several tensors share ----------------------------------------------------
@@ -431,11 +432,11 @@ class Places(TorchFunctionMode):
             return None
         if lies[-1] != tensor.element_size():
             return self._origin(tensor, (), Mixed("view", self.where()))
-        size, device = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.device
-        cells = torch.arange(size, device=device)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        cells = torch.arange(size, device="cpu")
         part = cells.as_strided(*lies[:3])
-        owner = torch.full((size,), -1, device=device)
-        owner[part.flatten()] = torch.arange(part.numel(), device=device)
+        owner = torch.full((size,), -1, device="cpu")
+        owner[part.flatten()] = torch.arange(part.numel(), device="cpu")
         ours = owner[cells.as_strided(*layout_of(tensor)[:3])]
         hit = ours >= 0
         if not bool(hit.any()):

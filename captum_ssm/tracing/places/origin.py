@@ -45,7 +45,8 @@ class Entry:
 
     Attributes:
         places: with as many dimensions as the tensor, and size 1 along those that do not tell
-            tokens apart: the flat index b * L + t of the source's token, or -1 for none.
+            tokens apart: the flat index b * L + t of the source's token, or -1 for none. They are
+            on the host.
         skip: the weight with which the source itself is a term of the tensor, unchanged but for the
             order of what it holds; 0 if the tensor is only a function of it.
 
@@ -124,7 +125,7 @@ class Origin:
         order = self.permutation(source)
         with unseen():
             return order is not None and bool(
-                (order == torch.arange(order.shape[1], device=order.device)).all()
+                (order == torch.arange(order.shape[1], device="cpu")).all()
             )
 
     def permutation(self, source: int) -> Tensor | None:
@@ -136,7 +137,7 @@ class Origin:
         if not tokens or len(tokens) > 1 or tokens[0].shape != (batch, length):
             return None
         with unseen():
-            steps = torch.arange(batch * length, device=tokens[0].device).view(batch, length)
+            steps = torch.arange(batch * length, device="cpu").view(batch, length)
             if not torch.equal(tokens[0].long().sort(1).values, steps):
                 return None
             return tokens[0].long() - steps[:, :1]
@@ -156,7 +157,7 @@ def within_examples(places: Tensor, size: tuple[int, int]) -> Tensor:
         [[-1, 0], [1, 2]]
     """
     batch, tokens = size
-    first = torch.arange(batch, device=places.device)[:, None] * tokens
+    first = torch.arange(batch, device="cpu")[:, None] * tokens
     return torch.where(places < 0, -1, places.long() - first)
 
 

@@ -5,23 +5,22 @@ Shapes: L tokens without padding.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from captum.attr import Attribution
 from torch import Tensor
 
 from ...attr import compare
 from ...attr.call.layout import patch_sums
 from ...attr.catalogue import METHODS
-from ...attr.comparison import named
+from ...attr.comparison import Method, Named
+from ...attr.text.codec import Pieces
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
-from ..labels import spelled
+from ..labels import as_words, direction_of, spelled
 from ..overlay import picture_of
 from .answers import Answer, answers_of, facts_of, packed_size, start_layer, switches
 from .example import Example, Subject
@@ -34,13 +33,14 @@ from .parts import (
     decomposes,
     decomposition,
     roles_of,
+    says_nothing,
     tells_pixels,
     tells_roles,
 )
 from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
-Methods: TypeAlias = Sequence[Attribution | type[Attribution]] | Mapping[str, Any]
+Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
 #: Methods that multiply matrices with the identity added to them.
 _ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
@@ -51,7 +51,7 @@ class Wanted:
     """What is to be explained, and how.
 
     Attributes:
-        methods: the methods, by name or in a list; see :func:`captum_ssm.compare`.
+        methods: the methods by name.
         options: further arguments of each.
         maps: names of token-to-token maps, keys of :data:`MAPS`.
         shown_layers: indices of the layers whose maps are wanted.
@@ -65,7 +65,7 @@ class Wanted:
         show_progress: show progress bars.
     """
 
-    methods: Methods
+    methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
     maps: Sequence[str]
     shown_layers: Sequence[int]
@@ -143,6 +143,7 @@ def explain(
         per_token=not gridded,
     )
     names = _names(example, known)
+    words = as_words(names, _pieces(example, known))
     accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
@@ -151,9 +152,11 @@ def explain(
         "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
         "asked": known.asked,
         "asking": known.asking,
-        "tokens": [spelled(token) for token in names],
-        "breaks": [i for i, token in enumerate(names) if "\n" in token],
-        "direction": _direction("".join(names)),
+        "tokens": words.labels,
+        "joined": words.joined,
+        "marks": words.marks,
+        "breaks": words.breaks,
+        "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted.methods, known),
         "start": _start(answers, known),
         "image": _image(example, known),
@@ -188,7 +191,8 @@ def _parts(
     Accounts, roles, and what they say of each prediction.
     """
     accounts, roles, answers = {}, {}, {}
-    for name, method in zip(names, _listed(wanted.methods), strict=True):
+    for name, chosen in zip(names, wanted.methods.values(), strict=True):
+        method: Any = chosen
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
         each = wanted.answers and switches(method, options)
@@ -208,15 +212,14 @@ def _parts(
     return accounts if wanted.accounts else {}, roles, answers
 
 
-def streams_size(outlines: Sequence[Outline], methods: Methods) -> int:
+def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
     """The most bytes that a page holds of what enters layers.
 
     Args:
         outlines: of its examples.
-        methods: the methods; what is none is refused later.
+        methods: the methods by name.
     """
-    known = isinstance(methods, Mapping | Sequence)
-    count = sum(switches(method, {}) for method in _listed(methods)) if known else 0
+    count = sum(switches(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 
 
@@ -252,8 +255,11 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
-def _listed(methods: Methods) -> list[Any]:
-    return list(methods.values() if isinstance(methods, Mapping) else methods)
+def _pieces(example: Example, known: Outline) -> Pieces | None:
+    """What the tokens that are no padding add to the text."""
+    if example.pieces is None or len(example.pieces) == len(known.real):
+        return example.pieces
+    return [example.pieces[i] for i in known.real]
 
 
 def _names(example: Example, known: Outline) -> list[str]:
@@ -273,41 +279,32 @@ def _names(example: Example, known: Outline) -> list[str]:
     )
 
 
-def _direction(text: str) -> str:
-    """``"rtl"`` if most letters that have a direction run from right to left."""
-    kinds = [unicodedata.bidirectional(character) for character in text]
-    leftward = sum(kind in ("R", "AL") for kind in kinds)
-    return "rtl" if leftward > kinds.count("L") else "ltr"
-
-
 def _methods(
     found: Mapping[str, Tensor],
     roles: Mapping[str, Mapping[str, list[float | None]]],
-    methods: Methods,
+    methods: Named,
     known: Outline,
 ) -> list[dict[str, Any]]:
     """What each method says, and the token whose own entry is no relevance of a source."""
-    return [
-        {
-            "name": spelled(name),
-            "values": _values(name, relevance, known),
-            "own": known.asking if _holds_identity(kind) else None,
-            "roles": roles.get(name, {}),
-            "pixels": _pixels(relevance),
-        }
-        for (name, relevance), kind in zip(found.items(), _listed(methods), strict=True)
-    ]
+    facts = []
+    for (name, relevance), kind in zip(found.items(), methods.values(), strict=True):
+        values = _values(name, relevance, known)
+        own = known.asking if holds_identity(kind) else None
+        said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
+        said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        facts.append({**said, "roles": roles.get(name, {})})
+    return facts
 
 
-def _holds_identity(method: Any) -> bool:
-    """Whether the asking token's entry holds the identity, which says nothing of any source."""
+def holds_identity(method: Any) -> bool:
+    """Whether the asking token's entry by a method holds the identity, which says nothing."""
     return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
     """The options, with which methods that do not tell pixels apart return patches."""
     options = dict(wanted.options or {})
-    for name, method in named(wanted.methods).items():
+    for name, method in wanted.methods.items():
         if not tells_pixels(method):
             options[name] = {"per_token": True, **options.get(name, {})}
     return options

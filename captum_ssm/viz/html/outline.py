@@ -190,12 +190,14 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Patches by row and column, other tokens by number.
+    """Patches by row and column, the token that the head reads by that, others by number.
 
     Args:
         known: what is known of an image.
     """
     names = [f"token {i}" for i in known.real]
+    if known.grid is not None and known.asking is not None:
+        names[known.asking] = "class token"
     if known.grid is not None:
         columns = known.grid.size[1]
         for place, token in enumerate(known.grid.tokens.tolist()):

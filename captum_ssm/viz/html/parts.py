@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,22 +37,39 @@ class Account(NamedTuple):
     baselines: float = 0.0
 
 
+#: Entries of others below this share of a token's own, which holds the identity, say nothing.
+_NOTHING = 1e-3
+
+
+def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
+    """Whether a method says nothing of the tokens: all is zero, or as good as that beside its own.
+
+    Args:
+        values: relevance of the tokens; None where there is none.
+        own: the token whose entry holds the identity; None for none.
+    """
+    others = [abs(x) for i, x in enumerate(values) if x is not None and i != own]
+    entry = None if own is None else values[own]
+    return max(others, default=0.0) <= _NOTHING * abs(entry or 0.0)
+
+
 def decomposes(method: Any) -> bool:
     """Whether a method, or a class of them, decomposes the output."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow | LatimLogit)
 
 
-def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor) -> bool:
+def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
     """Whether a method, or a class of them, tells more roles than content.
 
     Args:
         method: the method.
         options: its options; ``gate`` is the earlier name of ``rule``.
         inputs: what is explained; images have no roles, for relevance by role is that of tokens.
+            Default: None, a text.
     """
     kind = method if isinstance(method, type) else type(method)
-    if not issubclass(kind, LatimFlow) or inputs.dim() == 4:
+    if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
     chosen = options.get("rule", options.get("gate"))
     return (kind.default_rule if chosen is None else chosen) != "frozen"

@@ -12,12 +12,15 @@ from ..._files import make_folder, write_whole
 from ...attr.call import checks
 from ...attr.call.inputs import batch_parts
 from ...attr.catalogue import DEFAULT
+from ...attr.comparison import named_methods
 from ...attr.engine.fold import shown
+from ...attr.text.spans import Spans
 from ...attr.vectors.latim import wanted as layers_wanted
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Example, Names, Subject, find_subject, read_examples
 from .explanation import Explanation, Methods, Wanted, explain, streams_size
+from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .page import page
@@ -44,6 +47,10 @@ def report(
     megabytes: float = 12.0,
     edges: int | None = None,
     graph: int | None = None,
+    generate: int | None = None,
+    spans: Spans = "word",
+    prompt_spans: Spans = "word",
+    hops: int = 0,
     names: Sequence[str] | None = None,
     title: str = "Explanation",
     path: str | Path = "report.html",
@@ -61,6 +68,12 @@ def report(
     It opens from the disk, asks for nothing from the network, and works by keyboard alone.
     Where LatimFlow's or MambaLRP's rule tells what tokens of a text did, each role has a row.
 
+    With ``generate=`` the page is of the texts that the model writes: pointing at a word or
+    sentence colours the prompt, and the text up to there, by what it is due to.
+
+    Over an image lie its patches, the outlines of those that matter, or its pixels, where a method
+    tells them apart: LatimFlow and MambaLRP do, and Captum's.
+
     Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
     source.  It is told and listed, but has no colour.
 
@@ -69,8 +82,7 @@ def report(
             it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); a tuple of one such
             tensor; or with a tokenizer a text or several, which need not be of one length.
-        methods: as in :func:`captum_ssm.compare`. Default: LatimFlow, MambaAttribution and
-            ImplicitAttentionRollout.
+        methods: one or several, as in :func:`captum_ssm.compare`. Default: LatimFlow and LatimNorm.
         target: what is explained, in Captum's forms; a list has one for each example. Default:
             None, what the model predicts: of a language model, after the last token.
         additional_forward_args: further positional arguments of forward_func, for example an
@@ -96,6 +108,16 @@ def report(
         graph: how many activations are followed on the way from the words to the output, those
             that add most to it, each by a backward pass, in texts of at most 2000 tokens; 0 for no
             graph. Default: None, 24 beside maps, and none without.
+        generate: explain an answer of so many tokens to every text, in place of one prediction, by
+            one method, LatimFlow if none is named: each token's logit less the mean of all. What a
+            page of predictions alone shows is then
+            not asked for. Default: None, predictions.
+        spans: the parts of an answer that are explained, each by one backward pass; see
+            :meth:`~captum_ssm.SSMLLMAttribution.attribute`. The page sums words up to sentences.
+            Default: ``"word"``.
+        prompt_spans: what of the prompt they are due to, likewise. Default: ``"word"``.
+        hops: how often relevance on the answer's own words goes on towards the prompt, likewise.
+            Default: 0.
         names: what the examples are called. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write; its folder is made if it is missing. Default: ``"report.html"``.
@@ -126,6 +148,33 @@ def report(
     file = Path(path)
     make_folder(file.parent)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
+    if generate is not None:
+        _check_left(
+            target=(target, None),
+            additional_forward_args=(additional_forward_args, None),
+            tokens=(tokens, None),
+            labels=(labels, None),
+            matrices=(matrices, True),
+            shown_layers=(shown_layers, None),
+            edges=(edges, None),
+            graph=(graph, None),
+        )
+        text = report_answers(
+            subject,
+            inputs,
+            methods,
+            options,
+            tokenizer,
+            generate,
+            title=title,
+            names=names,
+            show_progress=show_progress,
+            spans=spans,
+            prompt_spans=prompt_spans,
+            hops=hops,
+        )
+        write_whole(file, text)
+        return file
     examples = read_examples(subject, inputs, target, additional_forward_args, tokens)
     check_labels(names, len(examples), "names")
     found = explain_all(
@@ -144,6 +193,13 @@ def report(
     for name, explanation in zip(names or (), found, strict=names is not None):
         explanation.facts["name"] = name
     return write_report(subject, found, title, file)
+
+
+def _check_left(**given: tuple[Any, Any]) -> None:
+    """Raise for arguments that pages of answers do not follow: what was given, and the default."""
+    for name, (value, default) in given.items():
+        if value is not default:
+            raise OptionError(f"{name} is not for answers, which generate= asks for. Leave it out.")
 
 
 def explain_all(
@@ -183,10 +239,11 @@ def explain_all(
         with cut.counting():
             outlines.append(outline(subject, example))
     chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    taken = streams_size(outlines, methods) if answers else 0
+    named = named_methods(methods)
+    taken = streams_size(outlines, named) if answers else 0
     kept = _kept(outlines, chosen, kinds, megabytes, taken)
     counts = kept, listed, followed
-    asked = Wanted(methods, options, kinds, chosen, *counts, accounts, answers, show_progress)
+    asked = Wanted(named, options, kinds, chosen, *counts, accounts, answers, show_progress)
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     return [
         explain(subject, example, known, asked, number)

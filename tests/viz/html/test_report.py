@@ -142,7 +142,7 @@ def test_images_have_patches(path: Path, cls: str | None) -> None:
         assert example["explained"] == f"the logit of “class {[1, 4][b]}”"
         assert example["tokens"][tokens[7]] == "row 1, column 2"
         if cls is not None:
-            assert example["tokens"][model.cls_position] == f"token {model.cls_position}"
+            assert example["tokens"][model.cls_position] == "class token"
         for method, kind in zip(example["methods"], methods, strict=True):
             found = kind(model).attribute(pictures[b : b + 1], target=[1, 4][b], per_token=True)
             np.testing.assert_allclose(values(method)[tokens], found.flatten().numpy(), rtol=1e-4)

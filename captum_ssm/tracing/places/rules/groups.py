@@ -97,8 +97,8 @@ class Call:
 
     def again(self, x: Any, stand_in: Any) -> list[Tensor]:
         """What the function returns with something in place of the operand ``x``."""
-        args = tuple(stand_in if a is x else a for a in self.args)
-        kwargs = {k: stand_in if a is x else a for k, a in self.kwargs.items()}
+        args = tuple(stand_in if a is x else on_host(a) for a in self.args)
+        kwargs = {k: stand_in if a is x else on_host(a) for k, a in self.kwargs.items()}
         return list(tensors((self.func(*args, **kwargs),)))
 
 
@@ -113,6 +113,21 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from tensors(value)
+
+
+def on_host(value: Any) -> Any:
+    """An index or a mask, however nested, where the places are; of other tensors the shape alone.
+
+    Args:
+        value: any argument of a function.
+    """
+    if isinstance(value, tuple | list):
+        return type(value)(map(on_host, value))
+    if not isinstance(value, Tensor) or value.device.type == "cpu":
+        return value
+    if value.is_floating_point() or value.is_complex():
+        return torch.empty((), dtype=value.dtype, device="cpu").expand(value.shape)
+    return value.cpu()
 
 
 def same(a: Tensor, b: Tensor) -> bool:

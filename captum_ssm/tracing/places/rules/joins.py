@@ -19,6 +19,7 @@ from .groups import (
     each,
     joined,
     nowhere,
+    on_host,
     same,
     tensors,
     thinned,
@@ -66,6 +67,8 @@ def where(call: Call) -> Sequence[Groups]:
     if isinstance(x, Tensor) and x.dtype == torch.bool:  # x.where(condition, other)
         condition, x = x, condition
 
+    condition = on_host(condition)
+
     def combine(pieces: Sequence[Tensor | None]) -> Tensor:
         like = next(p for p in pieces if p is not None)
         a, b = (nowhere(like, 0) if p is None else p for p in pieces)
@@ -78,12 +81,12 @@ def masked_fill(call: Call) -> Sequence[Groups]:
     mask, value = call.argument(1, "mask"), call.argument(2, "value")
     if call.groups(value):
         raise TokensMeet
-    dims = call.results[0].dim()
+    dims, mask = call.results[0].dim(), on_host(mask)
     return each(call, lambda p: aligned(torch.where(mask, nowhere(p, 0), p), dims))
 
 
 def index_fill(call: Call) -> Sequence[Groups]:
-    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    dim, index = call.argument(1, "dim"), on_host(call.argument(2, "index"))
     shape = call.shape(call.first)
     return each(call, lambda p: thinned(p.expand(shape).index_fill(dim, index, -1)))
 
@@ -96,7 +99,7 @@ def assigned(call: Call) -> Sequence[Groups]:
         if call.argument(3, "accumulate", False):
             return _accumulated(call, index, value)
     shape = call.shape(x)
-    where, used = leading(index, len(shape))
+    where, used = leading(on_host(index), len(shape))
 
     def combine(pieces: Sequence[Tensor | None]) -> Tensor:
         like = next(p for p in pieces if p is not None)
@@ -114,9 +117,9 @@ def assigned(call: Call) -> Sequence[Groups]:
 
 
 def _accumulated(call: Call, index: Any, value: Any) -> Sequence[Groups]:
-    x = call.first
+    x, index = call.first, on_host(index)
     shape = call.shape(x)
-    flat = torch.arange(shape.numel(), device=x.device).view(shape)[index]
+    flat = torch.arange(shape.numel(), device="cpu").view(shape)[index]
 
     def put(places: Tensor) -> Tensor:
         blank = places.new_full((shape.numel(),), -1)
@@ -127,7 +130,7 @@ def _accumulated(call: Call, index: Any, value: Any) -> Sequence[Groups]:
 
 def index_add(call: Call) -> Sequence[Groups]:
     x, dim = call.first, call.argument(1, "dim")
-    index, value = call.argument(2, "index"), call.argument(3, "source tensor")
+    index, value = on_host(call.argument(2, "index")), call.argument(3, "source tensor")
     shape = call.shape(x)
     size = list(call.shape(value))
 
@@ -148,7 +151,7 @@ def index_add(call: Call) -> Sequence[Groups]:
 
 def scatter_add(call: Call) -> Sequence[Groups]:
     x, dim = call.first, call.argument(1, "dim")
-    index, value = call.argument(2, "index"), call.argument(3, "src")
+    index, value = on_host(call.argument(2, "index")), call.argument(3, "src")
     shape = call.shape(x)
 
     def put(places: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def scatter_add(call: Call) -> Sequence[Groups]:
     def spread(places: Tensor) -> Tensor:
         return places.expand(call.shape(value))[tuple(map(slice, index.shape))]
 
-    cells = torch.arange(shape.numel(), device=index.device).view(shape).gather(dim, index)
+    cells = torch.arange(shape.numel(), device="cpu").view(shape).gather(dim, index)
     return _added(call, x, value, spread, cells, put, lambda laid: laid.gather(dim, index))
 
 
@@ -219,7 +222,7 @@ def put_together(call: Call) -> Sequence[Groups]:
         def stand_in(given: Any) -> Any:
             if isinstance(given, tuple | list):
                 return type(given)(map(stand_in, given))
-            return stand_ins.get(id(given), -1 if given is number is not None else given)
+            return stand_ins.get(id(given), -1 if given is number is not None else on_host(given))
 
         kwargs = {k: stand_in(v) for k, v in call.kwargs.items()}
         return thinned(next(tensors((call.func(*map(stand_in, call.args), **kwargs),))))

@@ -18,6 +18,7 @@ from .groups import (
     alike,
     each,
     meet,
+    on_host,
     reshaped,
     tensors,
     thin,
@@ -93,7 +94,7 @@ def selected(call: Call) -> Sequence[Groups]:
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     if call.groups(index):
         return looked_up(call, index) if dim % call.results[0].dim() == 0 else meet()
-    return each(call, lambda p: p if p.size(dim) == 1 else p.index_select(dim, index))
+    return each(call, lambda p: p if p.size(dim) == 1 else p.index_select(dim, on_host(index)))
 
 
 def gathered(call: Call) -> Sequence[Groups]:
@@ -105,7 +106,7 @@ def gathered(call: Call) -> Sequence[Groups]:
         index = index.expand(call.results[0].shape)
     if call.groups(index):
         raise TokensMeet
-    shape = call.shape(call.first)
+    shape, index = call.shape(call.first), on_host(index)
 
     def move(places: Tensor) -> Tensor:
         sizes = list(index.shape)
@@ -133,7 +134,7 @@ def item(call: Call) -> Sequence[Groups]:
     shape = call.shape(x)
     if not any(True for _ in tensors((index,))) and not _holds_list(index):
         return taken(call)
-    where, used = leading(index, len(shape))
+    where, used = leading(on_host(index), len(shape))
     return each(call, lambda p: p.expand(shape[:used] + p.shape[used:])[where])
 
 

@@ -92,7 +92,7 @@ function equation(view, shades, what) {
 function showStrongest(section, { tokens }, view, shades, what, astray) {
   const best = strongest(shades, STRONGEST);
   const shown = best.map((index) => view.values[index]);
-  const ends = [Math.min(0, ...shown), Math.max(0, ...shown)];
+  const ends = [Math.min(0, ...shown), Math.max(view.silent ? endOf(view) : 0, ...shown)];
   const row = (index) => {
     const token = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, tokens[index]));
     token.dataset.index = index;

@@ -39,6 +39,8 @@ class TokenView {
     picture.hidden = true;
     text.dir = example.direction;
     example.tokens.forEach((token, index) => this.elements.push(this.element(token, index)));
+    for (const index of example.joined) this.elements[index].classList.add('joined');
+    for (const index of example.marks) this.elements[index].classList.add('mark');
     const placed = new Set();
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
@@ -72,11 +74,13 @@ class TokenView {
   }
 
   layFolds(indices) {
+    const joined = new Set(this.example.joined);
     for (let start = 0; start < indices.length; start += PART) {
       const inside = indices.slice(start, start + PART);
       const fold = make('details');
       const summary = make('summary', {}, `Tokens ${inside[0]} to ${inside[inside.length - 1]} `);
-      const beginning = inside.slice(0, 12).map((i) => this.example.tokens[i]).join(' ');
+      const begun = (i) => (joined.has(i) ? '' : ' ') + this.example.tokens[i];
+      const beginning = inside.slice(0, 12).map(begun).join('');
       summary.append(make('bdi', { className: 'beginning' }, `${beginning} …`));
       const strip = make('canvas');
       strip.setAttribute('aria-hidden', 'true');

@@ -1,0 +1,297 @@
+"""What calls ask of a GPU, counted on a device that stands in for one.
+
+    python -m benchmarks.budgets
+
+writes ``benchmarks/budgets.json`` anew.  Nothing is measured: launches, bytes, arithmetic and waits
+of the host are counted, which depend on no machine.  What packages have a fused kernel of is one
+launch, and one more for its backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.counts import Counts
+from benchmarks.stand_in import StandIn
+from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, MambaAttribution
+from captum_ssm.operators.kernels.scan_backward import selective_scan
+from captum_ssm.tracing.repair.loops import replacing
+
+FILE = Path(__file__).with_suffix(".json")
+LAYERS, VOCABULARY = 2, 32
+#: How much of a count may be added before a test fails, and of which.
+SLACK, HELD = 1.05, ("launches", "synchronisations", "bytes")
+LENGTHS = (256, 1024)
+TARGET = (-1, 5)
+#: What makes the vectors of all pairs of tokens is counted at the smaller length alone.
+OF_PAIRS = ("LatimALTI",)
+#: The size of Mamba 2.8B: its width, layers, and the tokens that are explained.
+LARGE = 2560, 64, 2048
+#: From which widths, layers and lengths its counts are found.
+_WIDTHS, _DEPTHS, _TOKENS = (64, 128, 192), (1, 2), (128, 256)
+
+Model = nn.Module
+#: Counts by name.
+Row = dict[str, float]
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def _model(family: str, config: str, **options: Any) -> Callable[[int], Model]:
+    def build(layers: int) -> Model:
+        import transformers
+
+        torch.manual_seed(0)
+        counted = {k: v(layers) if callable(v) else v for k, v in options.items()}
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": layers}
+        made = getattr(transformers, config)(**sizes | counted)
+        model: Model = getattr(transformers, family)(made)
+        return model.eval().requires_grad_(False)
+
+    return build
+
+
+FAMILIES: dict[str, Callable[[int], Model]] = {
+    "Mamba": _model("MambaForCausalLM", "MambaConfig", state_size=8),
+    "Mamba-2": _model(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        state_size=16,
+        head_dim=16,
+        num_heads=4,
+        n_groups=1,
+    ),
+    "RG-LRU": _model(
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        lru_width=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        block_types=["recurrent"],
+    ),
+    "RWKV-4": _model("RwkvForCausalLM", "RwkvConfig"),
+    "Gated DeltaNet": _model(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        layer_types=lambda layers: ["linear_attention"] * layers,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        num_experts=0,
+    ),
+    "softmax": _model(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=4096,
+        attn_implementation="eager",
+    ),
+}
+
+
+def _mamba(width: int, layers: int) -> Model:
+    options = {"hidden_size": width, "state_size": 16}
+    return _model("MambaForCausalLM", "MambaConfig", **options)(layers)
+
+
+def _modeling(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+#: What packages have kernels of, and what computes the same on a processor where their own code
+#: would hold the states of all tokens; None is their own code.
+_KERNELS: tuple[tuple[str, str, Callable[..., Any] | None], ...] = (
+    (_modeling("mamba"), "mamba_selective_scan", selective_scan),
+    (_modeling("mamba"), "causal_conv1d_fn", None),
+    (_modeling("mamba2"), "mamba2_chunk_scan", None),
+    (_modeling("mamba2"), "causal_conv1d_fn", None),
+    (_modeling("recurrent_gemma"), "RecurrentGemmaRglru._rnn_scan", None),
+    (_modeling("rwkv"), "rwkv_linear_attention", None),
+    (_modeling("qwen3_next"), "torch_chunk_gated_delta_rule", None),
+    (_modeling("qwen3_next"), "causal_conv1d_fn", None),
+)
+
+
+@contextmanager
+def fused(device: StandIn) -> Iterator[None]:
+    """A context in which the packages' loops and convolutions are kernels of the device.
+
+    Args:
+        device: the device.
+    """
+
+    def kernel(on_processor: Callable[..., Any] | None) -> Callable[..., Any]:
+        return lambda original: device.kernel(on_processor or inspect.unwrap(original))
+
+    undo = replacing([(name, path, kernel(found)) for name, path, found in _KERNELS])
+    try:
+        yield
+    finally:
+        undo()
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def _gradient(model: Any, ids: Tensor) -> Tensor:
+    start = model.get_input_embeddings()(ids).detach().requires_grad_()
+    number = model(inputs_embeds=start, use_cache=False).logits[0, -1, TARGET[1]]
+    return torch.autograd.grad(number, start)[0]
+
+
+CALLS: dict[str, Callable[[Model, Tensor], Any]] = {
+    "f+b": _gradient,
+    "ImplicitAttentionRollout": lambda model, ids: ImplicitAttentionRollout(model).attribute(ids),
+    "MambaAttribution": lambda model, ids: MambaAttribution(model).attribute(ids, TARGET),
+    "LatimFlow, frozen": lambda model, ids: LatimFlow(model).attribute(ids, TARGET, rule="frozen"),
+    "LatimFlow": lambda model, ids: LatimFlow(model).attribute(ids, TARGET),
+    "LatimALTI": lambda model, ids: LatimALTI(model).attribute(ids, TARGET),
+}
+#: Those beside f+b that are to take about as long.
+NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen")
+
+
+def counted(model: Model, length: int, calls: tuple[str, ...]) -> dict[str, Row]:
+    """What calls ask of the device, by their names.
+
+    Args:
+        model: on the host; it is sent to the device.
+        length: how many tokens are explained.
+        calls: names of :data:`CALLS`.
+    """
+    found = {}
+    with StandIn() as device, fused(device):
+        model.to("cuda")
+        ids = (torch.arange(length) % VOCABULARY)[None].to("cuda")
+        for name in calls:
+            device.counts = Counts()
+            CALLS[name](model, ids)
+            found[name] = row(device.counts)
+        model.to("cpu")
+    return found
+
+
+def row(counts: Counts) -> Row:
+    """The numbers of the table."""
+    return {
+        "launches": counts.launches,
+        "synchronisations": counts.synchronisations,
+        "bytes": counts.bytes,
+        "flops": counts.flops,
+    }
+
+
+def grown(found: Row, wanted: Row) -> list[str]:
+    """The counts that are more than a twentieth above those of the table, by their names."""
+    return [name for name in HELD if found[name] > SLACK * wanted[name]]
+
+
+def of_family(family: str) -> dict[str, dict[str, Row]]:
+    """The counts of a family, by length."""
+    found = {}
+    for length in LENGTHS:
+        calls = tuple(x for x in CALLS if x not in OF_PAIRS or length == LENGTHS[0])
+        found[str(length)] = counted(FAMILIES[family](LAYERS), length, calls)
+    return found
+
+
+def of_large(width: int, layers: int, length: int) -> dict[str, Row]:
+    """The counts of a large Mamba, from those of small ones, which no processor has to run.
+
+    Bytes and arithmetic are polynomials: of degree 2 in the width, 1 in the layers and, but for the
+    last few tokens of a reduction, 1 in the tokens.  Launches grow with the logarithm of these, and
+    are counted at the length itself.
+    """
+    calls = ("f+b", *NEAR)
+
+    def at(size: int, count: int, tokens: int) -> dict[str, Row]:
+        return counted(_mamba(size, count), tokens, calls)
+
+    found = {
+        (size, count, tokens): at(size, count, tokens)
+        for size in _WIDTHS
+        for count in _DEPTHS
+        for tokens in _TOKENS
+    }
+    own = {count: at(_WIDTHS[0], count, length) for count in _DEPTHS}
+
+    def extended(call: str, key: str) -> float:
+        if key not in ("bytes", "flops"):
+            return _through(_DEPTHS, [own[count][call][key] for count in _DEPTHS], layers)
+        of_depth = [
+            _through(
+                _WIDTHS,
+                [
+                    _through(_TOKENS, [found[size, n, x][call][key] for x in _TOKENS], length)
+                    for size in _WIDTHS
+                ],
+                width,
+            )
+            for n in _DEPTHS
+        ]
+        return _through(_DEPTHS, of_depth, layers)
+
+    return {call: {key: round(extended(call, key)) for key in own[1][call]} for call in calls}
+
+
+def _through(places: Sequence[int], values: Sequence[float], x: int) -> float:
+    """The polynomial through some values, elsewhere (Lagrange)."""
+    return sum(
+        value * math.prod(Fraction(x - q, p - q) for q in places if q != p)
+        for p, value in zip(places, map(Fraction, values), strict=True)
+    )
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a GPU does in a second, by its maker's data sheet.
+
+    Attributes:
+        name: of the GPU.
+        bandwidth: bytes of its memory.
+        peak: operations in float32, without tensor cores.
+        launch: seconds from one launch to the next.
+    """
+
+    name: str
+    bandwidth: float
+    peak: float
+    launch: float = 4e-6
+
+    def seconds(self, counts: Mapping[str, float]) -> float:
+        """The time that so much work would take: of bytes or arithmetic, and of its launches."""
+        work = max(counts["bytes"] / self.bandwidth, counts["flops"] / self.peak)
+        return work + counts["launches"] * self.launch
+
+
+H100 = GPU("H100 SXM", bandwidth=3.35e12, peak=67e12)
+
+
+def main() -> None:
+    found = {"families": {name: of_family(name) for name in FAMILIES}, "large": of_large(*LARGE)}
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""A device that stands in for a GPU where there is none, on which every operation is counted.
+
+Tensors lie in a processor's memory, and those that were sent to the device answer that they are
+on ``cuda:0``, so that code takes the paths that it takes on a GPU.  Operations on tensors of the
+device and of the host are refused as CUDA refuses them.  A tensor is where its storage is, which
+views, detached copies and what autograd has saved share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.counts import Counts, place, tensors_in
+
+NAME = "cuda:0"
+#: Functions that make tensors on a device that is named to them.
+_MAKING = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
+    "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor "
+    "tensor tril_indices triu_indices zeros zeros_like"
+)
+_MAKING_METHODS = "new_empty new_full new_ones new_tensor new_zeros"
+#: Those of them that read numbers of the host.
+_READING = ("as_tensor", "asarray", "new_tensor", "tensor")
+#: What may copy from one device to the other, or is told places by the host.
+_BETWEEN = ("copy_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+
+aten = torch.ops.aten
+_built_in = torch._C.TensorBase
+_plain_device = _built_in.device.__get__
+
+
+class MixedDevicesError(RuntimeError):
+    """Tensors of the device and of the host have met."""
+
+
+class StandIn(TorchDispatchMode):
+    """A device that is there inside its ``with``, where ``.to("cuda")`` sends tensors to it.
+
+    Attributes:
+        counts: of what has run there since they were last replaced.
+        mixed: the operations refused, for code that goes on after an error.
+        copied: the most bytes of copies of watched weights that there were at a time.
+
+    Example:
+        >>> import torch
+        >>> from benchmarks.stand_in import StandIn
+        >>> with StandIn() as device:
+        ...     x = torch.ones(2, 3).to("cuda")
+        ...     print(x.device, x.is_cuda, float((x @ x.T).sum()))
+        cuda:0 True 12.0
+        >>> device.counts.launches, device.counts.synchronisations
+        (2, 1)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self.mixed: list[str] = []
+        self.copied = 0
+        self._watched: set[int] = set()
+        self._copies: list[tuple[StorageWeakRef, int]] = []
+        self._there: dict[int, StorageWeakRef] = {}
+        self._most = 1024
+        self._adrift: dict[int, StorageWeakRef] = {}
+        self._making: bool | None = None
+        self._in_kernel = False
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> StandIn:
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "User provided device_type of 'cuda'")
+        self._replace()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo.close()
+
+    # --- where tensors are ---------------------------------------------------------------------
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+        return not self._in_kernel and self._is_there(x)
+
+    def _is_there(self, x: Tensor) -> bool:
+        return x.layout == torch.strided and x.untyped_storage()._cdata in self._there
+
+    def _put(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        # a weak reference, for as long as it is held, keeps the address from another storage
+        self._there[storage._cdata] = StorageWeakRef(storage)
+        if len(self._there) > self._most:
+            self._there = {k: ref for k, ref in self._there.items() if not ref.expired()}
+            self._adrift = {k: ref for k, ref in self._adrift.items() if not ref.expired()}
+            self._most = 2 * len(self._there) + 1024
+        return x
+
+    def _is_adrift(self, x: Tensor) -> bool:
+        """Whether torch itself made a tensor, from nothing: autograd makes its zeros so."""
+        return x.layout == torch.strided and x.untyped_storage()._cdata in self._adrift
+
+    def _fetched(self, x: Tensor) -> bool:
+        """Whether it did so for one of the device."""
+        found = self._is_adrift(x)
+        if found:
+            self._put(x)
+            self.counts.launched((), (x,))
+        return found
+
+    def watch(self, model: nn.Module) -> None:
+        """Let copies of a model's weights, in whatever precision, be counted in :attr:`copied`.
+
+        Args:
+            model: on the device.
+        """
+        self._watched = {x.untyped_storage()._cdata for x in model.parameters()}
+
+    def _note_copy(self, given: list[Tensor], out: Any) -> None:
+        if given and given[0].untyped_storage()._cdata in self._watched:
+            storage = out.untyped_storage()
+            self._copies = [x for x in self._copies if not x[0].expired()]
+            self._copies.append((StorageWeakRef(storage), storage.nbytes()))
+            self.copied = max(self.copied, sum(size for _, size in self._copies))
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._in_kernel:
+            return self._marked(func(*args, **kwargs), args, kwargs)
+        given = list(tensors_in((args, kwargs)))
+        there = [self._is_there(x) for x in given]
+        if not any(there):
+            out = func(*args, **kwargs)
+            for x in tensors_in(out):
+                if self._making:
+                    self._put(x)
+                elif self._making is None and all(map(self._is_adrift, given)):
+                    self._adrift[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+            if self._making:
+                self.counts.add(func, args, kwargs, out)
+            return out
+        there = [known or self._fetched(x) for x, known in zip(given, there, strict=True)]
+        if not all(there):
+            self._require_one(func, given, there)
+        out = func(*args, **kwargs)
+        for x in tensors_in(out):
+            self._put(x)
+        self.counts.add(func, args, kwargs, out)
+        if func._overloadpacket in (aten._to_copy, aten.clone):
+            self._note_copy(given, out)
+        if func._overloadpacket in (aten.copy_, aten.index, aten.index_put_) and not all(there):
+            self._between(func, given, there)
+        return out
+
+    def _marked(self, out: Any, args: Any, kwargs: Any) -> Any:
+        """What is made inside a kernel of tensors of the device is there as well."""
+        if any(map(self._is_there, tensors_in((args, kwargs)))):
+            for x in tensors_in(out):
+                self._put(x)
+        return out
+
+    def _require_one(self, func: Any, given: list[Tensor], there: list[bool]) -> None:
+        """Raise for tensors of both devices, but for what CUDA takes: numbers, and places."""
+        name = func._overloadpacket.__name__
+        if name == "copy_" or (name in _BETWEEN and there[0]):
+            return
+        elsewhere = [x for x, is_there in zip(given, there, strict=True) if not is_there]
+        takes_numbers = name == "fill_" or torch.Tag.pointwise in func.tags
+        if takes_numbers and all(x.dim() == 0 for x in elsewhere):
+            return
+        sizes = [tuple(x.shape) for x in elsewhere]
+        message = (
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{NAME} and cpu: {func} with {sizes} on the host at {place()}"
+        )
+        self.mixed.append(message)
+        raise MixedDevicesError(message)
+
+    def _between(self, func: Any, given: list[Tensor], there: list[bool]) -> None:
+        if func._overloadpacket is aten.copy_ and not there[0]:
+            self.counts.synchronised(func, place())
+        elif any(not is_there and x.dim() for x, is_there in zip(given, there, strict=True)):
+            self.counts.uploads += 1
+
+    # --- kernels -------------------------------------------------------------------------------
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a fused kernel would run it: in one launch, and another for its backward.
+
+        Args:
+            function: computes the same on a processor.
+        """
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+            named = [k for k, x in kwargs.items() if isinstance(x, Tensor)]
+            tensors = [*(args[i] for i in places), *(kwargs[k] for k in named)]
+
+            def call(*given: Tensor) -> Any:
+                new = list(args)
+                for i, x in zip(places, given, strict=False):
+                    new[i] = x
+                more = dict(zip(named, given[len(places) :], strict=True))
+                return function(*new, **{**kwargs, **more})
+
+            out = _Kernel.apply(self, call, *tensors)  # type: ignore[no-untyped-call]
+            return out
+
+        return launched
+
+    @contextlib.contextmanager
+    def inside_kernel(self, *tensors: Any) -> Iterator[None]:
+        """A context whose operations are those of one kernel, launched once."""
+        before, self._in_kernel = self._in_kernel, True
+        try:
+            yield
+        finally:
+            self._in_kernel = before
+
+    # --- what torch is asked -------------------------------------------------------------------
+
+    def _replace(self) -> None:
+        """Let torch answer for the device, until the context is left.
+
+        Properties and functions are replaced, and no mode of functions is used, because what looks
+        at none would then see a processor.
+        """
+        self._set(Tensor, "device", property(self._device))
+        self._set(Tensor, "is_cuda", property(lambda x: self.holds(x)))
+        self._set(Tensor, "is_cpu", property(lambda x: not self.holds(x)))
+        self._set(Tensor, "get_device", lambda x: 0 if self.holds(x) else -1)
+        self._set(Tensor, "to", lambda x, *args, **kwargs: self._to(x, *args, **kwargs))
+        self._set(Tensor, "cpu", lambda x, **_: self._to(x, "cpu"))
+        self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, NAME))
+        self._set(Tensor, "tolist", self._read(_built_in.tolist))
+        self._set(Tensor, "numpy", self._refused(Tensor.numpy))
+        self._set(Tensor, "__array__", self._refused(Tensor.__array__))
+        for name in _MAKING.split():
+            self._set(torch, name, self._made(name, getattr(torch, name)))
+        for name in _MAKING_METHODS.split():
+            self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
+        self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
+        self._set(torch.cuda, "default_stream", lambda device=None: None)
+        for context in ("device", "stream"):
+            self._set(torch.cuda, context, lambda chosen: contextlib.nullcontext())
+
+    def _set(self, holder: Any, name: str, new: Any) -> None:
+        own, before = name in vars(holder), vars(holder).get(name)
+        if callable(new):
+            new.__name__ = name  # by which modes of functions know it
+        setattr(holder, name, new)
+        if own:
+            self._undo.callback(setattr, holder, name, before)
+        else:
+            self._undo.callback(delattr, holder, name)
+
+    def _device(self, x: Tensor) -> torch.device:
+        return torch.device(NAME) if self.holds(x) else _plain_device(x)
+
+    def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``Tensor.to`` in all its forms, of which only the device is ours."""
+        given, wanted = list(args), kwargs.pop("device", None)
+        other = kwargs.pop("other", None)
+        if given and isinstance(given[0], Tensor):
+            other = given.pop(0)
+        if other is not None:
+            wanted, dtype = other.device, other.dtype
+        else:
+            if given and not isinstance(given[0], torch.dtype):
+                wanted = given.pop(0)
+            dtype = given.pop(0) if given else kwargs.pop("dtype", None)
+        if dtype is not None:
+            kwargs["dtype"] = dtype
+        now = self.holds(x)
+        sent = now if wanted is None else torch.device(wanted).type == "cuda"
+        kwargs.update(zip(("non_blocking", "copy"), given, strict=False))
+        if sent == now:
+            return _built_in.to(x, **kwargs)
+        if now:
+            self.counts.synchronised(aten._to_copy.default, place())
+        else:
+            self.counts.uploads += 1
+        with self.inside_kernel():  # so that the copy is not a launch
+            kwargs["copy"] = True
+            out = _built_in.to(x, **kwargs)
+        if sent:
+            return self._put(out)
+        self._there.pop(out.untyped_storage()._cdata, None)
+        return out
+
+    def _made(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            before = self._making
+            if device is None:
+                self._making = before or False
+                try:
+                    out = make(*args, **kwargs)
+                finally:
+                    self._making = before
+                if name == "new_tensor" and self.holds(args[0]):
+                    self.counts.uploads += 1
+                    self._put(out)
+                return out
+            there = torch.device(device).type == "cuda"
+            kwargs["device"] = "cpu"
+            given = args[0] if args else kwargs.get("data")
+            if name in _READING and isinstance(given, Tensor):
+                return self._to(given, device, dtype=kwargs.get("dtype"))
+            self._making = there
+            try:
+                out = make(*args, **kwargs)
+            finally:
+                self._making = before
+            if there:
+                self._put(out)
+                self.counts.uploads += name in _READING
+            else:
+                self._there.pop(out.untyped_storage()._cdata, None)
+            return out
+
+        return made
+
+    def _read(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def told(x: Tensor) -> Any:
+            if self.holds(x):
+                self.counts.synchronised(aten._local_scalar_dense.default, place())
+            return read(x)
+
+        return told
+
+    def _refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.holds(x):
+                raise TypeError(f"can't convert {NAME} device type tensor to numpy.")
+            return function(x, *args, **kwargs)
+
+        return refused
+
+
+class _Kernel(torch.autograd.Function):
+    """A function whose forward and backward are a launch each."""
+
+    @staticmethod
+    def forward(ctx: Any, device: StandIn, call: Callable[..., Any], *tensors: Tensor) -> Any:
+        with device.inside_kernel(), torch.enable_grad():
+            leaves = [
+                x.detach().requires_grad_(x.requires_grad and x.is_floating_point())
+                for x in tensors
+            ]
+            out = call(*leaves)
+        ctx.device, ctx.leaves = device, leaves
+        ctx.outputs = out if isinstance(out, tuple) else (out,)
+        plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in ctx.outputs)
+        device.counts.launched(tensors, plain)
+        return plain if isinstance(out, tuple) else plain[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        wanted = [x for x in ctx.leaves if x.requires_grad]
+        pairs = [
+            (x, g) for x, g in zip(ctx.outputs, gradients, strict=True)
+            if isinstance(x, Tensor) and x.requires_grad and g is not None
+        ]  # fmt: skip
+        with ctx.device.inside_kernel():
+            found = torch.autograd.grad(
+                [x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            )
+        by_leaf = dict(zip(map(id, wanted), found, strict=True))
+        ctx.device.counts.launched([*wanted, *(g for _, g in pairs)], tuple(found))
+        return None, None, *(by_leaf.get(id(x)) for x in ctx.leaves)

@@ -1,0 +1,50 @@
+"""Names as users spell them: upper and lower case, spaces, dashes and underscores are the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def known_as(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is meant, or None.
+
+    Args:
+        name: what a user wrote.
+        known: the names that there are.
+
+    Example:
+        >>> from captum_ssm._names import known_as
+        >>> known_as("latim_flow", ["MambaLRP", "LatimFlow"])
+        'LatimFlow'
+    """
+    names = dict.fromkeys(known)
+    if name in list(names):
+        return str(name)
+    found = [each for each in names if _plain(each) == _plain(str(name))]
+    return found[0] if len(found) == 1 else None
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """A question for the end of an error's sentence: the known name that is most like another.
+
+    Args:
+        name: what a user wrote.
+        known: the names that there are.
+
+    Returns:
+        The question behind a space; empty where no name is alike.
+
+    Example:
+        >>> from captum_ssm._names import meant
+        >>> meant("latinflow", ["MambaLRP", "LatimFlow"])
+        ' Did you mean LatimFlow?'
+    """
+    plain = {_plain(each): each for each in known}
+    alike = get_close_matches(_plain(str(name)), plain, n=1)
+    return f" Did you mean {plain[alike[0]]}?" if alike else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name.lower())

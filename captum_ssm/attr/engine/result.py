@@ -1,0 +1,306 @@
+"""What methods find, as files and pages: saved to the last bit, loaded, and shown in notebooks."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ... import __version__
+from ..._files import existing_file, make_folder, read_text, write_whole
+from ...errors import DataError, InputError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: The form of the files; it rises when older versions can no longer read them.
+_FORM = 1
+#: Numbers that JSON has no form for.
+_NO_NUMBERS = ("nan", "inf", "-inf")
+#: Draws pages; named, since it stands above all methods.
+_PAGES = ".viz.html.results"
+#: How high a page is in a notebook, in pixels.
+_HEIGHT = 560
+
+#: Names of tokens, for each example.
+Names = tuple[tuple[str, ...], ...]
+#: A class of which results are made.
+Part = TypeVar("Part", bound=type)
+
+_PARTS: dict[str, type] = {}
+
+
+def part(kind: Part) -> Part:
+    """Let a dataclass be saved in results.
+
+    Args:
+        kind: the class.
+    """
+    _PARTS[kind.__name__] = kind
+    return kind
+
+
+class Result:
+    """What a method found: it shows itself in a notebook, and saves itself.
+
+    Pages are whole by themselves: they hold their own script, open no port and ask for nothing from
+    the network, so that they work in Colab, VS Code and remote Jupyter.
+    """
+
+    _kinds: ClassVar[dict[str, type[Result]]] = {}
+
+    def __init_subclass__(cls, kind: bool = True, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if kind:
+            Result._kinds[cls.__name__] = cls
+
+    def to_json(self, path: str | Path) -> Path:
+        """Save it; :func:`captum_ssm.load_result` loads it again, on the CPU and to the last bit.
+
+        Args:
+            path: the file. What it held is replaced, once all is written; its folder is made.
+
+        Returns:
+            The path.
+
+        Raises:
+            WriteError: when it cannot be written; it then is what it was.
+        """
+        said = {
+            "captum_ssm": __version__,
+            "form": _FORM,
+            "kind": type(self).__name__,
+            "state": _encoded(self._state()),
+        }
+        return _written(path, json.dumps(said, allow_nan=False) + "\n")
+
+    def to_html(self, path: str | Path, title: str | None = None) -> Path:
+        """Write it as a page that needs nothing else.
+
+        Args:
+            path: the file. What it held is replaced, once all is written; its folder is made.
+            title: a heading. Default: None, what it is.
+
+        Returns:
+            The path.
+
+        Raises:
+            WriteError: when it cannot be written; it then is what it was.
+        """
+        return _written(path, self._page(title))
+
+    def show(self) -> None:
+        """Show its page: in a notebook below the cell, elsewhere in a browser, of a temporary file.
+
+        Without a browser the file's name is printed alone.
+        """
+        if _in_notebook():
+            import_module("IPython.display").display(self)
+            return
+        with tempfile.NamedTemporaryFile("wb", suffix=".html", delete=False) as file:
+            file.write(self._page(None).encode())
+        print(f"wrote {file.name}")
+        webbrowser.open(Path(file.name).as_uri())
+
+    def _repr_html_(self) -> str:
+        """Its page in a frame, which keeps the notebook's styles and its own apart."""
+        page = html.escape(self._page(None), quote=True)
+        return (
+            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{type(self).__name__}" '
+            f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+        )
+
+    def _page(self, title: str | None) -> str:
+        pages = import_module(_PAGES, __package__.partition(".")[0])
+        text: str = pages.page_of(self, title)
+        return text
+
+    def _state(self) -> dict[str, Any]:
+        """The arguments that it is made with again."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+class NamedTokens(Result, kind=False):
+    """A result whose tokens may be named.
+
+    Attributes:
+        names: of the tokens of each example; None for none.
+    """
+
+    names: Names | None
+
+    def named(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> Self:
+        """The same with names for the tokens, which its page shows.
+
+        Args:
+            tokens: a list of names for one sequence, or a list of such lists.
+
+        Returns:
+            A copy; what it holds is not copied.
+
+        Raises:
+            InputError: when they are not as many as there are tokens.
+        """
+        batch, length = self._tokens()
+        return self._with_names(read_names(tokens, batch, length))
+
+    def _tokens(self) -> tuple[int, int]:
+        """How many examples there are, and tokens of each."""
+        raise NotImplementedError
+
+    def _with_names(self, names: Names) -> Self:
+        return replace(self, names=names)  # type: ignore[type-var]
+
+
+def load_result(path: str | Path) -> Any:
+    """A result that was saved by its ``to_json``.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A result of the same kind, its tensors on the CPU, with the dtypes, shapes and bits that
+        they had.
+
+    Raises:
+        DataNotFoundError: when there is no such file.
+        DataError: when it holds no result, or one that a newer version wrote.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from captum_ssm import LatimFlow, compare, load_result
+        >>> from captum_ssm.models import load_bundled
+        >>> model, tokenizer = load_bundled()
+        >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
+        >>> found = compare(model, [LatimFlow], ids, target=(-1, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = load_result(found.to_json(f"{folder}/found.json"))
+        >>> torch.equal(again["LatimFlow"], found["LatimFlow"])
+        True
+    """
+    file = existing_file(path, "a file that a result's to_json() wrote")
+    wrong = f"{file} holds no result of captum_ssm"
+    try:
+        said = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{wrong}: {error}. Pass what a result's to_json() wrote.") from None
+    if not isinstance(said, dict) or not {"captum_ssm", "form", "kind", "state"} <= said.keys():
+        raise DataError(f"{wrong}. Pass what a result's to_json() wrote.")
+    if said["form"] != _FORM or said["kind"] not in Result._kinds:
+        raise DataError(
+            f"{file} was written by captum_ssm {said['captum_ssm']}: {said['kind']} in form "
+            f"{said['form']}. This is {__version__}, which reads {', '.join(Result._kinds)} in "
+            f"form {_FORM}. Use the version that wrote it, or a newer one."
+        )
+    try:
+        return Result._kinds[said["kind"]](**_decoded(said["state"]))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise DataError(
+            f"{wrong} that is whole: {type(error).__name__}: {error}. Save it again."
+        ) from error
+
+
+def read_names(tokens: Any, batch: int, length: int) -> Names:
+    """Names of tokens, for each example.
+
+    Args:
+        tokens: a list of names for one sequence, or a list of such lists.
+        batch: how many examples there are.
+        length: how many tokens each has.
+    """
+    listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
+    named = tuple(tuple(map(str, each)) for each in listed)
+    if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:
+        raise InputError(
+            f"tokens has {[len(each) for each in named]} names, but there are {batch} sequences of "
+            f"{length} tokens. Pass a list of names for each."
+        )
+    return named
+
+
+def _written(path: str | Path, text: str) -> Path:
+    file = Path(path)
+    make_folder(file.parent)
+    write_whole(file, text)
+    return file
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def _encoded(value: Any) -> Any:
+    """What JSON can hold of a value, and tell apart."""
+    if isinstance(value, Tensor):
+        return {"tensor": _encoded_tensor(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop]}
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(x) for x in value]}
+    if isinstance(value, Mapping):
+        return {"dict": {str(name): _encoded(x) for name, x in value.items()}}
+    if isinstance(value, Sequence):
+        return [_encoded(x) for x in value]
+    name = type(value).__name__
+    assert name in _PARTS, name
+    return {name: {f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+
+
+def _decoded(said: Any) -> Any:
+    if isinstance(said, list):
+        return [_decoded(x) for x in said]
+    if not isinstance(said, dict):
+        return said
+    ((name, held),) = said.items()
+    if name == "tensor":
+        return _decoded_tensor(held)
+    if name == "float":
+        return float(held)
+    if name == "range":
+        return range(*held)
+    if name == "tuple":
+        return tuple(_decoded(x) for x in held)
+    if name == "dict":
+        return {key: _decoded(x) for key, x in held.items()}
+    return _PARTS[name](**{key: _decoded(x) for key, x in held.items()})
+
+
+def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as its dtype, its shape and its numbers; each float is one of double precision."""
+    flat = tensor.detach().cpu().flatten()
+    values = (flat.double() if flat.is_floating_point() else flat).tolist()
+    if flat.is_floating_point() and not bool(flat.isfinite().all()):
+        values = [value if math.isfinite(value) else str(value) for value in values]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "values": values}
+
+
+def _decoded_tensor(said: Mapping[str, Any]) -> Tensor:
+    dtype = getattr(torch, said["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{said['dtype']} is no dtype")
+    values = said["values"]
+    if dtype.is_floating_point:
+        for value in values:
+            if isinstance(value, str) and value not in _NO_NUMBERS:
+                raise ValueError(f"{value!r} is no number")
+        doubles = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return doubles.to(dtype).view(said["shape"])
+    return torch.tensor(values, dtype=dtype).view(said["shape"])

@@ -1,0 +1,74 @@
+"""Options of methods as they are typed: NAME=VALUE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from captum.attr import Attribution
+    from torch import Tensor, nn
+
+
+def set_options(
+    methods: Mapping[str, type[Attribution]],
+    options: dict[str, dict[str, Any]],
+    given: Sequence[str],
+    model: nn.Module,
+    inputs: Tensor,
+) -> None:
+    """Give each method what was typed for it, and else what its inputs suggest.
+
+    Args:
+        methods: the methods by name.
+        options: those of each, to which they are added.
+        given: what was typed, such as ``"n_steps=50"``.
+        model: what is explained.
+        inputs: of an example.
+
+    Raises:
+        OptionError: when it is no NAME=VALUE, no method takes it, the value is none of its, or a
+            method does not fit the model.
+
+    Example:
+        >>> import torch
+        >>> from captum.attr import IntegratedGradients
+        >>> from captum_ssm.cli.method_options import set_options
+        >>> methods, options, model = {"path": IntegratedGradients}, {}, torch.nn.Linear(2, 1)
+        >>> set_options(methods, options, ["n_steps=50"], model, torch.ones(1, 2))
+        >>> options
+        {'path': {'n_steps': 50}}
+    """
+    from ..attr.engine.method import SSMAttribution
+    from ..explain.methods import with_option
+    from ..insights.applicability import obstacle
+    from ..insights.methods import DEFAULTS_FROM_INPUTS, parameters_of
+
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise OptionError(f"--option {each}: write NAME=VALUE, such as n_steps=50.")
+        with_option(methods, options, name, _read(text), f"--option {each}")
+        for key, method in methods.items():
+            kind = parameters_of(method.get_name()).params.get(name)
+            if kind is not None:
+                options[key][name] = kind.parse(f"--option {name}", options[key][name])
+    for key, method in methods.items():
+        if not issubclass(method, SSMAttribution):
+            reason = obstacle(method, model, (inputs.float(),))  # ids are looked up for them
+            if reason is not None:
+                raise OptionError(f"--method {method.__name__}: {reason}. Leave it out.")
+        suggest = DEFAULTS_FROM_INPUTS.get(method.get_name())
+        if suggest is not None:
+            options[key] = suggest((inputs,)) | options.get(key, {})
+
+
+def _read(text: str) -> Any:
+    """A number, true, false or null as such, and all else as it is typed."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

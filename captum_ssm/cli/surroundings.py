@@ -1,0 +1,72 @@
+"""What surrounds a command: libraries that talk, and files that are already there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from ..errors import OptionError
+
+#: What keeps libraries quiet that are not imported yet; a user's own setting stands.
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep off what other packages warn of, recommend and count; this package's own is shown."""
+    before = dict(os.environ)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"captum_ssm\b")
+        if "transformers" in sys.modules:
+            _quiet_transformers(stack)
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        try:
+            yield
+        finally:
+            for name in _QUIET.keys() - before.keys():
+                del os.environ[name]
+
+
+def _quiet_transformers(stack: ExitStack) -> None:
+    """The same once transformers has read its environment."""
+    logging = import_module("transformers.utils.logging")
+    stack.callback(logging.set_verbosity, logging.get_verbosity())
+    logging.set_verbosity_error()
+    if logging.is_progress_bar_enabled():
+        stack.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()
+
+
+def add_force_to(parser: argparse.ArgumentParser) -> None:
+    """Add the option that lets files be replaced.
+
+    Args:
+        parser: of a command.
+    """
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+
+
+def check_new(files: Iterable[Path], options: argparse.Namespace) -> None:
+    """Raise if a file is there that would be replaced, unless ``--force`` says that it may be.
+
+    Args:
+        files: what will be written.
+        options: with what :func:`add_force_to` adds.
+
+    Raises:
+        OptionError: naming the first file that is there.
+    """
+    for file in () if options.force else files:
+        if file.is_file():
+            raise OptionError(
+                f"{file} is already there. Name another place by --out, or replace it by --force."
+            )

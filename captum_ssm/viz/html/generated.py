@@ -1,0 +1,248 @@
+"""A page of answers: point at a word or a sentence of one, and see what it is due to.
+
+Shapes: S parts of the answer that were explained, F features of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attr import LatimFlow, SSMLLMAttribution, SSMLLMAttributionResult
+from ...attr.call import checks
+from ...attr.catalogue import DEFAULT
+from ...attr.comparison import named_methods
+from ...attr.text.codec import Pieces
+from ...attr.text.spans import Spans, stretches
+from ...errors import InputError, OptionError
+from ..figure import check_labels
+from ..labels import as_words, direction_of
+from .example import Subject
+from .explanation import Methods, holds_identity
+from .page import whole_page
+
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "generated.css")
+_SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
+#: Values of a row are whole numbers of this share of its largest.
+_STEPS = 32767
+
+
+def explain_answers(
+    explain: SSMLLMAttribution,
+    texts: Sequence[Any],
+    *,
+    answer: Any = None,
+    generate: int | None = None,
+    spans: Spans = "word",
+    prompt_spans: Spans = "word",
+    hops: int = 0,
+    contrast: str = "mean",
+    options: Mapping[str, Any] | None = None,
+    show_progress: bool = False,
+) -> list[SSMLLMAttributionResult]:
+    """The parts of an answer to each prompt.
+
+    Args:
+        explain: the method, and the tokenizer.
+        texts: the prompts.
+        answer: what follows every prompt. Default: None, what the model generates.
+        generate: how many tokens it generates. Default: None, 25.
+        spans, prompt_spans, hops: see :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default:
+            words, and no hops.
+        contrast: what each token of the answer is held against, of methods that take an output
+            apart. A log-probability, ``"all"``, vanishes where the model is sure. Default:
+            ``"mean"``, the mean of all tokens.
+        options: of the method. Default: None, none.
+        show_progress: show progress bars. Default: False.
+    """
+    arguments = dict(options or {})
+    if hasattr(explain.attr_method, "answer_in_turn"):
+        arguments.setdefault("contrast", contrast)
+    if answer is None and generate is not None:
+        arguments["gen_args"] = {"max_new_tokens": generate, "do_sample": False}
+    asked = {"spans": spans, "prompt_spans": prompt_spans, "hops": hops} | arguments
+    found = []
+    for text in texts:
+        result = explain.attribute(text, answer, show_progress=show_progress, **asked)
+        assert isinstance(result, SSMLLMAttributionResult)
+        found.append(result)
+    return found
+
+
+def about_answers(model: str, method: str, contrast: str | None, identity: bool) -> str:
+    """What stands below the heading of a page.
+
+    Args:
+        model: its name.
+        method: the method's.
+        contrast: what each token was held against; None for methods that know of no contrast.
+        identity: whether the identity is left out.
+    """
+    said = {
+        None: "",
+        "mean": ", of each token's logit less the mean of all",
+        "all": ", of each token's log-probability",
+    }
+    held = said.get(contrast, f", with contrast {contrast}")
+    own = ", without that of the words that ask, mostly the identity" if identity else ""
+    return f"{model}: relevance by {method}{held}{own}"
+
+
+def report_answers(
+    subject: Subject,
+    inputs: Any,
+    methods: Methods,
+    options: Mapping[str, Mapping[str, Any]] | None,
+    tokenizer: Any,
+    generate: int,
+    *,
+    title: str,
+    names: Sequence[str] | None,
+    show_progress: bool,
+    **asked: Any,
+) -> str:
+    """The page of a report of answers.
+
+    Args:
+        subject: the model.
+        inputs, methods, options, tokenizer, generate, title, names, show_progress: as in
+            :func:`captum_ssm.viz.report`.
+        **asked: its ``spans``, ``prompt_spans`` and ``hops``.
+    """
+    if checks.integer("generate", generate) < 1:
+        raise OptionError(f"generate={generate} must be at least 1.")
+    if tokenizer is None:
+        raise InputError("generate= makes a text: pass the model's tokenizer.")
+    named = named_methods(LatimFlow if methods is DEFAULT else methods)
+    if len(named) != 1:
+        raise OptionError(
+            f"methods names {len(named)}, but answers are explained by one. Name one, such as "
+            "[LatimFlow]."
+        )
+    name, method = next(iter(named.items()))
+    if isinstance(method, type):
+        method = method(subject.forward_func, subject.module, subject.layers)
+    unknown = set(options or {}) - {name}
+    if unknown:
+        raise OptionError(f"options names {sorted(unknown)[0]!r}, but the method is {name!r}.")
+    texts = _listed(inputs)
+    check_labels(names, len(texts), "names")
+    chosen = dict((options or {}).get(name, {}))
+    found = explain_answers(
+        SSMLLMAttribution(method, tokenizer),
+        texts,
+        generate=generate,
+        options=chosen,
+        show_progress=show_progress,
+        **asked,
+    )
+    contrast = chosen.get("contrast", "mean") if hasattr(method, "answer_in_turn") else None
+    identity = holds_identity(method)
+    about = about_answers(type(subject.module).__name__, name, contrast, identity)
+    return answers_page(found, title, about=about, identity=identity, names=names)
+
+
+def answers_page(
+    found: Sequence[SSMLLMAttributionResult],
+    title: str,
+    *,
+    about: str = "",
+    identity: bool = False,
+    names: Sequence[str] | None = None,
+) -> str:
+    """The page of some answers.
+
+    Args:
+        found: the answers, each with its prompt.
+        title: the heading.
+        about: what stands below it. Default: nothing.
+        identity: leave out what a word's rows hold of the words that ask for it, of methods that
+            add the identity there. Default: False.
+        names: what the answers are called. Default: None, ``Example 1``, ...
+    """
+    check_labels(names, len(found), "names")
+    examples: list[dict[str, Any]] = []
+    blocks: dict[str, bytes] = {}
+    for number, result in enumerate(found):
+        name = f"Example {number + 1}" if names is None else names[number]
+        hops = _hops(result)
+        if identity:
+            hops = [(_without_asking(rows), constants) for rows, constants in hops]
+        ids = [f"rows-{number}-{hop}" for hop in range(len(hops))]
+        blocks |= {block: _packed(rows) for block, (rows, _) in zip(ids, hops, strict=True)}
+        examples.append(
+            {
+                "name": name,
+                "prompt": _text(result.input_tokens, result.input_pieces),
+                "answer": _text(result.output_tokens, result.output_pieces),
+                "blocks": ids,
+                "constants": None if hops[0][1] is None else [_short(c) for _, c in hops],
+            }
+        )
+    facts = {"about": about, "examples": examples}
+    return whole_page("generated.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def _listed(inputs: Any) -> list[Any]:
+    """The prompts: texts, or token ids (B, L)."""
+    if isinstance(inputs, str):
+        return [inputs]
+    if not isinstance(inputs, list | tuple | Tensor):
+        raise InputError(
+            f"inputs is of type {type(inputs).__name__}. Pass a text, a list of texts, or token "
+            "ids (B, L)."
+        )
+    if not len(inputs):
+        raise InputError("inputs is an empty list; pass at least one text.")
+    return list(inputs)
+
+
+def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
+    """After each hop relevance (S, F + S) of prompt and answer, and of constants (S,)."""
+    if result.spans is None:
+        assert result.token_attr is not None
+        return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
+    return [
+        (torch.cat([hop.prompt, hop.text + hop.unresolved], 1), hop.constants)
+        for hop in result.spans.hops
+    ]
+
+
+def _without_asking(rows: Tensor) -> Tensor:
+    """Rows (S, F + S) without each part's entries of itself and of what stands before it."""
+    words, columns = rows.shape
+    place = torch.arange(words) + columns - words
+    kept = rows.clone()
+    for asking in (place, (place - 1).clamp_min(0)):
+        kept[torch.arange(words), asking] = 0.0
+    return kept
+
+
+def _packed(rows: Tensor) -> bytes:
+    """The largest of each row (S,), float32, and the rows (S, F + S) in shares of it, int16."""
+    values = rows.detach().cpu().double()
+    largest = values.abs().amax(-1, keepdim=True)
+    steps = (values / largest.where(largest > 0, 1.0) * _STEPS).round()
+    return b"".join(
+        part.numpy().astype(kind).tobytes() for part, kind in ((largest, "<f4"), (steps, "<i2"))
+    )
+
+
+def _short(constants: Tensor | None) -> list[float]:
+    assert constants is not None
+    return [float(f"{value:.5g}") for value in constants.tolist()]
+
+
+def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
+    """Words of a text, and its stretches, as numbers of those that each of them begins with."""
+    words = as_words(names, pieces)
+    known = stretches(pieces, "sentence") if pieces is not None else []
+    return {
+        **words._asdict(),
+        "direction": direction_of("".join(names)),
+        "sentences": [stretch.start for stretch in known],
+    }

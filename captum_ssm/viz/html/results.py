@@ -1,0 +1,144 @@
+"""Pages of what methods return: coloured tokens or maps, and what they add up to.
+
+Shapes: L tokens, E features, Λ mixers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...attr import Comparison, SSMLLMAttributionResult
+from ...attr.catalogue import METHODS
+from ...attr.engine.decompose import Decomposition
+from ...attr.engine.result import Names, Result
+from ...attr.vectors.logit import LogitContributions
+from ..labels import as_words, direction_of, spelled
+from .generated import answers_page
+from .page import whole_page
+from .parts import says_nothing
+
+#: In this order they are one style, and one script.
+_STYLES = ("common.css", "results.css")
+_SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
+#: Modules whose constants are listed, of the largest.
+_LISTED = 12
+
+
+def page_of(result: Result, title: str | None = None) -> str:
+    """The page of a result.
+
+    Args:
+        result: what a method returned.
+        title: a heading. Default: None, what it is.
+    """
+    if isinstance(result, SSMLLMAttributionResult):
+        return answers_page([result], title or "What an answer is due to")
+    assert isinstance(result, Comparison | Decomposition | LogitContributions)
+    if isinstance(result, Comparison):
+        heading, found = "Methods side by side", _of_comparison(result)
+    else:
+        heading, found = "What an output is made of", _of_decomposition(result)
+    examples = []
+    for number, facts in enumerate(found):
+        names = None if result.names is None else result.names[number]
+        count = max((len(row["values"]) for row in facts["rows"]), default=0)
+        listed = [str(i) for i in range(count)] if names is None else names
+        words = as_words([spelled(name) for name in listed], None)
+        facts |= {"name": f"Example {number + 1}"}
+        facts |= {"words": words._asdict() | {"direction": direction_of("".join(listed))}}
+        facts["words"]["sentences"] = []
+        examples.append(facts)
+    facts_of_all = {"examples": examples}
+    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, facts_of_all)
+
+
+def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
+    for number in range(len(next(iter(found.values()), ()))):
+        facts = _nothing_yet()
+        for name, relevance in found.items():
+            identity = _holds_identity(name)
+            _place(facts, spelled(name), relevance[number], found.names, identity)
+        yield facts
+
+
+def _holds_identity(name: str) -> bool:
+    """Whether a method of this name adds the identity to what it multiplies."""
+    return any(entry.holds_identity and entry.method.get_name() == name for entry in METHODS)
+
+
+def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
+    is_image = isinstance(found, Decomposition) and found.inputs.dim() == 4
+    relevance = found.inputs if is_image and isinstance(found, Decomposition) else found.tokens
+    for number in range(len(found.output)):
+        facts = _nothing_yet()
+        _place(facts, "relevance", relevance[number], found.names)
+        parts = {"tokens": relevance[number].sum(), "constants": found.bias[number]}
+        if isinstance(found, Decomposition):
+            parts["tokens that were not given"] = found.virtual[number]
+            if found.by_others is not None:
+                parts["further inputs"] = found.by_others[number]
+            for role, values in (found.roles or {}).items():
+                if bool(values[number].any()) and not is_image:
+                    _place(facts, f"as {role}", values[number], found.names)
+        told = {"tokens", "constants"}
+        sums = [[name, _number(x)] for name, x in parts.items() if name in told or bool(x)]
+        facts["sum"] = {"parts": sums, "output": _number(found.output[number])}
+        ordered = sorted(found.biases.items(), key=lambda item: -abs(float(item[1][number])))
+        facts["biases"] = [[spelled(n), _number(x[number])] for n, x in ordered[:_LISTED]]
+        facts["layers"] = list(_layers(found, number))
+        for row in facts["rows"]:  # of one unit, so that roles compare
+            row["scale"] = max(_largest(each["values"]) for each in facts["rows"])
+        yield facts
+
+
+def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
+    """Relevance of tokens by layer, (Λ, L): as it enters each, or of logits as each adds it."""
+    by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
+    length = found.tokens.shape[1]
+    for values in by_layer:
+        of_tokens = values[number].reshape(len(values[number]), -1).sum(-1)
+        if len(of_tokens) == length:
+            yield _short(of_tokens)
+
+
+def _nothing_yet() -> dict[str, Any]:
+    return {"rows": [], "maps": [], "sum": None, "biases": [], "layers": []}
+
+
+def _place(
+    facts: dict[str, Any], name: str, relevance: Tensor, names: Names | None, identity: bool = False
+) -> None:
+    """Put relevance of one example among the rows of tokens, or among the maps."""
+    values = relevance.detach().cpu().double()
+    if values.dim() == 3:  # channels of an image
+        values = values.sum(0)
+    if values.dim() == 2 and names is not None:  # features of tokens
+        values = values.sum(-1)
+    if values.dim() == 2:
+        size = list(values.shape)
+        facts["maps"].append({"name": name, "size": size, "values": _short(values.flatten())})
+        return
+    found = _short(values)
+    own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
+    note = "" if own is None else "The asking token's own entry holds the identity."
+    if says_nothing(found, own):
+        note += " It says nothing of the others." if identity else "It says nothing."
+    facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})
+
+
+def _largest(values: Sequence[float]) -> float:
+    return max(map(abs, values), default=0.0)
+
+
+def _short(values: Tensor) -> list[float]:
+    return [_number(value) for value in values.flatten().tolist()]
+
+
+def _number(value: Any) -> float:
+    """In as many digits as a page has use for; of what is no number, 0."""
+    number = float(value)
+    return float(f"{number:.5g}") if math.isfinite(number) else 0.0

@@ -1,0 +1,94 @@
+"""What methods return, as pages in a real browser and in frames of notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.chromium import Page
+
+from captum_ssm import LatimFlow
+from captum_ssm.attr import Comparison
+from captum_ssm.models import load_bundled
+
+pytestmark = pytest.mark.browser
+
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decomposition with roles."""
+    model, vocabulary = load_bundled()
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    target = -1, vocabulary.id_of("lamp")
+    found = LatimFlow(model).decompose(ids, target, rule="centred").named(PROMPT.split())
+    return found.to_html(tmp_path_factory.mktemp("results") / "found.html")
+
+
+@pytest.fixture(params=[(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def opened(page: Page, made: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The page, at both widths and in both themes; nothing may go wrong or be fetched."""
+    width, scheme = request.param
+    page.resize(width, 800)
+    page.prefer(scheme)
+    page.goto(made)
+    yield page
+    assert page.overflow() <= 0
+    assert page.errors == []
+    assert page.requests == [made.as_uri()]
+
+
+def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
+    opened.hover('#rows section:nth-child(2) .token[data-index="3"]')
+    said = opened.text("#status")
+    assert said.startswith("Token 3 “lamp”: relevance +") and "as content +" in said
+    rows = opened.count("#rows section")
+    assert rows > 3 and opened.count(".token.current") == rows
+    opened.click('#rows section:nth-child(1) .token[data-index="3"]')
+    opened.hover('#rows section:nth-child(1) .token[data-index="5"]')
+    assert opened.text("#status").startswith("Token 3 “lamp” (kept)")
+    opened.key("Escape")
+    opened.key("Escape")
+    assert opened.count(".token.current") == 0
+
+
+def test_keyboard_and_table(opened: Page) -> None:
+    for _ in range(4):
+        opened.key("Tab")
+        if opened.focused() == "span.token":
+            break
+    opened.key("End")
+    assert opened.text("#status").startswith("Token 13 “the”")
+    opened.click("#numbers summary")
+    opened.wait_for("document.querySelectorAll('#numbers-table tbody tr').length > 0")
+    assert opened.count("#numbers-table tbody tr") == 14
+    assert opened.text("#sum").startswith("The output +")
+    opened.click("#biases summary")
+    assert opened.count("#biases tbody tr") > 3
+
+
+def test_a_frame_of_a_notebook(page: Page, tmp_path: Path) -> None:
+    """Its script runs in a frame of another origin than the notebook's, and asks for nothing."""
+    found = Comparison({"one": torch.tensor([[0.5, -1.0]])}).named(["a</iframe>", "b"])
+    frame, shots = found._repr_html_(), []
+    for number, allowed in enumerate((frame, frame.replace("allow-scripts", ""))):
+        path = tmp_path / f"notebook{number}.html"
+        path.write_text(f"<!doctype html><title>n</title>{allowed}", encoding="utf-8")
+        page.goto(path)
+        page.drawn()
+        assert page.evaluate("document.querySelector('iframe').contentDocument") is None
+        assert [r for r in page.requests if not r.startswith("about:")] == [path.as_uri()]
+        assert [error for error in page.errors if number == 0 or "sandboxed" not in error] == []
+        shots.append(page.screenshot(tmp_path / f"shot{number}.png").read_bytes())
+    assert len(shots[0]) > len(shots[1])  # the script drew
+
+
+def test_a_map(page: Page, tmp_path: Path) -> None:
+    found = Comparison({"one": torch.randn(1, 4, 6), "two": torch.zeros(1, 4, 6)})
+    page.goto(found.to_html(tmp_path / "map.html"))
+    assert page.count("#maps canvas") == 2
+    assert page.evaluate("document.querySelector('#maps canvas').width") == 6
+    assert page.errors == []

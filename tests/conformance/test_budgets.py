@@ -1,0 +1,117 @@
+"""What calls ask of a GPU is what the table says, and grows with nothing that it need not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import budgets
+from benchmarks.counts import Counts
+from benchmarks.stand_in import StandIn
+from tools import speed_page
+
+pytest.importorskip("transformers")
+
+TABLE: dict[str, Any] = json.loads(budgets.FILE.read_text(encoding="utf-8"))
+FEW, MANY = map(str, budgets.LENGTHS)
+FAMILIES = list(budgets.FAMILIES)
+#: Calls that wait for a device once for all that they check.
+CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow")
+#: Softmax attention looks at its masks layer by layer.
+LOOKING = ("softmax",)
+#: Launches for 64 tokens and a layer at most.
+FOR_A_CHUNK = 32
+#: Sums of logarithms of many tokens, in which errors would add up.
+IN_DOUBLE = ("RWKV-4",)
+
+
+def row(family: str, length: str, call: str) -> dict[str, float]:
+    found: dict[str, float] = TABLE["families"][family][length][call]
+    return found
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_are_those_of_the_table(family: str) -> None:
+    """If they are fewer, ``python -m benchmarks.budgets`` writes the table anew."""
+    found = budgets.of_family(family)
+    assert {key: list(calls) for key, calls in found.items()} == {
+        key: list(calls) for key, calls in TABLE["families"][family].items()
+    }
+    for length, calls in found.items():
+        for call, counts in calls.items():
+            wanted = row(family, length, call)
+            assert not budgets.grown(counts, wanted), (family, length, call)
+            assert not budgets.grown(wanted, counts), (family, length, call, "write it anew")
+
+
+@pytest.mark.parametrize("name", ["launches", "synchronisations", "bytes"])
+def test_a_twentieth_more_is_too_much(name: str) -> None:
+    wanted = {"launches": 100.0, "synchronisations": 1.0, "bytes": 1e6, "flops": 1e6}
+    assert budgets.grown({**wanted, name: 1.06 * wanted[name]}, wanted) == [name]
+    assert not budgets.grown({**wanted, name: 1.04 * wanted[name]}, wanted)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (speed_page.DOCS / speed_page.PAGE).read_text(encoding="utf-8")
+    assert speed_page.on_a_gpu(TABLE) in page
+
+
+def test_time_is_of_work_and_of_launches() -> None:
+    gpu = budgets.GPU("one", bandwidth=100.0, peak=10.0, launch=2.0)
+    assert gpu.seconds({"bytes": 1000.0, "flops": 10.0, "launches": 3.0}) == 10 + 6
+    assert gpu.seconds({"bytes": 10.0, "flops": 1000.0, "launches": 0.0}) == 100
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_device_is_waited_for_a_few_times(family: str) -> None:
+    for length in (FEW, MANY):
+        own = row(family, length, "f+b")["synchronisations"]
+        for call in CHECKED_TOGETHER:
+            found = row(family, length, call)["synchronisations"] - own
+            assert found <= (4 if family not in LOOKING else 3 * budgets.LAYERS), (length, call)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_launches_grow_with_chunks_at_most(family: str) -> None:
+    chunks = (int(MANY) - int(FEW)) / 64
+    for call in CHECKED_TOGETHER:
+        more = row(family, MANY, call)["launches"] - row(family, FEW, call)["launches"]
+        assert more <= FOR_A_CHUNK * budgets.LAYERS * chunks, call
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_rule_takes_half_more_than_the_frozen_one_at_most(family: str) -> None:
+    default, frozen = (row(family, MANY, x)["launches"] for x in ("LatimFlow", "LatimFlow, frozen"))
+    assert default <= 1.5 * frozen
+
+
+# --- half precision ------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision(family: str, dtype: torch.dtype) -> None:
+    """Nothing is computed in float64, and no more than a layer's weights are copied at a time."""
+    layers = 4
+    model = budgets.FAMILIES[family](layers).to(dtype)
+    single = 4 * sum(x.numel() for x in model.parameters())
+    for call in ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow"):
+        with StandIn() as device, budgets.fused(device):
+            model.to("cuda")
+            ids = torch.zeros(1, 20, dtype=torch.long, device="cuda")
+            device.watch(model)
+            device.counts = Counts()
+            budgets.CALLS[call](model, ids)
+        assert bool(device.counts.wide) == (family in IN_DOUBLE), call
+        assert device.copied <= single / layers, call

@@ -1,0 +1,208 @@
+"""The paths taken on a CUDA device, on a device that stands in for one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.every_method import METHODS, call
+from oracles import relative_error
+from torch import Tensor
+from zoo import architectures
+from zoo.adapters import ADAPTERS
+
+from benchmarks.counts import Counts
+from benchmarks.stand_in import MixedDevicesError, StandIn
+from captum_ssm import LatimFlow
+from captum_ssm.operators import SelectiveScan
+
+#: The page of a report is text, and ``compare`` calls the methods one by one.
+NAMES = [*(method.__name__ for method in METHODS), "matrices", "norms"]
+#: Models whose own code the zoo has told that a processor is the device that it needs.
+TOLD = {
+    "fla Mamba3": "fla.layers.mamba3.Mamba3",
+    "fla LogLinearMamba2": "fla.layers.log_linear_mamba2.LogLinearMamba2",
+}
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> architectures.Case:
+    return ADAPTERS[request.param](monkeypatch)
+
+
+def moved(case: architectures.Case) -> architectures.Case:
+    return architectures.Case(copy.deepcopy(case.model).to("cuda"), case.inputs.to("cuda"))
+
+
+def target_of(case: architectures.Case) -> Any:
+    return 1 if case.inputs.dim() == 4 else (-1, 3)
+
+
+def found_or_refused(name: str, case: architectures.Case) -> list[Tensor] | str:
+    """What a method finds, or by what name it refuses the model."""
+    try:
+        return call(name, case.model, case.inputs, target_of(case))
+    except Exception as refused:
+        return type(refused).__name__
+
+
+def same(found: list[Tensor] | str, wanted: list[Tensor] | str) -> bool:
+    if isinstance(found, str) or isinstance(wanted, str):
+        return found == wanted
+    return all(relative_error(a.cpu(), b) <= 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ADAPTERS, indirect=True)
+def test_every_method_on_every_kind_of_mixer(
+    case: architectures.Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the same, no operation has met tensors of both devices, and results are there."""
+    key = request.node.callspec.params["case"]
+    wanted = {name: found_or_refused(name, case) for name in NAMES}
+    if key in TOLD:
+        tell_of_cuda(TOLD[key], monkeypatch)
+    with StandIn() as device:
+        there = moved(case)
+        for name in NAMES:
+            found = found_or_refused(name, there)
+            assert not device.mixed, (name, device.mixed)
+            assert same(found, wanted[name]), (name, found, wanted[name])
+            assert isinstance(found, str) or all(x.is_cuda for x in found), name
+
+
+def tell_of_cuda(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = path.rpartition(".")
+    forward = getattr(__import__(module, fromlist=[name]), name).forward
+    names = tuple("cuda" if x == "cpu" else x for x in forward.__code__.co_consts)
+    monkeypatch.setattr(forward, "__code__", forward.__code__.replace(co_consts=names))
+
+
+# --- what it catches -----------------------------------------------------------------------------
+
+
+def explained(length: int, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """The counts of one call on a small Mamba, without those of its own loop."""
+    case = architectures.mamba(monkeypatch)
+    case.inputs = torch.randint(15, (1, length))
+    with StandIn() as device:
+        there = moved(case)
+        device.counts = Counts()
+        with torch.no_grad():
+            there.model(there.inputs)
+        own = device.counts.launches
+        device.counts = Counts()
+        LatimFlow(there.model).attribute(there.inputs, (-1, 3))
+        device.counts.launches -= own
+    return device.counts
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Tensor]) -> None:
+    """Put another function in the place of the scan of Mamba-1."""
+    right = SelectiveScan._run
+    monkeypatch.setattr(
+        SelectiveScan, "_run", lambda scan, x, transposed: run(right, scan, x, transposed)
+    )
+
+
+def test_a_tensor_left_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(right: Any, scan: Any, x: Tensor, transposed: bool) -> Tensor:
+        return right(scan, x, transposed) * torch.ones(scan.shape.tokens)[:, None, None]
+
+    broken(monkeypatch, run)
+    with pytest.raises(MixedDevicesError, match=r"aten.mul.Tensor with \[\(9, 1, 1\)\]"):
+        explained(9, monkeypatch)
+
+
+@pytest.mark.full
+def test_a_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(right: Any, scan: Any, x: Tensor, transposed: bool) -> Tensor:
+        out = torch.empty_like(x)
+        steps = scan._steps(1, transposed)
+        steps(x[None, ..., 0], slice(0, scan.shape.tokens), out[None, ..., 0])
+        return out
+
+    grown = [explained(length, monkeypatch).launches for length in (64, 128)]
+    broken(monkeypatch, run)
+    looped = [explained(length, monkeypatch).launches for length in (64, 128)]
+    assert grown[1] - grown[0] < 64 < looped[1] - looped[0]
+
+
+def test_an_extra_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(right: Any, scan: Any, x: Tensor, transposed: bool) -> Tensor:
+        return right(scan, x, transposed) if x.sum().item() < 1e9 else x
+
+    before = explained(9, monkeypatch).waits
+    broken(monkeypatch, run)
+    after = explained(9, monkeypatch).waits
+    assert len(after) > len(before)
+    assert any("test_stand_in.py" in place for place in after)
+    assert not any("test_stand_in.py" in place for place in before)
+
+
+# --- the device itself ---------------------------------------------------------------------------
+
+
+def test_tensors_are_where_they_were_sent() -> None:
+    with StandIn():
+        x = torch.randn(2, 3).to("cuda").requires_grad_()
+        (gradient,) = torch.autograd.grad((x[0] * 2).sum(), x)
+        assert all(y.is_cuda for y in (x, x.detach(), x[0], x.T, gradient, torch.zeros_like(x)))
+        assert torch.ones(2, device=x.device).device == torch.device("cuda:0")
+        assert not any(y.is_cuda for y in (x.cpu(), torch.ones(2), x.detach().to("cpu")))
+        with torch._C.DisableTorchFunction():  # out of sight of all modes of functions
+            assert x.is_cuda
+        with pytest.raises(TypeError, match="numpy"):
+            x.detach().numpy()
+    assert not x.is_cuda
+    assert torch.arange(2).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("operation", "launches", "waits"),
+    [
+        (lambda x: x + 1, 1, 0),
+        (lambda x: x.view(6)[0], 0, 0),
+        (lambda x: x.sum().item(), 1, 1),
+        (lambda x: bool((x > 0).any()), 2, 1),
+        (lambda x: (x > 0).nonzero(), 2, 1),
+        (lambda x: x[x > 0], 2, 1),
+        (lambda x: x.masked_fill(x > 0, 0), 2, 0),
+        (lambda x: x.cpu(), 0, 1),
+        (lambda x: x.tolist(), 0, 1),
+        (lambda x: x * torch.tensor(2.0), 1, 0),
+        (lambda x: torch.equal(x, x), 1, 1),
+    ],
+)
+def test_what_is_counted(operation: Callable[[Tensor], Any], launches: int, waits: int) -> None:
+    with StandIn() as device:
+        x = torch.randn(2, 3).to("cuda")
+        device.counts = Counts()
+        operation(x)
+    assert (device.counts.launches, device.counts.synchronisations) == (launches, waits)
+
+
+def test_bytes_and_arithmetic() -> None:
+    with StandIn() as device:
+        x, y = torch.randn(4, 8).to("cuda"), torch.randn(8, 2).to("cuda")
+        device.counts = Counts()
+        x @ y
+        x + x[:1].expand(4, 8)  # its one row is read once
+    assert device.counts.flops == 2 * 4 * 8 * 2 + 4 * 8
+    assert device.counts.bytes == 4 * (4 * 8 + 8 * 2 + 4 * 2) + 4 * (4 * 8 + 8 + 4 * 8)
+
+
+def test_a_kernel_is_one_launch_and_one_more_for_its_backward() -> None:
+    with StandIn() as device:
+        kernel = device.kernel(lambda x, times: sum(x * n for n in range(times)))
+        x = torch.randn(3).to("cuda").requires_grad_()
+        device.counts = Counts()
+        out = kernel(x, 5)
+        assert (out.is_cuda, device.counts.launches) == (True, 1)
+        (gradient,) = torch.autograd.grad(out, x, torch.ones(3, device="cuda"))
+        assert gradient.is_cuda
+        assert device.counts.launches == 3  # that of the ones too
+        assert gradient.tolist() == [10.0] * 3
