@@ -18,16 +18,13 @@ from ..edges import EdgeEffects, Edges
 from ..errors import CaptumSSMError, InputError, OptionError
 from ..explain.knockout import Cut, cut_edges
 from ..tracing import find_mixers, find_model
-from ..viz.html.example import Example as OneExample
-from ..viz.html.example import find_subject
-from ..viz.html.graph import graph_of
-from ..viz.html.outline import outline
 from ..viz.html.parts import decomposition, roles_of, tells_pixels, tells_roles
 from ..viz.html.pictures import Raster
 from .applicability import obstacle
 from .dataset import Example
 from .features import BaseFeature, FeatureOutput
 from .filters import FilterConfig, OutputScore
+from .flow import Flow, flow_of
 from .methods import (
     ATTRIBUTION_NAMES_TO_METHODS,
     DEFAULTS_FROM_INPUTS,
@@ -38,8 +35,6 @@ from .rasters import as_given, patches_of, rasters_of
 
 #: So many classes are named of a prediction.
 _NAMED = 4
-#: So many nodes of a graph are followed.
-_FOLLOWED = 24
 #: Arguments of ``attribute`` that are no options of the method.
 _GIVEN = {"self", "inputs", "target", "additional_forward_args"}
 #: The score of a label, as Captum Insights has it.
@@ -94,18 +89,6 @@ class VisualizationOutput(NamedTuple):
     rasters: Sequence[Mapping[str, Raster]] = ()
     method: str = ""
     method_index: int = 0
-
-
-class Flow(NamedTuple):
-    """What runs through a model's layers on the way to a class.
-
-    Attributes:
-        tokens: how many tokens the model read.
-        graph: as :func:`~captum_ssm.viz.html.graph.graph_of` tells a page.
-    """
-
-    tokens: int
-    graph: Mapping[str, Any]
 
 
 class AttributionCalculation:
@@ -284,39 +267,29 @@ class AttributionCalculation:
             target: the class that effects are on.
             edges: the messages.
         """
-        if not self._is_one_text:
-            raise OptionError("messages are cut between the words of one text, which this is not.")
-        inputs = self.transformed(example)
-        asked = self.predict(model, inputs, example.additional).target(target)
-        asked = asked if self.use_label_for_attr else None
+        ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model, exact_norms=True), example.additional or None
 
         def label(index: int, output: Tensor) -> str:
             return self.score(0.0, index).label
 
-        return cut_edges(method, inputs[0], asked, edges, label, additional=additional)
+        return cut_edges(method, ids, asked, edges, label, additional=additional)
 
     def flow(self, model: Any, example: Example, target: int) -> Flow:
         """What runs through a model's layers from the words of a text to a class.
 
         Args:
-            model: one of the models.
-            example: a batch of one.
-            target: the class.
+            model, example, target: as in :meth:`cut`.
         """
+        return flow_of(model, *self._text(model, example, target), example.additional)
+
+    def _text(self, model: Any, example: Example, target: int) -> tuple[Tensor, Any]:
+        """The ids of the one text that an example is, and a class as a target of the model."""
         if not self._is_one_text:
-            raise OptionError("a graph is of the words of one text, which this is not.")
+            raise OptionError("this is asked of the words of one text, which the example is not.")
         (ids,) = self.transformed(example)
         asked = self.predict(model, (ids,), example.additional).target(target)
-        asked = asked if self.use_label_for_attr else None
-        subject = find_subject(model, None, None, None, None)
-        one = OneExample(ids, asked, as_tuple(example.additional), None)
-        known = outline(subject, one)
-        graph = graph_of(subject, one, known, _FOLLOWED)
-        for node in graph["nodes"]:
-            if node["position"] is not None:
-                node["position"] = known.real[node["position"]]
-        return Flow(known.layers[0].tokens, graph)
+        return ids, asked if self.use_label_for_attr else None
 
     def _options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any

@@ -17,11 +17,12 @@ from ..edges import Edges
 from ..errors import OptionError
 from ..explain.knockout import Cut
 from ..viz.html.page import framed
-from .calculation import AttributionCalculation, Flow, VisualizationOutput, explanation
+from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
 from .dataset import Example, Found, Seen, Stream, search
 from .features import BaseFeature
 from .filters import FilterConfig
+from .flow import Flow
 from .methods import ATTRIBUTION_METHOD_CONFIG, ATTRIBUTION_NAMES_TO_METHODS, RECOMMENDED
 from .vocabularies import check_sizes
 

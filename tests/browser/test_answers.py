@@ -13,7 +13,7 @@ from helpers.chromium import Page
 from helpers.pages import read_page
 from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import LatimFlow, MambaAttribution, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
 from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.browser
@@ -159,15 +159,18 @@ def test_methods_that_were_asked_for_one_say_so(opened: Page) -> None:
     assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
 
 
-def test_the_identity_is_in_no_sum(opened: Page, readme: Path) -> None:
-    (example,) = read_page(readme).facts["examples"]
-    rollout = example["methods"][2]
+def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
+    model, vocabulary = load_bundled("recall-mamba")
+    path = tmp_path / "identity.html"
+    report(model, PROMPT, [ImplicitAttentionRollout], tokenizer=vocabulary, path=path)
+    (example,) = read_page(path).facts["examples"]
+    (rollout,) = example["methods"]
     assert rollout["own"] == 13
-    opened.click("#methods label:nth-of-type(3)")
-    said = re.fullmatch(r"Its numbers sum to (\S+)\.", opened.text("#sum"))
+    page.goto(path)
+    said = re.fullmatch(r"Its numbers sum to (\S+)\.", page.text("#sum"))
     assert said is not None
     assert number(said[1]) == pytest.approx(sum(rollout["values"][:13]), rel=6e-3)
-    listed = shown_numbers(opened)
+    listed = shown_numbers(page)
     assert not any(name.startswith("13 ") for name in listed)
     assert sum(listed.values()) == pytest.approx(sum(rollout["values"][:13]), rel=1e-2, abs=1e-2)
 

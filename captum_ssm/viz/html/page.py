@@ -33,6 +33,7 @@ _SCRIPTS = (
     "tip.js",
     "answers.js",
     "layers.js",
+    "pointing.js",
     "report.js",
 )
 

@@ -1,0 +1,46 @@
+"""The way from the words of a text through a model's layers to a class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..viz.html.example import Example, find_subject
+from ..viz.html.graph import graph_of
+from ..viz.html.outline import outline
+
+#: So many nodes of a graph are followed.
+_FOLLOWED = 24
+
+
+class Flow(NamedTuple):
+    """What runs through a model's layers on the way to a class.
+
+    Attributes:
+        tokens: how many tokens the model read.
+        graph: as :func:`~captum_ssm.viz.html.graph.graph_of` tells a page.
+    """
+
+    tokens: int
+    graph: Mapping[str, Any]
+
+
+def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -> Flow:
+    """What runs through a model's layers on the way to a class.
+
+    Args:
+        model: the model.
+        ids: of one text.
+        target: the class, in Captum's forms.
+        additional: further arguments of the model.
+    """
+    subject = find_subject(model, None, None, None, None)
+    example = Example(ids, target, additional, None)
+    known = outline(subject, example)
+    graph = graph_of(subject, example, known, _FOLLOWED)
+    for node in graph["nodes"]:
+        if node["position"] is not None:
+            node["position"] = known.real[node["position"]]
+    return Flow(known.layers[0].tokens, graph)
