@@ -23,8 +23,6 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 #: Of the window, and how many pixels of the picture there are for each of it.
 _SIZE, _SCALE = (1280, 800), 1.25
-#: A picture of a page needs few colours, and then little room.
-_COLOURS = 128
 
 
 def draw(folder: Path) -> None:
@@ -42,8 +40,7 @@ def draw(folder: Path) -> None:
         photograph(page, made / "report.png")
         main(["demo", "--out", place])
         for name, picture in (("report", "report.png"), ("demo", "relevance.png")):
-            image = Image.open(made / picture).convert("RGB")
-            image.quantize(_COLOURS).save(folder / f"{name}.png", optimize=True)
+            Image.open(made / picture).convert("RGB").save(folder / f"{name}.png", optimize=True)
             print(folder / f"{name}.png")
 
 

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
     """What the command's page shows."""
     from ..explain.loading import Source, load
-    from ..insights.files import Images, Texts, class_names
+    from ..insights.files import Images, Texts, common_classes
     from ..insights.visualizer import AttributionVisualizer
 
     names = None if options.labels is None else options.labels.read_text("utf-8").splitlines()
@@ -58,10 +58,10 @@ def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
         for model in options.models
     ]
     _check_kinds(loaded, options)
-    classes = class_names(loaded[0], names)
+    classes = common_classes(options.models, loaded, names)
     made: Texts | Images
     if options.texts:
-        made = Texts(options.texts, loaded, classes, options.models)
+        made = Texts(options.texts, loaded, classes)
     else:
         made = Images(options.images, loaded, classes)
     return AttributionVisualizer(

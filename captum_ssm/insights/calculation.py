@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.call.inputs import as_tuple, call_model
-from ..attr.call.layout import PatchGrid, patch_sums, spread_over_image
 from ..attr.call.targets import CONTRASTS, logits_of
 from ..attr.engine.method import SSMAttribution
 from ..edges import EdgeEffects, Edges
@@ -24,7 +23,7 @@ from ..viz.html.example import find_subject
 from ..viz.html.graph import graph_of
 from ..viz.html.outline import outline
 from ..viz.html.parts import decomposition, roles_of, tells_pixels, tells_roles
-from ..viz.html.pictures import Raster, raster
+from ..viz.html.pictures import Raster
 from .applicability import obstacle
 from .dataset import Example
 from .features import BaseFeature, FeatureOutput
@@ -35,6 +34,7 @@ from .methods import (
     parameters_of,
     titled,
 )
+from .rasters import as_given, patches_of, rasters_of
 
 #: So many classes are named of a prediction.
 _NAMED = 4
@@ -154,7 +154,7 @@ class AttributionCalculation:
 
     def predict(self, model: Any, inputs: tuple[Tensor, ...], additional: Any) -> Prediction:
         """What a model says of transformed inputs."""
-        patches = _patches_of(model, inputs)
+        patches = patches_of(model, inputs)
         with torch.no_grad(), nullcontext() if patches is None else patches.watch():
             output = _output(model, inputs, additional)
             last = output[:, -1] if output.dim() == 3 else output
@@ -405,7 +405,7 @@ def explanation(
     shares = shares_of(relevance)
     rasters = [rasters_of(found, prediction.grid) for found in relevance]
     outputs = [
-        feature.visualize(_as_given(found, given), data, share)
+        feature.visualize(as_given(found, given), data, share)
         for feature, found, given, data, share in zip(
             calculation.features, relevance, inputs, example.inputs, shares, strict=True
         )
@@ -422,46 +422,6 @@ def explanation(
         titled(name, arguments),
         method_index,
     )
-
-
-def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
-    """Relevance of an image by its patches, and by its pixels where it tells them apart.
-
-    Args:
-        found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no
-            rasters.
-        grid: height and width of the grid of patches; None where there is none.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.insights.calculation import rasters_of
-        >>> {name: made[:3] for name, made in rasters_of(torch.ones(1, 3, 8, 8), (2, 4)).items()}
-        {'patches': (2, 4, 24.0), 'pixels': (8, 8, 3.0)}
-    """
-    if found.dim() == 3 and grid is not None:
-        return {"patches": raster(found[0], extremes=True)}
-    if found.dim() != 4:
-        return {}
-    patches = {} if grid is None else {"patches": raster(patch_sums(found, grid)[0], extremes=True)}
-    return patches | {"pixels": raster(found[0].sum(0), extremes=False)}
-
-
-def _as_given(found: Tensor, given: Tensor) -> Tensor:
-    """Relevance in the shape of the input; that of patches is spread over their pixels."""
-    of_patches = given.dim() == 4 and found.dim() == 3
-    return spread_over_image(found, given) if of_patches else found
-
-
-def _patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:
-    """What finds the patches that a model cuts an image into; None where it knows no tokens."""
-    if len(inputs) != 1 or inputs[0].dim() != 4:
-        return None
-    try:
-        module = find_model(model)
-        find_mixers(module)
-    except CaptumSSMError:  # a model of another kind
-        return None
-    return PatchGrid(module)
 
 
 def shares_of(relevance: Sequence[Tensor]) -> list[float]:

@@ -40,6 +40,33 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
     return list(names)
 
 
+def common_classes(
+    models: Sequence[str], loaded: Sequence[Loaded], names: Sequence[str] | None
+) -> list[str]:
+    """The names of the classes of models that are shown side by side.
+
+    Args:
+        models: what the models are called.
+        loaded: the models.
+        names: those that the user gave, or None.
+
+    Raises:
+        OptionError: when models read different vocabularies, or call a class differently.
+    """
+    if all(each.tokenizer is not None for each in loaded):
+        check_tokenizers(models, [each.tokenizer for each in loaded])
+    first, *others = (class_names(each, names) for each in loaded)
+    for model, classes in zip(models[1:], others, strict=True):
+        for index, (one, other) in enumerate(zip(first, classes, strict=False)):
+            if one != other:
+                raise OptionError(
+                    f"class {index} is {one!r} to {models[0]} and {other!r} to {model}. "
+                    "Models that are shown side by side must have the same classes; name them by "
+                    "--labels, or serve them one by one."
+                )
+    return first
+
+
 class Texts:
     """The texts of a file, one a line, or of the files ``*.txt`` of a folder.
 
@@ -47,22 +74,9 @@ class Texts:
         path: the file or the folder.
         loaded: the models, which must read a text as the same tokens.
         classes: the names of the classes.
-        names: what the models are called. Default: None, their numbers.
-
-    Raises:
-        OptionError: when the models have different vocabularies.
-        DataError: when there is no text.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        loaded: Sequence[Loaded],
-        classes: Sequence[str],
-        names: Sequence[str] | None = None,
-    ) -> None:
-        named = [f"model {number}" for number in range(1, len(loaded) + 1)]
-        check_tokenizers(names or named, [each.tokenizer for each in loaded])
+    def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
         self._codecs = [Codec(each.tokenizer) for each in loaded]
         self._device = _device(loaded)
         if path.is_file():

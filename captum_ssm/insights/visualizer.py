@@ -319,7 +319,7 @@ class AttributionVisualizer:
 
     def _repr_html_(self) -> str:
         """The snapshot, as notebooks show the value of a cell."""
-        return framed(self.snapshot())
+        return framed(self.snapshot(), "Insights")
 
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:

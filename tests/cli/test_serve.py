@@ -19,7 +19,7 @@ from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
-from captum_ssm.insights.files import Images, Texts, class_names
+from captum_ssm.insights.files import Images, Texts, class_names, common_classes
 from captum_ssm.models import VisionMamba, load_bundled
 
 Image = pytest.importorskip("PIL.Image")
@@ -264,6 +264,25 @@ def test_names_of_classes():
     assert class_names(Loaded(configured), ["a", "b"]) == ["a", "b"]
     language = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
     assert class_names(Loaded(language, Letters(97), is_language=True), None) == ["a", "b", "c"]
+
+
+def test_models_side_by_side_have_the_same_words_and_classes():
+    def labelled(*names: str) -> Loaded:
+        return Loaded(torch.nn.Linear(1, 1), labels=names)
+
+    same = [labelled("cat", "dog"), labelled("cat", "dog", "eel")]
+    assert common_classes(["a", "b"], same, None) == ["cat", "dog"]
+    other = [labelled("cat", "dog"), labelled("cat", "eel")]
+    assert common_classes(["a", "b"], other, ["0", "1"]) == ["0", "1"]
+    with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
+        common_classes(["a", "b"], other, None)
+
+
+def test_models_of_different_vocabularies_are_refused_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("anna owns the\n")
+    with pytest.raises(OptionError, match="recall-mamba and pairs-mamba have different vocab"):
+        made("recall-mamba", "pairs-mamba", "--texts", path)
 
 
 def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:

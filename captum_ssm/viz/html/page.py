@@ -91,16 +91,17 @@ def filled(skeleton: str, parts: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
-def framed(page: str, height: int = 900) -> str:
+def framed(page: str, title: str, height: int = 900) -> str:
     """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
 
     Args:
         page: the HTML of the page.
+        title: what the element is called for those who listen.
         height: of the element, in pixels. Default: 900.
     """
     return (
         f'<div><iframe srcdoc="{html.escape(page, quote=True)}" width="100%" height="{height}" '
-        'style="border: 0"></iframe></div>'
+        f'title="{html.escape(title, quote=True)}" style="border: 0"></iframe></div>'
     )
 
 

@@ -71,6 +71,9 @@ def report(
     With ``generate=`` the page is of the texts that the model writes: pointing at a word or
     sentence colours the prompt, and the text up to there, by what it is due to.
 
+    Over an image lie its patches, the outlines of those that matter, or its pixels, where a method
+    tells them apart: LatimFlow and MambaLRP do, and Captum's.
+
     Rollouts hold the identity: the asking token's own entry is about 1 and says nothing of any
     source.  It is told and listed, but has no colour.
 

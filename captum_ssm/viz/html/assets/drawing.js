@@ -72,10 +72,7 @@ function overlay({ name, modified }, rasters) {
   canvas.setAttribute('role', 'img');
   canvas.setAttribute('aria-label', says);
   const { patches, pixels } = rasters;
-  canvas.lay = (manner) => {
-    const cells = manner === 'pixels' ? (pixels ?? patches) : (patches ?? pixels);
-    paintOver(canvas, cellsOf(cells), manner);
-  };
+  canvas.lay = () => overImages.paint(canvas, cellsOf(patches ?? pixels), pixels);
   canvas.told = Boolean(pixels);
   return canvas;
 }

@@ -91,12 +91,6 @@ function paintOutlines(canvas, cells) {
   }
 }
 
-/** Lay cells over an image. */
-function paintOver(canvas, cells, manner) {
-  if (manner === 'outlines') paintOutlines(canvas, cells);
-  else paintCells(canvas, cells.values, cells.columns, cells.rows, cells.largest, 1, palette('-on-image'));
-}
-
 /** Choices of how relevance lies over the images of a page.
  *
  * `changed` is called when another manner is chosen.
@@ -120,6 +114,19 @@ class OverImages {
       changed();
     });
     dataset.manner = this.manner = list.value;
+  }
+
+  /** Lay relevance over an image: its pixels, a raster, where they are wanted and there; else cells. */
+  paint(canvas, patches, pixels) {
+    const cells = this.manner === 'pixels' && pixels ? cellsOf(pixels) : patches;
+    const { values, rows, columns, largest } = cells;
+    if (this.manner === 'outlines') paintOutlines(canvas, cells);
+    else paintCells(canvas, values, columns, rows, largest, 1, palette('-on-image'));
+  }
+
+  /** Where the scale of pixels ends, if they are painted; else null. */
+  endOf(pixels) {
+    return this.manner === 'pixels' && pixels ? pixels.largest : null;
   }
 
   /** Say what the manner is, and whether there are pixels to be shown in it. */

@@ -61,7 +61,7 @@ function summary({ examples, searched, ended, labelled }) {
 /** Paint the relevance of images in the manner that is chosen. */
 function layOverImages() {
   const canvases = [...byId('examples').querySelectorAll('.stack > canvas')];
-  canvases.forEach((canvas) => canvas.lay(overImages.manner));
+  canvases.forEach((canvas) => canvas.lay());
   byId('over-image').hidden = byId('examples').querySelector('.stack') === null;
   document.documentElement.classList.toggle('on-images', !byId('over-image').hidden);
   overImages.tell(canvases.every((canvas) => canvas.told));

@@ -10,7 +10,11 @@ const FACTS = JSON.parse(byId('facts').textContent);
 const chosen = { example: 0, answer: 0, against: null, method: 0, map: 0, layer: 0, pointed: null, kept: null };
 let tokens = null;
 let layers = [];
-let overImages = null;
+const overImages = new OverImages(byId('over-image'), () => {
+  paintMethods();
+  showOverImage();
+  showLegend();
+});
 let entering = null;
 /** Methods and roles as tokens may be coloured by them, found anew when the answer changes. */
 let views = [];
@@ -107,8 +111,7 @@ function showPartnersOf(index) {
 
 /** What the colours mean. */
 function showLegend() {
-  const byPixel = tokens.canvas && overImages.manner === 'pixels' && view().pixels;
-  const largest = byPixel ? view().pixels.largest : endOf(view());
+  const largest = overImages.endOf(view().pixels) ?? endOf(view());
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   const map = usableMap();
@@ -116,18 +119,16 @@ function showLegend() {
   byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}`;
 }
 
-/** What a view lays over the image in the manner that is chosen: pixels where it has some. */
-function cellsOver(view) {
-  if (overImages.manner === 'pixels' && view.pixels) return cellsOf(view.pixels);
+/** Lay a view's relevance over an image whose tokens are patches. */
+function paintImage(canvas, view) {
   const { grid: [rows, columns], cells } = example().image;
   const values = shadesOf(view);
-  return { rows, columns, values: cells.map((token) => values[token]), largest: endOf(view) };
+  const patches = { rows, columns, values: cells.map((token) => values[token]), largest: endOf(view) };
+  overImages.paint(canvas, patches, view.pixels);
 }
 
-/** Paint the image, if its tokens are patches. */
 function showOverImage() {
-  if (!tokens.canvas) return;
-  paintOver(tokens.canvas, cellsOver(view()), overImages.manner);
+  if (tokens.canvas) paintImage(tokens.canvas, view());
   overImages.tell(Boolean(view().pixels));
 }
 
@@ -304,7 +305,7 @@ function paintMethods() {
   const { image } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
   views.forEach((view, index) => {
-    if (image && image.grid) paintOver(canvases[index], cellsOver(view), overImages.manner);
+    if (image && image.grid) paintImage(canvases[index], view);
     else paintStrip(canvases[index], shadesOf(view), endOf(view));
   });
 }
@@ -381,11 +382,6 @@ function begin() {
   byId('unfold').addEventListener('click', () => tokens.foldAll(true));
   byId('fold').addEventListener('click', () => tokens.foldAll(false));
   byId('numbers').addEventListener('toggle', showNumbers);
-  overImages = new OverImages(byId('over-image'), () => {
-    paintMethods();
-    showOverImage();
-    showLegend();
-  });
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
   byId('strongest').addEventListener('click', (event) => {
     const button = event.target.closest('.jump');

@@ -1,0 +1,52 @@
+"""The relevance of images as a page is sent it: by patches and by pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..attr.call.layout import PatchGrid, patch_sums, spread_over_image
+from ..errors import CaptumSSMError
+from ..tracing import find_mixers, find_model
+from ..viz.html.pictures import Raster, raster
+
+
+def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
+    """Relevance of an image by its patches, and by its pixels where it tells them apart.
+
+    Args:
+        found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no
+            rasters.
+        grid: height and width of the grid of patches; None where there is none.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.insights.rasters import rasters_of
+        >>> {name: made[:3] for name, made in rasters_of(torch.ones(1, 3, 8, 8), (2, 4)).items()}
+        {'patches': (2, 4, 24.0), 'pixels': (8, 8, 3.0)}
+    """
+    if found.dim() == 3 and grid is not None:
+        return {"patches": raster(found[0], extremes=True)}
+    if found.dim() != 4:
+        return {}
+    patches = {} if grid is None else {"patches": raster(patch_sums(found, grid)[0], extremes=True)}
+    return patches | {"pixels": raster(found[0].sum(0), extremes=False)}
+
+
+def as_given(found: Tensor, given: Tensor) -> Tensor:
+    """Relevance in the shape of the input; that of patches is spread over their pixels."""
+    of_patches = given.dim() == 4 and found.dim() == 3
+    return spread_over_image(found, given) if of_patches else found
+
+
+def patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:
+    """What finds the patches that a model cuts an image into; None where it knows no tokens."""
+    if len(inputs) != 1 or inputs[0].dim() != 4:
+        return None
+    try:
+        module = find_model(model)
+        find_mixers(module)
+    except CaptumSSMError:  # a model of another kind
+        return None
+    return PatchGrid(module)
