@@ -238,9 +238,9 @@ class StandIn(TorchDispatchMode):
         Properties and functions are replaced, and no mode of functions is used, because what looks
         at none would then see a processor.
         """
-        self._set(Tensor, "device", property(self._device))
-        self._set(Tensor, "is_cuda", property(lambda x: self.holds(x)))
-        self._set(Tensor, "is_cpu", property(lambda x: not self.holds(x)))
+        self._set(Tensor, "device", _Property(self._device))
+        self._set(Tensor, "is_cuda", _Property(lambda x: self.holds(x)))
+        self._set(Tensor, "is_cpu", _Property(lambda x: not self.holds(x)))
         self._set(Tensor, "get_device", lambda x: 0 if self.holds(x) else -1)
         self._set(Tensor, "to", lambda x, *args, **kwargs: self._to(x, *args, **kwargs))
         self._set(Tensor, "cpu", lambda x, **_: self._to(x, "cpu"))
@@ -259,7 +259,7 @@ class StandIn(TorchDispatchMode):
 
     def _set(self, holder: Any, name: str, new: Any) -> None:
         own, before = name in vars(holder), vars(holder).get(name)
-        if callable(new):
+        if callable(new) or isinstance(new, property):
             new.__name__ = name  # by which modes of functions know it
         setattr(holder, name, new)
         if own:
@@ -349,6 +349,12 @@ class StandIn(TorchDispatchMode):
             return function(x, *args, **kwargs)
 
         return refused
+
+
+class _Property(property):
+    """A property that says its name, as torch's own do."""
+
+    __name__: str
 
 
 class _Kernel(torch.autograd.Function):

@@ -1,0 +1,104 @@
+"""Checks that are noted on a device and read together, at once on a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from zoo.mamba import transformers_model
+
+from benchmarks.counts import Counts
+from benchmarks.stand_in import StandIn
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm.errors import NonFiniteError
+from captum_ssm.operators.kernels.truths import (
+    all_finite,
+    at_most,
+    finite_together,
+    holds,
+    is_doubted,
+    read_together,
+)
+
+
+@pytest.fixture
+def device() -> Iterator[StandIn]:
+    with StandIn() as found:
+        yield found
+
+
+def checked(*numbers: float) -> list[bool]:
+    """What each check says, of numbers on the device."""
+    x = torch.tensor(numbers, device="cuda")
+    return [holds((x > 0).all()), at_most(x.max(), 9.0), all_finite(x), finite_together([x, -x])]
+
+
+def test_all_checks_are_one_wait(device: StandIn) -> None:
+    device.counts = Counts()
+    assert read_together(lambda: checked(1.0, 2.0)) == [True] * 4
+    assert device.counts.synchronisations == 1
+
+
+@pytest.mark.parametrize("number", [-1.0, 10.0, float("inf"), float("nan")])
+def test_what_does_not_hold_is_answered_at_once_the_second_time(
+    device: StandIn, number: float
+) -> None:
+    seen = []
+
+    def call() -> list[bool]:
+        seen.append(is_doubted())
+        return checked(1.0, number)
+
+    assert read_together(call) == checked(1.0, number) != [True] * 4
+    assert seen == [False, True]
+    assert not is_doubted()
+
+
+def test_an_error_of_its_own_is_raised_at_once(device: StandIn) -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(checked(1.0))
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        read_together(call)
+    assert len(calls) == 1
+
+
+def test_an_error_that_follows_from_what_does_not_hold_gives_way(device: StandIn) -> None:
+    def call() -> None:
+        if not checked(-1.0)[0]:
+            raise ValueError("what is wrong")
+        raise KeyError("what came of it")
+
+    with pytest.raises(ValueError, match="what is wrong"):
+        read_together(call)
+
+
+def test_a_processor_is_asked_at_once() -> None:
+    def call() -> list[bool]:
+        return [holds(torch.tensor(False)), at_most(torch.tensor(torch.nan), 1.0)]
+
+    assert read_together(call) == [False, False]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [LatimFlow, ImplicitAttentionRollout])
+def test_a_model_that_is_not_finite_is_refused_in_the_same_words(
+    device: StandIn, method: type
+) -> None:
+    model, ids = transformers_model("mamba"), torch.arange(6)[None]
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.A_log[0] = torch.nan
+    target = {"target": (-1, 3)} if method is LatimFlow else {}
+
+    def said() -> str:
+        with pytest.raises(NonFiniteError) as caught:
+            method(model).attribute(ids.to(model.lm_head.weight.device), **target)
+        return str(caught.value)
+
+    wanted = said()
+    model.to("cuda")
+    assert said() == wanted
