@@ -37,6 +37,8 @@ _SCRIPTS = (
     "report.js",
 )
 
+#: Where files lie, by their ending.
+_FOLDERS = MappingProxyType({"html": "pages", "js": "scripts", "css": "styles"})
 _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
@@ -110,9 +112,10 @@ def asset(name: str) -> str:
     """A file that pages are made of.
 
     Args:
-        name: of the file in the folder ``assets``.
+        name: of the file; its ending tells the folder in ``assets``.
     """
-    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+    folder = _FOLDERS[name.rpartition(".")[2]]
+    return files(__package__).joinpath("assets", folder, name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:
