@@ -245,7 +245,7 @@ def test_generate_of_mamba_ssm_counts_the_prompt():
     [
         (LatimFlow, {"contrast": "others"}),
         (LatimFlow, {"contrast": (-1, 2)}),
-        (LatimFlow, {"gate": "half"}),
+        (LatimFlow, {"rule": "half"}),
         (ImplicitAttentionRollout, {"components": "s6", "normalize_rows": True}),
         (MambaAttribution, {"clamp": "abs", "start_layer": 1}),
         (LatimALTI, {"aggregate": "mean"}),

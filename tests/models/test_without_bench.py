@@ -29,7 +29,7 @@ for name in ("scenes-vim", "valence-rwkv"):
 from captum_ssm.cli import main
 
 for model, text in (("recall-mamba", "anna owns the"), ("valence-mamba", "a dull film")):
-    out = ["--method", "LatimFlow", "--out", "numbers.json"]
+    out = ["--method", "LatimFlow", "--out", "numbers.json", "--force"]
     assert main(["explain", model, "--text", text, *out]) == 0
 """,
     "help": """

@@ -69,7 +69,7 @@ def test_a_report_of_nothing(tmp_path: Path) -> None:
     model, ids = silent(language_model("mamba")), token_ids(1)
     path = report(model, ids, target=TARGET, path=tmp_path / "report.html")
     page = path.read_text(encoding="utf-8")
-    assert ImplicitAttentionRollout.name in page
+    assert LatimNorm.name in page
     assert "NaN" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 

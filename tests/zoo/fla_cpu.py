@@ -160,6 +160,7 @@ def _modules() -> SimpleNamespace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fla warns that there is no GPU
         importlib.import_module("fla.models")
+        _give_auto_classes_back()
         layers = {name: importlib.import_module(f"fla.layers.{name}") for name in LAYERS.values()}
         of = importlib.import_module
         return SimpleNamespace(
@@ -176,6 +177,19 @@ def _modules() -> SimpleNamespace:
             rwkv6=of("fla.models.rwkv6.modeling_rwkv6"),
             rwkv7=of("fla.models.rwkv7.modeling_rwkv7"),
         )
+
+
+def _give_auto_classes_back() -> None:
+    """Undo what fla does to transformers' Auto classes, which other tests load models by."""
+    for module, names in (
+        ("configuration_auto", ("CONFIG_MAPPING",)),
+        ("modeling_auto", ("MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING")),
+    ):
+        auto = importlib.import_module(f"transformers.models.auto.{module}")
+        for name in names:
+            given = getattr(auto, name)._extra_content
+            for key in [each for each, value in given.items() if "fla." in str(value)]:
+                del given[key]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FLA:
