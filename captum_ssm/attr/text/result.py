@@ -227,9 +227,11 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         self.input_pieces, self.output_pieces = input_pieces, output_pieces
 
     def _state(self) -> dict[str, Any]:
-        names = ("seq_attr", "token_attr", "output_probs", "input_tokens", "output_tokens")
+        names = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         own = ("generated_attr", "spans", "input_pieces", "output_pieces")
-        return {name: getattr(self, name) for name in (*names, *own)}
+        found = {name: getattr(self, name) for name in (*names, *own)}
+        probabilities = getattr(self, "output_probs", None)  # which Captum 0.8 does not have
+        return found if probabilities is None else {**found, "output_probs": probabilities}
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """A heat map of ``token_attr``; see Captum's LLMAttributionResult.
