@@ -61,6 +61,9 @@ Made on {date} with {machine}.
 
 ## Chained answers
 
+![How often each fact of the chain is first in its hop, and all of them in
+order](../images/results/answers.png)
+
 *m p . g a . p g . e i . ? m* is answered by *p g a*: facts link a letter to the next, in random
 order, among others of which some make a chain of their own. Explained is the last word, here *a*,
 by `LatimFlow` with `contrast="all"`, one part of the prompt for each fact. Its source is the last
@@ -73,6 +76,9 @@ which the models never saw in training.
 {answers_legend} [All numbers](answers.csv).
 
 ## Who erased
+
+![How often the eraser that is named is the one without which most comes
+back](../images/results/erasers.png)
 
 The token that `StateMemory` names as main eraser of a source is taken out of the text, or exchanged
 for another word that stands elsewhere in it. The source is what is answered, where it was stated;
@@ -101,6 +107,9 @@ erases much as the one before it did.
 
 ## Forgotten passkeys
 
+![How what states hold and what is read of a passkey go along with right
+answers](../images/results/forgotten-passkeys.png)
+
 Models that learned passkeys in texts of 64 to 128 tokens are asked in texts of {lengths} tokens,
 where some answers go wrong. One digit of each is asked for, behind the right ones before it.
 
@@ -117,6 +126,7 @@ This page is made by
 ```
 captum-ssm evaluate answers erasers forgotten-passkeys --out RESULTS
 python tools/answers_page.py RESULTS
+python tools/results_page.py
 ```
 """
 

@@ -73,6 +73,8 @@ all (`contrast="mean"`), held against two kinds of interventions:
 
 ## Paths
 
+![Where paths begin, and how many answers are right without them](../images/results/graphs.png)
+
 {groups}
 
 A path that begins at the token that asks, and stays there, sends no message: without it nothing is
@@ -95,6 +97,7 @@ This page is made by
 ```
 captum-ssm evaluate graphs --out RESULTS
 python tools/graphs_page.py RESULTS
+python tools/results_page.py
 ```
 """
 

@@ -121,6 +121,9 @@ The gradient against the model as it is, of the edges of each layer; of some the
 
 ## Hybrids in parts
 
+![How many answers are right with parts of a hybrid alone, and
+without](../images/results/hybrid-parts.png)
+
 [A study of RecurrentGemma and Jamba](https://arxiv.org/abs/2510.19861) finds that retrieval hangs
 on their attention alone, and that few of its heads are enough.
 {{py:func}}`~captum_ssm.edges.parts_off` asks the same of other models.
@@ -140,6 +143,7 @@ This page is made by
 ```
 captum-ssm evaluate knockout hybrid-parts --out RESULTS
 python tools/knockout_page.py RESULTS
+python tools/results_page.py
 ```
 """
 

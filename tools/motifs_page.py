@@ -27,6 +27,9 @@ Which bases does a model of DNA go by, and what would another base do? Two small
 that reads both strands alike and a HyenaDNA, tell which of two motifs a sequence of 64 bases holds.
 Here they are asked for the class *both motifs* on sequences that hold both, each on either strand.
 
+![How well each method finds the positions of the motifs and the effects of
+variants](../images/results/motifs.png)
+
 Made on {date} with {machine}.
 
 ## What is right
@@ -53,6 +56,7 @@ This page is made by
 captum-ssm evaluate motifs --out RESULTS \\
     --models {asked}
 python tools/motifs_page.py RESULTS
+python tools/results_page.py
 ```
 """
 

@@ -248,7 +248,7 @@ def agreement(causal: Sequence[Line]) -> Answer:
     groups = {
         heading: {
             f"{each.name} · {each.passes:.0f}": [
-                _interval(_of(causal, group, each.name).entries[name]) for name in (RHO, INSERTION)
+                _of(causal, group, each.name).entries[name].interval for name in (RHO, INSERTION)
             ]
             for each in some
         }
@@ -326,7 +326,7 @@ def overview(causal: Sequence[Line]) -> Figure:
         (texts, PASSES): "passes",
     }
     entries = {
-        (label(line), where): line.entries[where[1]]
+        (line.label, where): line.entries[where[1]]
         for where in asked
         for line in causal
         if line.model == where[0]
@@ -337,15 +337,10 @@ def overview(causal: Sequence[Line]) -> Figure:
 # --- looking up -----------------------------------------------------------------------------------
 
 
-def label(line: Line) -> str:
-    """A row's name."""
-    return ", ".join(filter(None, (line.method, line.formulation, line.row)))
-
-
 def ranked(table: Sequence[Line], model: str, column: str) -> list[Scored]:
     """All methods on a model or group, the best first."""
     found = [
-        Scored(label(line), line.entries[column], line.entries[PASSES].value)
+        Scored(line.label, line.entries[column], line.entries[PASSES].value)
         for line in table
         if line.model == model and not math.isnan(line.entries[column].value)
     ]
@@ -357,15 +352,11 @@ def _groups(table: Sequence[Line], begin: str) -> list[str]:
 
 
 def _of(table: Sequence[Line], model: str, name: str) -> Line:
-    return next(line for line in table if line.model == model and label(line) == name)
+    return next(line for line in table if line.model == model and line.label == name)
 
 
 def _labels(table: Sequence[Line], methods: Iterable[str]) -> set[str]:
-    return {label(line) for line in table if line.method in methods}
-
-
-def _interval(entry: Entry) -> tuple[float, float, float]:
-    return entry.low, entry.value, entry.high
+    return {line.label for line in table if line.method in methods}
 
 
 def _order(table: Sequence[Line], model: str, column: str) -> list[str]:
@@ -386,5 +377,5 @@ def matrix(
 ) -> Figure:
     """One number of each method on each model."""
     names = order or _order(table, next(iter(models)), column)
-    entries = {(label(line), line.model): line.entries[column] for line in table}
+    entries = {(line.label, line.model): line.entries[column] for line in table}
     return draw(names, models, entries)

@@ -32,9 +32,8 @@ from results_tables import (
 from captum_ssm.bench import EXPERIMENTS, Experiment, Line
 from captum_ssm.bench.experiments.counterparts import counterparts
 from captum_ssm.bench.harness.excerpt import ROWS, excerpt
-from captum_ssm.bench.harness.tables import labels_of, legend, markdown, sample_size
+from captum_ssm.bench.harness.tables import labels_of, legend, markdown, picture, sample_size
 from captum_ssm.bench.harness.verdicts import Outcome
-from captum_ssm.viz import plot_intervals
 
 PICTURES = "images/results"
 SHOWN = (Outcome.CONFIRMED, Outcome.REFUTED, Outcome.OPEN)
@@ -161,6 +160,27 @@ The intervals are over [several trainings](again.md) of each model, and their ex
 {legend}
 """
 
+#: What is drawn of experiments whose pages other tools make: columns, and which lines.
+#: A group of models is called by their number in brackets.
+DRAWN: dict[str, tuple[Sequence[str], Callable[[Line], bool]]] = {
+    "roles": (("query", "key", "content"), lambda line: " (" in line.model),
+    "hybrid-parts": (("accuracy",), lambda line: not line.row),
+    "graphs": (
+        ("token", "accuracy"),
+        lambda line: " (" in line.model and line.method != "nodes",
+    ),
+    "answers": (
+        ("last fact", "link", "root", "in order"),
+        lambda line: not line.row.endswith("summed"),
+    ),
+    "erasers": (
+        ("named first", "undone first", "blindly"),
+        lambda line: line.method == "taken out",
+    ),
+    "forgotten-passkeys": (("correlation", "answered right"), lambda line: True),
+    "motifs": (("AP", "pointing", "positions", "variants"), lambda line: True),
+}
+
 #: By how the names of their tables begin.
 PAPERS = {"latim": "LATIM", "ha": "HA", "un": "UN"}
 
@@ -188,29 +208,35 @@ def pages(docs: Path = DOCS) -> dict[str, str]:
     found |= orderings_pages(once) if once else {}
     found |= again_pages(again, several) if again else {}
     whole = {f"{TABLES}/{name}.md": wrapped(text) for name, text in found.items()}
-    said = answers(docs)
+    said = answers(docs, tables)
     return whole | ({"results.md": wrapped(results_answers.page(said, own, found))} if said else {})
 
 
-def answers(docs: Path) -> dict[str, results_answers.Answer]:
+def answers(docs: Path, tables: Mapping[str, Sequence[Line]]) -> dict[str, results_answers.Answer]:
     """What the first page says; nothing where tables that it is about are not there."""
-    place, tables = docs / TABLES, known_tables(docs / TABLES)
-    causal, once = place / "causal.csv", judged(place / f"{ORDERINGS}.csv")
-    if not causal.exists() or "segmentation" not in tables or not once:
+    once, causal = judged(docs / TABLES / f"{ORDERINGS}.csv"), lines_of(docs / TABLES, "causal")
+    if not (causal and once and "segmentation" in tables):
         return {}
-    seen = read_lines(EXPERIMENTS["causal"], causal)
-    return results_answers.answers(seen, tables["segmentation"], tally(once))
+    return results_answers.answers(causal, tables["segmentation"], tally(once))
 
 
 def pictures(docs: Path = DOCS) -> dict[str, Callable[[], Figure]]:
     """What draws the pictures, by their names."""
-    place, found = docs / TABLES, {}
-    for begin in ("", AGAIN):
-        for name, table in known_tables(place, begin).items():
-            found[f"{begin}{name}"] = partial(picture, EXPERIMENTS[name], table)
-    said = answers(docs)
+    place, tables = docs / TABLES, known_tables(docs / TABLES)
+    found: dict[str, Callable[[], Figure]] = {}
+    for begin, known in (("", tables), (AGAIN, known_tables(place, AGAIN))):
+        for name, table in known.items():
+            shown = [line for own in of_models(table) for line in excerpt(EXPERIMENTS[name], own)]
+            columns = EXPERIMENTS[name].columns[:_PANELS]
+            found[f"{begin}{name}"] = partial(picture, columns, shown)
+    for name, (wanted, is_shown) in DRAWN.items():
+        columns = tuple(c for c in EXPERIMENTS[name].columns if c.name in wanted)
+        shown = [line for line in lines_of(place, name) if is_shown(line)]
+        if shown:
+            found[name] = partial(picture, columns, shown)
+    said = answers(docs, tables)
     if said:
-        causal = read_lines(EXPERIMENTS["causal"], place / "causal.csv")
+        causal = lines_of(place, "causal")
         found["which_method"] = partial(results_answers.overview, causal)
     return found | {name: answer.draw for name, answer in said.items()}
 
@@ -231,9 +257,23 @@ def wrapped(text: str) -> str:
 
 def known_tables(place: Path, begin: str = "") -> dict[str, list[Line]]:
     """The tables of experiments that have no page of their own, by experiment."""
-    names = [name for name in EXPERIMENTS if name not in OWN_PAGES]
-    paths = {name: place / f"{begin}{name}.csv" for name in names}
-    return {n: read_lines(EXPERIMENTS[n], path) for n, path in paths.items() if path.exists()}
+    found = {n: lines_of(place, n, begin) for n in EXPERIMENTS if n not in OWN_PAGES}
+    return {name: table for name, table in found.items() if table}
+
+
+def lines_of(place: Path, name: str, begin: str = "") -> list[Line]:
+    """The table of an experiment; none if there is no such file."""
+    path = place / f"{begin}{name}.csv"
+    return read_lines(EXPERIMENTS[name], path) if path.exists() else []
+
+
+def of_models(table: Iterable[Line]) -> list[list[Line]]:
+    """The lines of each model."""
+    found = list(table)
+    return [
+        [line for line in found if line.model == model]
+        for model in sorted({x.model for x in found})
+    ]
 
 
 # --- experiments ----------------------------------------------------------------------------------
@@ -265,14 +305,16 @@ def by_model(experiment: Experiment, table: Sequence[Line], level: str) -> str:
     """The best rows of an experiment, model by model."""
     names = [column.name for column in experiment.columns]
     parts = []
-    for model in sorted({line.model for line in table}):
-        own = excerpt(experiment, [line for line in table if line.model == model])
+    for lines in of_models(table):
+        own = excerpt(experiment, lines)
         labels = labels_of(own)
         rows = [
             [*(getattr(line, label) for label in labels), *(str(line.entries[n]) for n in names)]
             for line in own
         ]
-        parts.append(f"{level} {model}, {sample_size(own)}\n\n{markdown([*labels, *names], rows)}")
+        parts.append(
+            f"{level} {own[0].model}, {sample_size(own)}\n\n{markdown([*labels, *names], rows)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -284,26 +326,6 @@ def side_by_side(experiment: Experiment, found: Sequence[tuple[str, Line]]) -> s
     ]
     names = [column.name for column in experiment.columns]
     return markdown(["map", "model", "method", "formulation", *names], rows)
-
-
-def picture(experiment: Experiment, table: Sequence[Line]) -> Figure:
-    """The best rows of each model as dots with bars, a panel for each of the first columns."""
-    columns = experiment.columns[:_PANELS]
-    groups = {
-        model: {
-            results_answers.label(line): [_interval(line, column.name) for column in columns]
-            for line in excerpt(experiment, [line for line in table if line.model == model])
-        }
-        for model in sorted({line.model for line in table})
-    }
-    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
-    figure: Figure = plot_intervals(groups, heads)[0]
-    return figure
-
-
-def _interval(line: Line, column: str) -> tuple[float, float, float]:
-    entry = line.entries[column]
-    return entry.low, entry.value, entry.high
 
 
 # --- orderings ------------------------------------------------------------------------------------

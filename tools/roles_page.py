@@ -30,6 +30,9 @@ cause](../methods/content_or_cause.md) says how `LatimFlow(...).decompose(...).r
 apart. Here it is counted how often the first token by each role is the right one, on small trained
 models of three architectures and on tasks whose form says which one is right.
 
+![Of each task how often the right token is first by each role, beside what names one
+blindly](../images/results/roles.png)
+
 Made on {date} with {machine}.
 
 ## What is right
@@ -81,6 +84,7 @@ This page is made by
 ```
 captum-ssm evaluate roles --out RESULTS
 python tools/roles_page.py RESULTS
+python tools/results_page.py
 ```
 """
 

@@ -177,6 +177,15 @@ def test_every_page_has_its_picture(tools: Any) -> None:
     assert drawn == set(tools.pictures())
 
 
+def test_every_experiment_has_a_picture() -> None:
+    shown = set()
+    for page in (DOCS / "results").glob("*.md"):
+        for each in re.findall(r"!\[[^\]]*\]\((\S+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / each).exists(), (page.name, each)
+            shown.add(Path(each).stem)
+    assert set(EXPERIMENTS) <= shown
+
+
 def test_which_method_when_says_what_the_table_says() -> None:
     """Each number of the page's first part is one of the picture that it opens with."""
     page = (DOCS / "methods" / "index.md").read_text(encoding="utf-8")

@@ -50,6 +50,11 @@ class Entry:
     low: float
     high: float
 
+    @property
+    def interval(self) -> Interval:
+        """As a picture is drawn of it: the bounds, and the value between them."""
+        return self.low, self.value, self.high
+
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "-"
@@ -78,6 +83,11 @@ class Line:
     trainings: int
     examples: int
     entries: Mapping[str, Entry]
+
+    @property
+    def label(self) -> str:
+        """What tells it apart from the other lines of its model."""
+        return ", ".join(filter(None, (getattr(self, name) for name in _LABELS)))
 
 
 def lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> list[Line]:
@@ -229,19 +239,19 @@ def write_tables(experiment: Experiment, table: Sequence[Line], folder: str | Pa
     if table and find_spec("matplotlib") is not None:
         paths.append(place / f"{name}.png")
         with replacing(paths[-1]) as file:
-            picture(experiment, table).savefig(file, dpi=_DOTS_PER_INCH)
+            drawn = picture(experiment.columns, table, experiment.title)
+            drawn.savefig(file, dpi=_DOTS_PER_INCH)
     return paths
 
 
-def picture(experiment: Experiment, table: Sequence[Line]) -> Figure:
-    """The table as dots with bars, a panel for each column and a group for each model."""
+def picture(columns: Sequence[Column], table: Iterable[Line], title: str = "") -> Figure:
+    """Lines as dots with bars, a panel for each of some columns and a group for each model."""
     groups: dict[str, dict[str, list[Interval]]] = {}
     for line in table:
-        label = ", ".join(filter(None, (line.method, line.formulation, line.row)))
-        intervals = [(e.low, e.value, e.high) for e in line.entries.values()]
-        groups.setdefault(line.model, {})[label] = intervals
-    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in experiment.columns]
-    return plot_intervals(groups, heads, title=experiment.title)[0]
+        found = [line.entries[column.name].interval for column in columns]
+        groups.setdefault(line.model, {})[line.label] = found
+    heads = [f"{c.name} ({c.direction})" if c.better else c.name for c in columns]
+    return plot_intervals(groups, heads, title=title)[0]
 
 
 def sample_size(table: Sequence[Line]) -> str:

@@ -213,9 +213,10 @@ def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     experiment = Counted()
     table = lines(experiment, run(plan(experiment), tmp_path))
-    heads = [axis.get_title() for axis in picture(experiment, table).axes]
+    drawing = picture(experiment.columns, table)
+    heads = [axis.get_title() for axis in drawing.axes]
     assert heads == ["x (higher is better)", "ratio (lower is better)"]
-    labels = [text.get_text() for text in picture(experiment, table).axes[0].get_yticklabels()]
+    labels = [text.get_text() for text in drawing.axes[0].get_yticklabels()]
     rows = ["m, a", "m, b", "n, layer 0", "n, mean"]
     assert labels == ["", "one", *rows, "", "two", *rows, ""]
     drawn = write_tables(experiment, table, tmp_path)[-1]
