@@ -46,9 +46,12 @@ _NO_LAUNCH = {
     aten.new_empty_strided,
     aten.lift_fresh,
     aten._reshape_alias,
+    aten._unsafe_view,
     aten.set_,
     aten.resize_,
 }
+#: What moves numbers and computes none.
+_MOVING = {aten._to_copy, aten.clone, aten.copy_}
 #: What reads only what it returns of its first tensor.
 _GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
 
@@ -61,7 +64,7 @@ class Counts:
         launches: operations that compute.
         bytes: read and written.
         flops: products and sums of floating-point numbers, and one for each number that any other
-            operation writes.
+            operation writes, those inside kernels among them.
         uploads: copies from the host.
         wide: launches that write float64.
         waits: where the host waited for the device, by file and line.
@@ -96,29 +99,41 @@ class Counts:
         read = tuple(tensors_in((args, kwargs)))
         if packet in _GATHERING:
             read = (*tensors_in(out), *read[1:])
-        formula = flop_registry.get(packet)
-        flops = None if formula is None else formula(*args, **kwargs, out_val=out)
         self.by_name[str(packet)] += 1
-        self.launched(read, tensors_in(out), flops)
+        self.flops += arithmetic(func, args, kwargs, out)
+        self.launched(read, tensors_in(out))
 
-    def launched(
-        self, read: Iterable[Any], written: Iterable[Any], flops: float | None = None
-    ) -> None:
-        """Count a launch.
+    def launched(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        """Count a launch, without its arithmetic.
 
         Args:
             read, written: the tensors.
-            flops: default: None, one for each number that is written.
         """
         results = [x for x in written if isinstance(x, Tensor)]
         self.launches += 1
         self.bytes += sum(size_of(x) for x in (*read, *results) if isinstance(x, Tensor))
-        self.flops += sum(x.numel() for x in results) if flops is None else flops
         self.wide += any(x.dtype == torch.float64 for x in results)
 
     def synchronised(self, func: Any, place: str) -> None:
         """Count a wait of the host."""
         self.waits.append(f"{place} {func._overloadpacket.__name__}")
+
+
+def arithmetic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Products and sums of an operation, else one for each number that it writes.
+
+    Args:
+        func, args, kwargs: an overload of ``torch.ops`` and its arguments.
+        out: what it returned.
+    """
+    packet = func._overloadpacket
+    if packet in _NO_LAUNCH or packet in _MOVING or _is_view(func):
+        return 0
+    formula = flop_registry.get(packet)
+    if formula is not None:
+        found: float = formula(*args, **kwargs, out_val=out)
+        return found
+    return sum(x.numel() for x in tensors_in(out))
 
 
 def _is_view(func: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counts import Counts, place, tensors_in
+from benchmarks.counts import Counts, arithmetic, place, tensors_in
+from captum_ssm.operators.kernels import fused_scan
+from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
 #: Functions that make tensors on a device that is named to them.
@@ -139,7 +142,9 @@ class StandIn(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._in_kernel:
-            return self._marked(func(*args, **kwargs), args, kwargs)
+            out = func(*args, **kwargs)
+            self.counts.flops += arithmetic(func, args, kwargs, out)
+            return self._marked(out, args, kwargs)
         given = list(tensors_in((args, kwargs)))
         there = [self._is_there(x) for x in given]
         if not any(there):
@@ -222,7 +227,7 @@ class StandIn(TorchDispatchMode):
         return launched
 
     @contextlib.contextmanager
-    def inside_kernel(self, *tensors: Any) -> Iterator[None]:
+    def inside_kernel(self) -> Iterator[None]:
         """A context whose operations are those of one kernel, launched once."""
         before, self._in_kernel = self._in_kernel, True
         try:
@@ -252,6 +257,8 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
+        self._set(fused_scan, "serves", lambda scan: True)
+        self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
         self._set(torch.cuda, "default_stream", lambda device=None: None)
         for context in ("device", "stream"):
@@ -349,6 +356,17 @@ class StandIn(TorchDispatchMode):
             return function(x, *args, **kwargs)
 
         return refused
+
+
+def _scanned(
+    dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool
+) -> Tensor:
+    """What :func:`fused_scan.run` returns, on a processor."""
+    steps = ScanSteps(SimpleNamespace(dt=dt, a=a, b=b, c=c), len(x), 32, transposed)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        steps(x, slice(0, x.shape[2]), out)
+    return out
 
 
 class _Property(property):
