@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts import Counts, arithmetic, place, tensors_in
-from captum_ssm.operators.kernels import fused_scan
+from captum_ssm.operators.kernels import fused_scan, fused_taps
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
@@ -257,8 +257,10 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
-        self._set(fused_scan, "serves", lambda scan: True)
+        self._set(fused_scan, "has_triton", lambda: True)
+        self._set(fused_taps, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
+        self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
         self._set(torch.cuda, "default_stream", lambda device=None: None)
         for context in ("device", "stream"):
@@ -366,6 +368,18 @@ def _scanned(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     with torch.no_grad():
         steps(x, slice(0, x.shape[2]), out)
+    return out
+
+
+def _convolved(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+    """What :func:`fused_taps.run` returns, on a processor."""
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    tokens = x.shape[1]
+    with torch.no_grad():
+        for tap, factor in enumerate(weight.T[:tokens]):
+            early, late = slice(tokens - tap), slice(tap, None)
+            read, written = (late, early) if transposed else (early, late)
+            out[:, written].addcmul_(factor, x[:, read])
     return out
 
 

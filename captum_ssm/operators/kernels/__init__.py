@@ -26,7 +26,7 @@ positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few
 strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
 of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
 its arithmetic, fused_scan serves in place of token_loop; without Triton, odd_even does, and chunks
-for many vectors.  Where a
+for many vectors; with it, short convolutions of one tap for each token back are fused_taps.  Where a
 DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in place of
 within_chunk.  Other operators need none of these: diagonals and short convolutions are bands, long
 convolutions fast Fourier transforms, and given matrices products.
@@ -38,6 +38,7 @@ tests/oracles:
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
 fused_scan             the same in one launch: prefix computations of runs of tokens, on a GPU
+fused_taps             a short causal convolution in one launch, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums that hold them
 ut_transform           the UT/WY transform of products of Householder-like updates

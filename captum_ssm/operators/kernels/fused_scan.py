@@ -42,11 +42,12 @@ def serves(scan: Coefficients) -> bool:
     Args:
         scan: dt, A, B and C.
     """
-    return _has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
+    return has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -64,8 +65,8 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
         return out
     b, c = (v[:, :, None] if v.dim() == 3 else v for v in (b, c))
     key, read = (c, b) if transposed else (b, c)
-    states = _power(a.shape[1])
-    block = min(_COLUMNS // states, _power(heads))
+    states = power_of_two(a.shape[1])
+    block = min(_COLUMNS // states, power_of_two(heads))
     compiled()[(-(-heads // block), stack * batch)](
         *(dt, a, key, read, x, out),
         *(batch, tokens, heads, a.shape[1], heads // b.shape[2]),
@@ -73,14 +74,14 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
         TRANSPOSED=transposed,
         WIDE=dt.dtype == torch.float64,
         BINARY=BINARY,
-        T=min(_TOKENS, _power(tokens)),
+        T=min(_TOKENS, power_of_two(tokens)),
         BLOCK=block,
         STATES=states,
     )
     return out
 
 
-def _power(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
 
