@@ -243,6 +243,7 @@ class Network(Watcher):
             error = errors.strict if self.verify is True else errors.numbers
             if accepted(error, limit):
                 return
+            assert not isinstance(error, tuple)  # what is noted is taken to hold
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
 from ..operators.kernels.arithmetic import full_precision, unseen_by
-from ..operators.kernels.truths import all_finite
+from ..operators.kernels.truths import all_finite, are_noted
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, hooked, swap_first
@@ -82,8 +82,6 @@ class Trace:
         if self._room <= 0 and not self._check:
             return
         linear = self.read(layer)
-        with torch.inference_mode(False), torch.no_grad():
-            linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
         size = bytes_of(tensors_of(linear), besides=parameters)
         if size <= self._room:
@@ -91,12 +89,14 @@ class Trace:
             layer.keep(linear)
 
     def read(self, layer: Layer) -> LinearMixer:
-        """The linear mixer of a layer whose mixer has just returned.
+        """The linear mixer of a layer whose mixer has just returned, as it will last.
 
         Args:
             layer: the latest of :attr:`layers`.
         """
         linear = self._made(layer, running=True)
+        with torch.inference_mode(False), torch.no_grad():
+            linear = lasting_form(layer.mixer, layer.call, linear)
         if self._check:
             layer.checked = _errors(layer, linear)
         return linear
@@ -170,7 +170,8 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
     real = layer.call.output_tensor.detach()
     with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
-        if not all_finite(real):  # it is the model's output that will be refused
+        # noted truths hold the output, by whose size errors are, to be finite
+        if not are_noted(real) and not all_finite(real):  # it is what will be refused
             return Errors(0.0, 0.0)
         errors = combined_errors(linear, ordered)
         if accepted(errors.strict, layer.tolerance) or linear.map is not None:

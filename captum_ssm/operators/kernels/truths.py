@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,22 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
-_Noted = tuple[Tensor, float]
 
-#: Numbers that were noted, and what each may not exceed; None where every question is answered at
-#: once.
+
+class _Noted(NamedTuple):
+    """A number that may not exceed a limit, or where a size is given the limit times that."""
+
+    number: Tensor
+    limit: float
+    size: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """What has to be read to know."""
+        return (self.number,) if self.size is None else (self.number, self.size)
+
+
+#: What was noted; None where every question is answered at once.
 _noted: ContextVar[list[_Noted] | None] = ContextVar("captum_ssm_truths", default=None)
 #: Whether something that was noted did not hold.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
@@ -90,8 +102,33 @@ def at_most(number: Tensor, limit: float) -> bool:
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
-    noted.append((number.detach(), limit))
+    noted.append(_Noted(number.detach(), limit))
     return True
+
+
+class Ratio(NamedTuple):
+    """A number per size, of a device on which truths are noted, so that it is read later.
+
+    Attributes:
+        number: it.
+        size: at least 0.
+        factor: what the ratio is multiplied with. Default: 1.0.
+    """
+
+    number: Tensor
+    size: Tensor
+    factor: float = 1.0
+
+    def at_most(self, limit: float) -> bool:
+        """Taken to hold; NaN is larger than any.
+
+        Args:
+            limit: the limit.
+        """
+        noted = _noted.get()
+        assert noted is not None
+        noted.append(_Noted(self.number.detach(), limit / self.factor, self.size.detach()))
+        return True
 
 
 def may_hold_any(x: Tensor) -> bool:
@@ -121,26 +158,41 @@ def finite_together(tensors: Iterable[Tensor]) -> bool:
     Args:
         tensors: them; integers are passed over.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for x in tensors:
-        if x.numel() and x.is_floating_point():
-            by_dtype.setdefault(x.dtype, []).append(x.detach())
+    chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
+    return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))
+
+
+def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The largest absolute entry of each of several tensors, by one launch for each dtype.
+
+    Args:
+        tensors: floating tensors of one device, none of them empty.
+    """
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+    for place, x in enumerate(tensors):
+        by_dtype.setdefault(x.dtype, {})[place] = x.detach()
+    found: dict[int, Tensor] = {}
     with unseen():
-        # the largest entries, all of them in one launch
-        norms = [n for xs in by_dtype.values() for n in torch._foreach_norm(xs, math.inf)]
-        return all(at_most(norm, torch.finfo(norm.dtype).max) for norm in norms)
+        for alike in by_dtype.values():
+            norms = torch._foreach_norm(list(alike.values()), math.inf)
+            found.update(zip(alike, norms, strict=True))
+    return [found[place] for place in sorted(found)]
 
 
 def _all_hold(noted: list[_Noted]) -> bool:
     """Whether no number exceeds its limit; each device is waited for once."""
-    alike: dict[torch.device, dict[torch.dtype, list[_Noted]]] = {}
-    for number, limit in noted:
-        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append((number, limit))
+    alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    for x in (x for each in noted for x in each.read):
+        alike.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
+    known: dict[int, float] = {}
     with unseen():
         for by_dtype in alike.values():
-            parts = [torch.stack([x for x, _ in of_one]) for of_one in by_dtype.values()]
+            parts = [torch.stack(list(same.values())) for same in by_dtype.values()]
             numbers = torch.cat([part.float() for part in parts]).tolist()
-            limits = [limit for of_one in by_dtype.values() for _, limit in of_one]
-            if not all(x <= limit for x, limit in zip(numbers, limits, strict=True)):
-                return False
-    return True
+            known.update(zip((key for same in by_dtype.values() for key in same), numbers))
+
+    def holds_now(each: _Noted) -> bool:
+        number, *size = (known[id(x)] for x in each.read)
+        return number <= (each.limit * size[0] if size else each.limit)
+
+    return all(map(holds_now, noted))
