@@ -21,6 +21,7 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
+from ..operators.kernels.arithmetic import sum_tensors
 from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
 from .find import Mixer
 from .projection import projection_of
@@ -204,14 +205,19 @@ def _signs(draws: int, batch: int, tokens: int) -> Tensor:
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     """Sum over tokens of row times what the operator makes of values, by channel, (B, H, P)."""
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
-    total: float | Tensor = 0.0
+    alike: list[tuple[Tensor, Tensor]] = []  # offsets common to all tokens, and the sum of the row
+    others: list[Tensor] = []
     for part in parts:  # the last one acting first
         offset = part.offset()
-        if offset is not None:
-            alike = offset.stride(1) == 0  # for all tokens
-            total = total + (row.sum(1) * offset[:, 0] if alike else (row * offset).sum(1))
+        if offset is not None and offset.stride(1) == 0:
+            alike.append((row.sum(1), offset[:, 0]))
+        elif offset is not None:
+            others.append((row * offset).sum(1))
         row = part.transpose(row)
-    return (row * values).sum(1) + total
+    total = sum_tensors([(row * values).sum(1), *others])
+    for factors in alike:
+        total = torch.addcmul(total, *factors)
+    return total
 
 
 def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Linearizer) -> bool:
