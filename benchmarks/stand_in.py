@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts import Counts, arithmetic, place, tensors_in
-from captum_ssm.operators.kernels import fused_scan, fused_taps
+from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
@@ -257,8 +257,7 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
-        self._set(fused_scan, "has_triton", lambda: True)
-        self._set(fused_taps, "has_triton", lambda: True)
+        self._set(gpu, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
@@ -360,9 +359,7 @@ class StandIn(TorchDispatchMode):
         return refused
 
 
-def _scanned(
-    dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool
-) -> Tensor:
+def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """What :func:`fused_scan.run` returns, on a processor."""
     steps = ScanSteps(SimpleNamespace(dt=dt, a=a, b=b, c=c), len(x), 32, transposed)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

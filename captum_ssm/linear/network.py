@@ -155,6 +155,10 @@ class Network(Watcher):
         if not self.ran:
             raise none_ran(self.mixers)
 
+    @property
+    def verifies(self) -> bool:
+        return self.verify is not False
+
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> None:
         if is_block and self.keeps_steps:
             values = (*given[0], *given[1].values())

@@ -52,6 +52,7 @@ class Trace:
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
         reads: what each of them read, where tokens are followed.
+        checks: whether operators are held to their modules when they are made.
 
     Example:
         >>> import torch
@@ -69,7 +70,7 @@ class Trace:
         self.reads: list[Read] = []
         self._of_the_run = room is not None
         self._room = room or 0
-        self._check = check
+        self.checks = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
     def recorded(self, layer: Layer) -> None:
@@ -79,7 +80,7 @@ class Trace:
             layer: of the mixer that has returned.
         """
         self.layers.append(layer)
-        if self._room <= 0 and not self._check:
+        if self._room <= 0 and not self.checks:
             return
         linear = self.read(layer)
         parameters = layer.mixer.module.parameters()
@@ -97,7 +98,7 @@ class Trace:
         linear = self._made(layer, running=True)
         with torch.inference_mode(False), torch.no_grad():
             linear = lasting_form(layer.mixer, layer.call, linear)
-        if self._check:
+        if self.checks:
             layer.checked = _errors(layer, linear)
         return linear
 
@@ -322,6 +323,10 @@ class Recorder(Watcher):
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
         self.sums = None if follow is None else Sums(follow, record.layers, streams)
+
+    @property
+    def verifies(self) -> bool:
+        return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         self._times[module] += 1

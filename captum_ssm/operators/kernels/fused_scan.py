@@ -20,13 +20,14 @@ has: steps, vectors and values.
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import gpu
 from .arithmetic import BINARY
+from .gpu import jitted, power_of_two
 from .token_loop import Coefficients
 
 #: Tokens, and channels times states, of what a program holds at a time.
@@ -37,18 +38,12 @@ tl: Any = None
 
 
 def serves(scan: Coefficients) -> bool:
-    """Whether the kernel takes a scan on a GPU: where Triton is installed, unless it has many states.
+    """Whether the kernel takes a scan on a GPU: with Triton, and of not too many states.
 
     Args:
         scan: dt, A, B and C.
     """
-    return has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
 def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
@@ -81,20 +76,10 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
     return out
 
 
-def power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (number - 1).bit_length()
-
-
 @functools.cache
 def compiled() -> Any:
-    """The kernel as Triton runs it, which is imported now."""
-    import triton
-    import triton.language
-
-    names = globals()
-    names.update(tl=triton.language, _composed=triton.jit(_composed))
-    return triton.jit(_scan)
+    """The kernel as Triton runs it."""
+    return jitted(_scan, _composed)
 
 
 def _composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
@@ -125,12 +110,9 @@ def _scan(  # type: ignore[no-untyped-def]
     out += row * tokens * heads
     key += example * key_b + head // per_group * key_g + state * key_n
     read += example * read_b + head // per_group * read_g + state * read_n
-    if WIDE:
-        wide = tl.float64
-    else:
-        wide = tl.float32
-    rate = tl.load(a + head * a_h + state * a_n, mask=(head < heads) & (state < states), other=0.0)
-    rate = (rate.to(wide) * BINARY)[None, :]
+    wide = tl.float64 if WIDE else tl.float32
+    rate = tl.load(a + (head * a_h + state * a_n)[None, :], mask=is_there, other=0.0)
+    rate = rate.to(wide) * BINARY
     carried = tl.zeros((BLOCK * STATES,), wide)
     own = first + tl.arange(0, BLOCK)  # the channels of the result
     for begin in range(0, tokens, T):

@@ -6,7 +6,7 @@ Written as a product and a sum for each tap, it would read and write all values 
 are taps, and a library's convolution wants tokens side by side in memory, not channels.
 
 :takes: weights (C, K), and vectors x (R, L, C), which may lie anyhow in memory.
-:gives: y (R, L, C) in the dtype of x, or what the adjoint makes of x: x[t + k] in place of x[t - k].
+:gives: y (R, L, C) in the dtype of x, or what the adjoint makes of x, with x[t + k] for x[t - k].
 :cost: one launch; K multiplications with additions for each number, which is read once.
 :literature: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023, has
     such a convolution in front of each scan, and a kernel for it.
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused_scan import has_triton, power_of_two
+from . import gpu
+from .gpu import jitted, power_of_two
 
 #: Tokens and channels of a program, and the most taps.
 _TOKENS, _CHANNELS, _TAPS = 16, 64, 16
@@ -31,12 +32,12 @@ tl: Any = None
 
 
 def serves(lags: tuple[Any, ...]) -> bool:
-    """Whether the kernel takes a convolution on a GPU: where Triton is installed, one tap for each token back.
+    """Whether the kernel takes a convolution on a GPU: with Triton, a tap for each token back.
 
     Args:
         lags: how many tokens back each tap reads.
     """
-    return has_triton() and lags == tuple(range(len(lags))) and len(lags) <= _TAPS
+    return gpu.has_triton() and lags == tuple(range(len(lags))) and len(lags) <= _TAPS
 
 
 def run(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
@@ -65,12 +66,8 @@ def run(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel as Triton runs it, which is imported now."""
-    import triton
-    import triton.language
-
-    globals().update(tl=triton.language)
-    return triton.jit(_convolve)
+    """The kernel as Triton runs it."""
+    return jitted(_convolve)
 
 
 def _convolve(  # type: ignore[no-untyped-def]
@@ -82,16 +79,10 @@ def _convolve(  # type: ignore[no-untyped-def]
     token = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)[:, None]
     channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = tl.program_id(2).to(tl.int64)
-    if WIDE:
-        wide = tl.float64
-    else:
-        wide = tl.float32
+    wide = tl.float64 if WIDE else tl.float32
     found = tl.zeros((T, BLOCK), wide)
     for tap in tl.static_range(TAPS):
-        if TRANSPOSED:
-            source = token + tap
-        else:
-            source = token - tap
+        source = token + tap if TRANSPOSED else token - tap
         present = (source >= 0) & (source < tokens) & (channel < channels)
         value = tl.load(x + row * x_r + source * x_l + channel * x_c, mask=present, other=0.0)
         place = weight + channel * weight_c + tap * weight_k

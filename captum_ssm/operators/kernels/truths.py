@@ -189,7 +189,8 @@ def _all_hold(noted: list[_Noted]) -> bool:
         for by_dtype in alike.values():
             parts = [torch.stack(list(same.values())) for same in by_dtype.values()]
             numbers = torch.cat([part.float() for part in parts]).tolist()
-            known.update(zip((key for same in by_dtype.values() for key in same), numbers))
+            keys = (key for same in by_dtype.values() for key in same)
+            known.update(zip(keys, numbers, strict=True))
 
     def holds_now(each: _Noted) -> bool:
         number, *size = (known[id(x)] for x in each.read)

@@ -14,7 +14,7 @@ from zoo import triton_interpreter
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
 from captum_ssm.operators import Operator, SelectiveScan, Shape, ShortConv
-from captum_ssm.operators.kernels import fused_scan, fused_taps
+from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
 
 #: What each kernel is made for, and the tensors of coefficients that it reads.
 KERNELS: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -84,8 +84,7 @@ def test_on_a_device_it_is_one_launch(make: Callable[[], Operator]) -> None:
 
 
 def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in KERNELS:
-        monkeypatch.setattr(module, "has_triton", lambda: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda: True)
     assert [fused_scan.serves(scan(n)) for n in (1, 64, 65)] == [True, True, False]
     causal = tuple(range(17))
     assert [fused_taps.serves(lags) for lags in (causal[:4], causal, (1, 0), ((0, 1),))] == [
@@ -94,6 +93,5 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         False,
     ]
-    for module in KERNELS:
-        monkeypatch.setattr(module, "has_triton", lambda: False)
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert not fused_scan.serves(scan(1)) and not fused_taps.serves((0, 1))
