@@ -152,9 +152,9 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
     found, rest = combined.flatten(1) @ project.weight, project.rest
-    if rest.dim() < 3:  # the same for all tokens
+    if rest is not None and rest.dim() < 3:  # the same for all tokens
         found = torch.addcmul(found, drawn.sum(1, keepdim=True).to(signs), rest)
-    else:
+    elif rest is not None:
         found = found + (signs[..., None] * rest).sum(1)
     off = torch.baddbmm(found[:, None], signs[:, None], real.to(signs), alpha=-1)
     if are_noted(real):
