@@ -9,9 +9,9 @@ at once: what is raised, or done instead, is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
+#: How often it is looked for which tokens are reached.
+_LOOKS = 2
 
 
 class _Noted(NamedTuple):
@@ -36,6 +38,8 @@ class _Noted(NamedTuple):
 
 #: What was noted; None where every question is answered at once.
 _noted: ContextVar[list[_Noted] | None] = ContextVar("captum_ssm_truths", default=None)
+#: What was read before in the same call, by what it is about.
+_known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
 #: Whether something that was noted did not hold.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
@@ -49,7 +53,7 @@ def read_together(call: Callable[[], T]) -> T:
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted] = []
-    before = _noted.set(noted)
+    before, known = _noted.set(noted), _known.set({})
     try:
         found = call()
     except Exception:
@@ -61,6 +65,7 @@ def read_together(call: Callable[[], T]) -> T:
         del found
     finally:
         _noted.reset(before)
+        _known.reset(known)
     noted.clear()
     again = _doubted.set(True)
     try:
@@ -90,6 +95,49 @@ def holds(truth: Tensor) -> bool:
         truth: one truth value.
     """
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
+
+
+def read_once(about: Hashable, read: Callable[[], T]) -> T:
+    """What was read from a device, or is read now and known until the end of the call.
+
+    Only where truths are noted: elsewhere it is read each time.
+
+    Args:
+        about: what it is about; the tensors by which it is known must be held meanwhile.
+        read: reads it.
+    """
+    if _noted.get() is None:
+        return read()
+    known = _known.get()
+    if about not in known:
+        known[about] = read()
+    found: T = known[about]
+    return found
+
+
+def reached(weights: Tensor) -> range:
+    """From the first to the last token of weights (..., L) other than 0, or a range around them.
+
+    On a device tokens are looked for twice in a call.  If the second time no later ones were
+    reached, as where tokens look back alone, no later ones are taken to be reached any more; else
+    all may be.
+
+    Args:
+        weights: what is asked of each token.
+    """
+    tokens = weights.shape[-1]
+    given = weights.ne(0).reshape(-1, tokens).any(0)
+    ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
+    if len(ends) < _LOOKS:
+        found = given.tolist()
+        some = range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
+        ends.append(some.stop)
+        return some
+    first, last = ends
+    if last > first:
+        return range(tokens)
+    holds(~given[last:].any())
+    return range(last)
 
 
 def at_most(number: Tensor, limit: float) -> bool:
