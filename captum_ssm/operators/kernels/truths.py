@@ -97,21 +97,26 @@ def holds(truth: Tensor) -> bool:
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
-def read_once(about: Hashable, read: Callable[[], T]) -> T:
+def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
     """What was read from a device, or is read now and known until the end of the call.
 
     Only where truths are noted: elsewhere it is read each time.
 
     Args:
-        about: what it is about; the tensors by which it is known must be held meanwhile.
+        about: what it is about.
         read: reads it.
+        of: the tensor that it follows from, which is kept and known by where it lies. Default:
+            None, it is known by ``about`` alone.
     """
-    if _noted.get() is None:
+    if _noted.get() is None or (of is not None and not are_noted(of)):
         return read()
+    if of is not None:
+        version = 0 if of.is_inference() else of._version
+        about = about, of.data_ptr(), version, of.shape, of.stride()
     known = _known.get()
     if about not in known:
-        known[about] = read()
-    found: T = known[about]
+        known[about] = read(), of
+    found: T = known[about][0]
     return found
 
 
@@ -130,7 +135,9 @@ def reached(weights: Tensor) -> range:
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
     if len(ends) < _LOOKS:
         found = given.tolist()
-        some = range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
+        some = (
+            range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
+        )
         ends.append(some.stop)
         return some
     first, last = ends
