@@ -20,8 +20,10 @@ FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)
 #: Calls that wait for a device once for all that they check.
 CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow")
-#: Softmax attention looks at its masks layer by layer.
-LOOKING = ("softmax",)
+#: How often a call may wait for a device, beside the model itself.
+WAITS = 4
+#: Those of a model whose blocks add two mixers to one stream wait for each, to tell that it is one.
+PARALLEL = ("softmax", "LatimALTI")
 #: Launches for 64 tokens and a layer at most.
 FOR_A_CHUNK = 32
 #: Sums of logarithms of many tokens, in which errors would add up.
@@ -76,9 +78,19 @@ def test_time_is_of_work_and_of_launches() -> None:
 def test_the_device_is_waited_for_a_few_times(family: str) -> None:
     for length in (FEW, MANY):
         own = row(family, length, "f+b")["synchronisations"]
-        for call in CHECKED_TOGETHER:
+        for call in TABLE["families"][family][length]:
             found = row(family, length, call)["synchronisations"] - own
-            assert found <= (4 if family not in LOOKING else 3 * budgets.LAYERS), (length, call)
+            more = budgets.LAYERS if (family, call) == PARALLEL else 0
+            assert found <= WAITS + more, (length, call)
+
+
+@pytest.mark.parametrize("call", budgets.CALLS)
+def test_more_layers_are_not_waited_for_more_often(call: str) -> None:
+    few, many = (
+        budgets.counted(budgets.FAMILIES["Mamba"](layers), 80, (call,))[call]["synchronisations"]
+        for layers in (2, 4)
+    )
+    assert few == many
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,6 +99,22 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
     for call in CHECKED_TOGETHER:
         more = row(family, MANY, call)["launches"] - row(family, FEW, call)["launches"]
         assert more <= FOR_A_CHUNK * budgets.LAYERS * chunks, call
+
+
+def test_mamba_takes_few_launches() -> None:
+    """A layer of those of a deep model, in which what a call takes once counts for little."""
+    layers = budgets.LARGE[1]
+    most = {"ImplicitAttentionRollout": 50, "LatimFlow, frozen": 120}
+    for call, launches in most.items():
+        assert TABLE["large"][call]["launches"] <= launches * layers, call
+
+
+@pytest.mark.parametrize(
+    ("call", "most"), [("ImplicitAttentionRollout", 1.2), ("LatimFlow, frozen", 1.5)]
+)
+def test_a_large_mamba_takes_little_more_than_a_pass(call: str, most: float) -> None:
+    large = TABLE["large"]
+    assert budgets.H100.seconds(large[call]) <= most * budgets.H100.seconds(large["f+b"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -263,7 +263,7 @@ def output_gate(act: Callable[[Tensor], Tensor], z: Tensor) -> Diagonal:
         act: the activation.
         z: its input (B, L, H, P).
     """
-    at_rest = float(act(z.new_zeros(1, 1)))
+    at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
     return Diagonal(act(z), Shape(*z.shape), "gate", at_rest=at_rest)
 
 
