@@ -48,6 +48,9 @@ class MixedDevicesError(RuntimeError):
 class StandIn(TorchDispatchMode):
     """A device that is there inside its ``with``, where ``.to("cuda")`` sends tensors to it.
 
+    Args:
+        counted: whether operations are counted, which takes a third of the time. Default: True.
+
     Attributes:
         counts: of what has run there since they were last replaced.
         mixed: the operations refused, for code that goes on after an error.
@@ -64,8 +67,9 @@ class StandIn(TorchDispatchMode):
         (2, 1)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = True) -> None:
         super().__init__()
+        self.counted = counted
         self.counts = Counts()
         self.mixed: list[str] = []
         self.copied = 0
@@ -139,6 +143,11 @@ class StandIn(TorchDispatchMode):
 
     # --- operations ----------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to keep compilers out takes time at each operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -147,7 +156,8 @@ class StandIn(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._in_kernel:
             out = func(*args, **kwargs)
-            self.counts.flops += arithmetic(func, args, kwargs, out)
+            if self.counted:
+                self.counts.flops += arithmetic(func, args, kwargs, out)
             return self._marked(out, args, kwargs)
         given = tensors_in((args, kwargs))
         there = [self._is_there(x) for x in given]
@@ -158,7 +168,7 @@ class StandIn(TorchDispatchMode):
                     self._put(x)
                 elif self._making is None and all(map(self._is_adrift, given)):
                     self._adrift[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
-            if self._making:
+            if self._making and self.counted:
                 self.counts.add(func, args, kwargs, out, given)
             return out
         there = [known or self._fetched(x) for x, known in zip(given, there, strict=True)]
@@ -167,6 +177,8 @@ class StandIn(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tensors_in(out):
             self._put(x)
+        if not self.counted:
+            return out
         self.counts.add(func, args, kwargs, out, given)
         if func._overloadpacket in (aten._to_copy, aten.clone):
             self._note_copy(given, out)
