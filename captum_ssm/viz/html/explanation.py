@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...attr import compare
 from ...attr.call.layout import patch_sums
-from ...attr.catalogue import METHODS
+from ...attr.catalogue import holds_identity
 from ...attr.comparison import Method, Named
 from ...attr.text.codec import Pieces
 from ...edges import EdgeEffects
@@ -27,6 +27,7 @@ from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
+from .page import short
 from .parts import (
     Account,
     account,
@@ -41,9 +42,6 @@ from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
-
-#: Methods that multiply matrices with the identity added to them.
-_ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +245,7 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
             "module": edge.name,
             "source": place[edge.source],
             "target": place[edge.target],
-            "effect": float(f"{edge.effect:.5g}"),
+            "effect": short(edge.effect),
         }
         for edge in effects.top(count)[0]
         if edge.source in place and edge.target in place
@@ -296,11 +294,6 @@ def _methods(
     return facts
 
 
-def holds_identity(method: Any) -> bool:
-    """Whether the asking token's entry by a method holds the identity, which says nothing."""
-    return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
-
-
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
     """The options, with which methods that do not tell pixels apart return patches."""
     options = dict(wanted.options or {})
@@ -336,7 +329,7 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 
 def _shortened(scores: Sequence[float | None]) -> list[float | None]:
-    return [None if score is None else float(f"{score:.5g}") for score in scores]
+    return [None if score is None else short(score) for score in scores]
 
 
 def _shortened_roles(

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -51,6 +52,11 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         blocks: bytes that it reads when they are needed, by the id of their element.
     """
     return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def short(number: float) -> float:
+    """A number in as many digits as a page has use for; of what is no number, 0."""
+    return float(f"{number:.5g}") if math.isfinite(number) else 0.0
 
 
 def whole_page(

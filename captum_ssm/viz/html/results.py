@@ -5,20 +5,19 @@ Shapes: L tokens, E features, Λ mixers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...attr import Comparison, SSMLLMAttributionResult
-from ...attr.catalogue import METHODS
+from ...attr.catalogue import holds_identity
 from ...attr.engine.decompose import Decomposition
 from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
-from .page import whole_page
+from .page import short, whole_page
 from .parts import says_nothing
 
 #: In this order they are one style, and one script.
@@ -60,14 +59,8 @@ def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
     for number in range(len(next(iter(found.values()), ()))):
         facts = _nothing_yet()
         for name, relevance in found.items():
-            identity = _holds_identity(name)
-            _place(facts, spelled(name), relevance[number], found.names, identity)
+            _place(facts, spelled(name), relevance[number], found.names, holds_identity(name))
         yield facts
-
-
-def _holds_identity(name: str) -> bool:
-    """Whether a method of this name adds the identity to what it multiplies."""
-    return any(entry.holds_identity and entry.method.get_name() == name for entry in METHODS)
 
 
 def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
@@ -85,10 +78,10 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
                 if bool(values[number].any()) and not is_image:
                     _place(facts, f"as {role}", values[number], found.names)
         told = {"tokens", "constants"}
-        sums = [[name, _number(x)] for name, x in parts.items() if name in told or bool(x)]
-        facts["sum"] = {"parts": sums, "output": _number(found.output[number])}
+        sums = [[name, short(float(x))] for name, x in parts.items() if name in told or bool(x)]
+        facts["sum"] = {"parts": sums, "output": short(float(found.output[number]))}
         ordered = sorted(found.biases.items(), key=lambda item: -abs(float(item[1][number])))
-        facts["biases"] = [[spelled(n), _number(x[number])] for n, x in ordered[:_LISTED]]
+        facts["biases"] = [[spelled(n), short(float(x[number]))] for n, x in ordered[:_LISTED]]
         facts["layers"] = list(_layers(found, number))
         for row in facts["rows"]:  # of one unit, so that roles compare
             row["scale"] = max(_largest(each["values"]) for each in facts["rows"])
@@ -135,10 +128,4 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _short(values: Tensor) -> list[float]:
-    return [_number(value) for value in values.flatten().tolist()]
-
-
-def _number(value: Any) -> float:
-    """In as many digits as a page has use for; of what is no number, 0."""
-    number = float(value)
-    return float(f"{number:.5g}") if math.isfinite(number) else 0.0
+    return [short(value) for value in values.flatten().tolist()]
