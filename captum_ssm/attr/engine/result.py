@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import sys
@@ -30,8 +29,6 @@ _FORM = 1
 _NO_NUMBERS = ("nan", "inf", "-inf")
 #: Draws pages; named, since it stands above all methods.
 _PAGES = ".viz.html.results"
-#: How high a page is in a notebook, in pixels.
-_HEIGHT = 560
 
 #: Names of tokens, for each example.
 Names = tuple[tuple[str, ...], ...]
@@ -115,20 +112,20 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Its page in a frame, which keeps the notebook's styles and its own apart."""
-        page = html.escape(self._page(None), quote=True)
-        return (
-            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{type(self).__name__}" '
-            f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
-        )
+        frame: str = _pages().frame_of(self)
+        return frame
 
     def _page(self, title: str | None) -> str:
-        pages = import_module(_PAGES, __package__.partition(".")[0])
-        text: str = pages.page_of(self, title)
+        text: str = _pages().page_of(self, title)
         return text
 
     def _state(self) -> dict[str, Any]:
         """The arguments that it is made with again."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def _pages() -> Any:
+    return import_module(_PAGES, __package__.partition(".")[0])
 
 
 class NamedTokens(Result, kind=False):

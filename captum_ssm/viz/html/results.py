@@ -17,7 +17,7 @@ from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
-from .page import short, whole_page
+from .page import framed, short, whole_page
 from .parts import says_nothing
 
 #: In this order they are one style, and one script.
@@ -25,6 +25,17 @@ _STYLES = ("common.css", "results.css")
 _SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
 #: Modules whose constants are listed, of the largest.
 _LISTED = 12
+#: How high a page is in a notebook, in pixels.
+_HEIGHT = 560
+
+
+def frame_of(result: Result) -> str:
+    """The page of a result in a frame, as notebooks show it.
+
+    Args:
+        result: what a method returned.
+    """
+    return framed(page_of(result), type(result).__name__, _HEIGHT)
 
 
 def page_of(result: Result, title: str | None = None) -> str:
