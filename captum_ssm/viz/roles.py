@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from .figure import new_figure
 from .labels import FAMILIES, as_words, cut, shown, width
-from .text import CELL, LINE, of_tokens, wrap
+from .text import CELL, LINE, PAD, of_tokens, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def plot_roles(
 
 def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
     """An axis whose ticks are words."""
-    axis.set_xlim(-1, LINE)
+    axis.set_xlim(PAD - 1, LINE + PAD)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)
     axis.tick_params(axis="x", length=0)
