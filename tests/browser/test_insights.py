@@ -440,13 +440,6 @@ def test_everything_works_by_keys_alone(opened):
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
-def test_what_has_the_focus_is_seen(opened):
-    page = opened(table(Always(1), [numbers(1)]))
-    page.key("Tab")
-    page.key("Tab")
-    assert page.style("#theme", "outline-style") == "solid"
-
-
 @pytest.mark.parametrize("kind", ["images", "texts", "table"])
 def test_a_narrow_page_is_not_wider_than_its_window(opened, kind):
     visualizers = {

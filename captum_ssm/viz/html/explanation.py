@@ -16,7 +16,7 @@ from ...attr import compare
 from ...attr.call.layout import patch_sums
 from ...attr.catalogue import holds_identity
 from ...attr.comparison import Method, Named
-from ...attr.text.codec import Pieces
+from ...attr.text.tokens import Tokens
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
@@ -89,7 +89,7 @@ class Explanation:
     """
 
     facts: dict[str, Any]
-    tokens: list[str]
+    tokens: Sequence[str]
     layers: list[LayerOutline]
     blocks: dict[str, bytes]
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def explain(
         per_token=not gridded,
     )
     names = _names(example, known)
-    words = as_words(names, _pieces(example, known))
+    words = as_words(names)
     accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
@@ -253,14 +253,7 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
-def _pieces(example: Example, known: Outline) -> Pieces | None:
-    """What the tokens that are no padding add to the text."""
-    if example.pieces is None or len(example.pieces) == len(known.real):
-        return example.pieces
-    return [example.pieces[i] for i in known.real]
-
-
-def _names(example: Example, known: Outline) -> list[str]:
+def _names(example: Example, known: Outline) -> Sequence[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
         return patch_names(known)
@@ -268,9 +261,10 @@ def _names(example: Example, known: Outline) -> list[str]:
         ids = example.inputs[0].tolist() if example.inputs.dim() == 2 else None
         return [str(i if ids is None else ids[i]) for i in known.real]
     if len(example.names) == len(known.real):
-        return list(example.names)
+        return example.names
     if len(example.names) == known.layers[0].tokens:
-        return [example.names[i] for i in known.real]
+        named = example.names if isinstance(example.names, Tokens) else Tokens(example.names)
+        return named.chosen(known.real)
     raise InputError(
         f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
         f"tokens, {len(known.real)} of them not padding; give one for each."

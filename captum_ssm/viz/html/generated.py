@@ -17,6 +17,7 @@ from ...attr.catalogue import DEFAULT, holds_identity
 from ...attr.comparison import named_methods
 from ...attr.text.codec import Pieces
 from ...attr.text.spans import Spans, stretches
+from ...attr.text.tokens import Tokens
 from ...errors import InputError, OptionError
 from ..figure import check_labels
 from ..labels import as_words, direction_of
@@ -239,7 +240,7 @@ def _short(constants: Tensor | None) -> list[float]:
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
     """Words of a text, and its stretches, as numbers of those that each of them begins with."""
-    words = as_words(names, pieces)
+    words = as_words(Tokens(names, pieces))
     known = stretches(pieces, "sentence") if pieces is not None else []
     return {
         **words._asdict(),

@@ -54,10 +54,10 @@ def page_of(result: Result, title: str | None = None) -> str:
         heading, found = "What an output is made of", _of_decomposition(result)
     examples = []
     for number, facts in enumerate(found):
-        names = None if result.names is None else result.names[number]
         count = max((len(row["values"]) for row in facts["rows"]), default=0)
-        listed = [str(i) for i in range(count)] if names is None else names
-        words = as_words([spelled(name) for name in listed], None)
+        numbered = [str(i) for i in range(count)]
+        listed = numbered if result.names is None else result.names[number]
+        words = as_words(listed)
         facts |= {"name": f"Example {number + 1}"}
         facts |= {"words": words._asdict() | {"direction": direction_of("".join(listed))}}
         facts["words"]["sentences"] = []
