@@ -7,6 +7,7 @@ outweigh a few layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,9 +36,15 @@ def target(family: str) -> Any:
     return WORD if family == "Vim-S" else (-1, WORD)
 
 
-def gradient(model: Any, x: Tensor) -> Tensor:
-    """One forward and backward: the target's gradient with respect to pixels or embeddings."""
-    with repaired_scans():
+def gradient(model: Any, x: Tensor, repaired: bool = True) -> Tensor:
+    """One forward and backward: the target's gradient with respect to pixels or embeddings.
+
+    Args:
+        model: the model.
+        x: its input.
+        repaired: whether scans of packages are repaired first. Default: True.
+    """
+    with repaired_scans() if repaired else nullcontext():
         if x.is_floating_point():
             start = x.clone().requires_grad_()
             number = model(start)[0, WORD]

@@ -31,7 +31,10 @@ from captum_ssm.tracing import find_mixers, repaired_scans
 
 #: Longest inputs for what takes far longer than the rest.
 TEXTBOOK_UP_TO, EXPONENTIALS_UP_TO, PRECISE_UP_TO = 197, 512, 1024
-ALL_TOKENS_UP_TO, ALTI_UP_TO = 1024, 256
+ALL_TOKENS_UP_TO, ALTI_UP_TO, AS_IT_IS_UP_TO = 1024, 256, 256
+#: A pass forward and backward with the scan of transformers, whose time grows with the square of
+#: the length.
+AS_IT_IS = "f+b, scan as it is"
 TARGETS = 16
 
 Call = Callable[[], Any]
@@ -146,6 +149,9 @@ def of_calls(family: str, model: nn.Module, x: Tensor) -> Iterator[Quantity]:
     )
     yield Quantity("MambaAttribution", lambda: weighted.attribute(x, **asked))
     yield Quantity("LatimFlow", lambda: flow.attribute(x, **asked))
+    if family == "Mamba" and x.shape[1] <= AS_IT_IS_UP_TO:
+        own = torch.enable_grad()(lambda: models.gradient(model, x, repaired=False))
+        yield Quantity(AS_IT_IS, own, long=True)
     centred = {**asked, "rule": "centred"}
     yield Quantity("LatimFlow, centred", lambda: flow.attribute(x, **centred))
     yield from _of_edges(model, x, target)

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 hypothesis.seed(int(FIXED_SEED))(test)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
     from captum_ssm.mixers import registry

@@ -17,6 +17,8 @@ from captum_ssm.viz.figure import LINES, SEQUENTIAL, new_figure
 
 #: From where on scores cannot tell methods apart.
 FULL = 0.995
+#: The darkest of the colours on which black is still read with ease.
+_DARKEST = 0.62
 
 
 def draw(
@@ -33,7 +35,7 @@ def draw(
         entries: by row and column.
         counted: columns of costs, which have no colour and no interval.
     """
-    figure, axis = new_figure(2.4 + 1.15 * len(columns), 0.9 + 0.34 * len(names))
+    figure, axis = new_figure(2.4 + 1.45 * len(columns), 0.9 + 0.27 * len(names))
     colours = colormaps[SEQUENTIAL]
     for x, where in enumerate(columns):
         own = {name: entries[name, where] for name in names if (name, where) in entries}
@@ -45,18 +47,15 @@ def draw(
         full = [name for name, entry in own.items() if entry.value >= FULL]
         for name, entry in own.items():
             y, plain = names.index(name), where in counted
-            shade = 0.0 if plain else 0.75 * (entry.value - low) / span
+            shade = 0.0 if plain else _DARKEST * (entry.value - low) / span
             axis.add_patch(_cell(x, y, "white" if plain else colours(shade)))
-            ink = "white" if shade > 0.5 else "black"
             if plain:
                 axis.text(x, y, f"{entry.value:.0f}", ha="center", va="center", size=9)
                 continue
             same = " =" if len(full) > 1 and name in full else ""
-            axis.text(
-                x, y - 0.13, f"{entry.value:.2f}{same}", ha="center", va="center", size=9, color=ink
-            )
             said = f"[{entry.low:.2f}, {entry.high:.2f}]"
-            axis.text(x, y + 0.27, said, ha="center", va="center", size=6, color=ink)
+            axis.text(x - 0.13, y, f"{entry.value:.2f}{same}", ha="right", va="center", size=10)
+            axis.text(x - 0.08, y, said, ha="left", va="center", size=8)
     axis.set_xlim(-0.5, len(columns) - 0.5)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xticks(range(len(columns)), list(columns.values()), fontsize=8)

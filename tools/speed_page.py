@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import budgets
 from benchmarks.plot import draw
+from benchmarks.quantities import AS_IT_IS
 from benchmarks.report import markdown
 from captum_ssm.viz.figure import LINES, new_figure
 
@@ -58,6 +59,8 @@ what rollout does when the model has run:
 
 {deep}
 
+{scans}
+
 Rollout and LatimFlow are linear in the length. MambaAttribution forms every entry of every layer's
 matrix, a strip of rows at a time; so does LatimLogit with `mixing="alti"`, for every row of the
 layers but the last, which takes the time of {passes} passes through the layer at 1024 tokens:
@@ -99,14 +102,22 @@ What operators take alone, given the model's run: {parts}. On a GPU nothing of t
 python -m benchmarks --out results
 # needs ten minutes of it
 python -m benchmarks --families Mamba Vim-S --lengths 1024 --layers 24 --out results/deep
+# needs a minute of it
+python -m benchmarks --families Mamba --lengths 64 128 256 \\
+    --calls LatimFlow "f+b, scan as it is" --out results/short
 # needs a quarter of an hour, and 20 GB of memory
 python -m benchmarks.long_context --out results
 # needs a few minutes of any machine
 python -m benchmarks.budgets
-# needs what these four have found
+# needs what these five have found
 python tools/speed_page.py results
 ```
 """
+
+_SCANS = """\
+A pass is one with the scan repaired (`captum_ssm.tracing.repaired_scans`). As transformers has it
+for processors, its backward pass grows with the square of the length: a pass of Mamba so takes
+{times} times as long as LatimFlow at {lengths} tokens."""
 
 _ON_A_GPU = """\
 ## On a GPU, counted and not measured
@@ -151,21 +162,26 @@ a model of theirs that runs on a CPU.
 
 
 def main(results: Path, docs: Path = DOCS) -> None:
-    speed, deep, long = (
+    speed, deep, short, long = (
         json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("speed", "deep/speed", "long_context")
+        for name in ("speed", "deep/speed", "short/speed", "long_context")
     )
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     draw_calls(calls(speed["rows"], "of f+b"), docs / FIRST_PICTURE)
     draw(speed["rows"], docs / PICTURE, dpi=55)
-    (docs / PAGE).write_text(page(speed, deep, long), encoding="utf-8")
+    (docs / PAGE).write_text(page(speed, deep, short, long), encoding="utf-8")
     (docs / OWN).mkdir(exist_ok=True)
     for name, title in PARTS.items():
         own = own_page(title, name == FIRST, speed)
         (docs / OWN / f"{name}.md").write_text(own, encoding="utf-8")
 
 
-def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, Any]) -> str:
+def page(
+    speed: Mapping[str, Any],
+    deep: Mapping[str, Any],
+    short: Mapping[str, Any],
+    long: Mapping[str, Any],
+) -> str:
     """The page, from the records of the benchmarks."""
     facts, rows = speed["facts"], speed["rows"]
     packages = ("torch", "transformers")
@@ -179,6 +195,7 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         passes=all_rows(rows, facts["layers"]),
         deep_layers=deep["facts"]["layers"],
         deep=markdown(calls(deep["rows"], "of f+b", OF_DEEP)),
+        scans=scans_as_they_are(short["rows"]),
         long=markdown(long["rows"]),
         parts=" and ".join(
             f"[{title[0].lower()}{title[1:]}]({OWN}/{name}.md)" for name, title in PARTS.items()
@@ -188,6 +205,20 @@ def page(speed: Mapping[str, Any], deep: Mapping[str, Any], long: Mapping[str, A
         picture=PICTURE,
         on_a_gpu=on_a_gpu(json.loads(budgets.FILE.read_text(encoding="utf-8"))),
     )
+
+
+def scans_as_they_are(rows: Sequence[Row]) -> str:
+    """What is said of the scan of transformers, from times beside those of LatimFlow."""
+    seconds = {(row["L"], row["quantity"]): row["seconds"] for row in rows}
+    lengths = sorted({row["L"] for row in rows})
+    times = [f"{seconds[n, AS_IT_IS] / seconds[n, 'LatimFlow']:.2g}" for n in lengths]
+    return _SCANS.format(lengths=listed(map(str, lengths)), times=listed(times))
+
+
+def listed(words: Iterable[str]) -> str:
+    """Words with commas, and "and" before the last."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def on_a_gpu(table: Mapping[str, Any]) -> str:

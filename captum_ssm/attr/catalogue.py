@@ -242,6 +242,24 @@ OF_CAPTUM: tuple[type[Attribution], ...] = (
 OFFERED: tuple[type[Attribution], ...] = (*(entry.method for entry in METHODS), *OF_CAPTUM)
 
 
+def holds_identity(method: Any) -> bool:
+    """Whether a method's own entry of the asking token holds the identity, which says nothing.
+
+    Args:
+        method: the method, its class, or its name as Captum shows it.
+
+    Example:
+        >>> from captum_ssm import LatimFlow
+        >>> from captum_ssm.attr.catalogue import holds_identity
+        >>> [holds_identity(method) for method in ("MambaAttribution", LatimFlow)]
+        [True, False]
+    """
+    of_kind = tuple(entry.method for entry in METHODS if entry.holds_identity)
+    if isinstance(method, str):
+        return method in {each.get_name() for each in of_kind}
+    return issubclass(method if isinstance(method, type) else type(method), of_kind)
+
+
 def method_named(name: str, argument: str) -> type[Attribution]:
     """A method of this package or of Captum by its name.
 

@@ -320,10 +320,10 @@ def _is_answer(options: argparse.Namespace) -> bool:
 
 
 def _run_on_answers(options: argparse.Namespace) -> None:
+    from ..attr.catalogue import holds_identity
     from ..explain.answers import FORMATS, explain_answers, told, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..explain.writing import check_format, picture_files
-    from ..viz.html.explanation import holds_identity
     from ..viz.html.generated import about_answers
 
     for name in _NOT_OF_ANSWERS:

@@ -154,7 +154,8 @@ def run(options: argparse.Namespace) -> None:
     method = EdgeEffects(loaded.model, exact_norms=True)
     if example.is_image:
         example = replace(example, names=patch_names(known))
-    facts = {"model": options.model, "explained": known.explained, "tokens": example.names}
+    names = list(example.names or ())
+    facts = {"model": options.model, "explained": known.explained, "tokens": names}
     if named:
         cut = _cut(options, loaded, subject, example, known, method)
         told, facts = _said_of_cut(cut), facts | _facts_of_cut(cut)
@@ -163,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
 
         layers = None if options.layers is None else _layers(options.layers)
         found = strongest_edges(method, example.inputs, known.target, options.top, layers)
-        told = _said_of_edges(found, example.names or [], known)
+        told = _said_of_edges(found, names, known)
         facts |= {"edges": [held.edge._asdict() | {"true": held.true} for held in found]}
     print_any_letters()
     if options.json:

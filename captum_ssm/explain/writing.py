@@ -74,7 +74,7 @@ def write_json(found: Sequence[Explanation], model: str, out: Path) -> list[Path
         {
             "explained": explanation.facts["explained"],
             "predictions": explanation.facts["predictions"],
-            "tokens": explanation.tokens,
+            "tokens": list(explanation.tokens),
             "relevance": {m["name"]: m["values"] for m in explanation.facts["methods"]},
             "roles": {m["name"]: m["roles"] for m in explanation.facts["methods"] if m["roles"]},
             "accounts": {name: sums._asdict() for name, sums in explanation.accounts.items()},

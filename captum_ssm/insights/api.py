@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from ..attr.text.tokens import Tokens
 from ..edges import Edges
 from ..errors import OptionError
+from ..viz.labels import as_words
 from .calculation import VisualizationOutput
 from .dataset import Example
 from .filters import FilterConfig
@@ -198,13 +200,16 @@ def plain(value: Any) -> Any:
 
 
 def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
-    """An explanation as the page reads it: the relevance of an image as rasters alone."""
+    """An explanation as the page reads it: images' relevance as rasters alone, texts laid out."""
     if output is None:
         return None
-    features = [
-        feature._replace(modified=None) if rasters and feature.type == "image" else feature
-        for feature, rasters in zip(output.feature_outputs, output.rasters, strict=True)
-    ]
+    features = []
+    for feature, rasters in zip(output.feature_outputs, output.rasters, strict=True):
+        if rasters and feature.type == "image":
+            feature = feature._replace(modified=None)
+        elif isinstance(feature.base, Tokens):
+            feature = feature._replace(base=as_words(feature.base))
+        features.append(feature)
     return output._replace(feature_outputs=features)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attr.text.tokens import Tokens
 from ..errors import InputError
 from ..viz.html.pictures import heat, photograph
 
@@ -121,7 +122,9 @@ class TextFeature(BaseFeature):
     Args:
         name: what it is called.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
-        visualization_transform: makes of the ids the words. None leaves the numbers.
+        visualization_transform: makes of the ids the words; of :class:`~captum_ssm.viz.Tokens`,
+            as in ``lambda ids: Tokens.of(tokenizer, ids[0])``, parts of a word are joined. None
+            leaves the numbers.
 
     Example:
         >>> import torch
@@ -143,7 +146,8 @@ class TextFeature(BaseFeature):
         relevance = relevance.flatten(1).sum(1) if relevance.dim() > 1 else relevance
         percent = _percent(relevance, relevance.nan_to_num(0, 0, 0).abs().max())
         listed = words.tolist() if isinstance(words, Tensor) else words
-        return self._output([str(word) for word in listed], percent, contribution_frac)
+        base = words if isinstance(words, Tokens) else [str(word) for word in listed]
+        return self._output(base, percent, contribution_frac)
 
 
 class GeneralFeature(BaseFeature):

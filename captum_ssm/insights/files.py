@@ -11,6 +11,7 @@ from torch import nn
 
 from .._files import existing_folder, read_lines, read_text
 from ..attr.text.codec import Codec
+from ..attr.text.tokens import Tokens
 from ..errors import DataError, InputError, OptionError
 from ..explain.loading import Loaded
 from ..models.image_files import SUFFIXES
@@ -92,7 +93,7 @@ class Texts:
     @property
     def feature(self) -> TextFeature:
         """How a text is shown: token by token."""
-        return TextFeature("Text", None, None, lambda ids: self._codecs[0].names(ids[0].cpu()))
+        return TextFeature("Text", None, None, lambda ids: Tokens.of(self._codecs[0], ids[0]))
 
     def __iter__(self) -> Iterator[Batch]:
         for written, label in self._texts:

@@ -12,11 +12,7 @@ from typing import Any
 
 from captum.attr import (
     Attribution,
-    Deconvolution,
-    DeepLift,
     FeatureAblation,
-    GuidedBackprop,
-    InputXGradient,
     IntegratedGradients,
     Occlusion,
     Saliency,
@@ -24,7 +20,7 @@ from captum.attr import (
 from torch import Tensor
 
 from ..attr import LatimFlow
-from ..attr.catalogue import METHODS, Entry, Option
+from ..attr.catalogue import METHODS, OFFERED, Entry, Option
 from .config import (
     BaselinesConfig,
     BoolConfig,
@@ -38,17 +34,7 @@ from .config import (
 
 #: In the order in which they are offered; a page begins with :data:`RECOMMENDED`, or where that
 #: does not fit the model with the first that does.
-SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = [
-    IntegratedGradients,
-    Saliency,
-    InputXGradient,
-    DeepLift,
-    GuidedBackprop,
-    Deconvolution,
-    *(entry.method for entry in METHODS),
-    FeatureAblation,
-    Occlusion,
-]
+SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = list(OFFERED)
 
 ATTRIBUTION_NAMES_TO_METHODS: dict[str, type[Attribution]] = {
     method.get_name(): method for method in SUPPORTED_ATTRIBUTION_METHODS

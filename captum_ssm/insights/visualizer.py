@@ -29,6 +29,9 @@ from .vocabularies import check_sizes
 if TYPE_CHECKING:
     from .server import Server
 
+#: How high a snapshot is in a notebook, in pixels.
+_HEIGHT = 900
+
 #: Models are hooked while they run, so that one runs at a time.
 _RUNNING = threading.RLock()
 
@@ -320,7 +323,7 @@ class AttributionVisualizer:
 
     def _repr_html_(self) -> str:
         """The snapshot, as notebooks show the value of a cell."""
-        return framed(self.snapshot(), "Insights")
+        return framed(self.snapshot(), "Insights", _HEIGHT)
 
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:

@@ -1,5 +1,6 @@
 """Pictures and pages: matplotlib figures, Captum's own pictures, and a report in HTML."""
 
+from ..attr.text.tokens import Tokens
 from .captum_pictures import captum_image, captum_text, image_arrays
 from .curves import plot_curves, plot_perturbed
 from .edges import plot_edges, plot_windows
@@ -14,6 +15,7 @@ from .sources import plot_contributions
 from .text import plot_text
 
 __all__ = [
+    "Tokens",
     "captum_image",
     "captum_text",
     "image_arrays",

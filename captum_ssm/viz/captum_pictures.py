@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 from .figure import numbers
-from .labels import shown, spelled
+from .labels import as_words, shown, spelled
 from .overlay import picture_of, pixels_of
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def captum_text(
     scores = numbers(relevance, "relevance").flatten()
     if len(scores) != len(tokens):
         raise InputError(f"relevance has {len(scores)} numbers for {len(tokens)} tokens.")
-    words = [html.escape(spelled(token)) for token in tokens]
+    words = [html.escape(label) for label in as_words(tokens).labels]
     classes = [
         html.escape(spelled(str(c))) if c != "" else "" for c in (predicted, true, explained)
     ]

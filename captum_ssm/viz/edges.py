@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .figure import line_style, new_figure, numbers
-from .labels import FAMILIES, cut, shown, width
+from .labels import FAMILIES, as_words, cut, shown, widths
 from .layers import finish
 from .text import CELL, LINE
 
@@ -25,6 +25,8 @@ _WIDEST, _THINNEST = 4.0, 0.6
 _HIGH = 2.1
 #: An arc has its number written on it if that is at least this share of the largest.
 _NUMBERED = 0.2
+#: Cells between two words.
+_GAP = 1.4
 #: Cells that a word takes when it is turned.
 _TURNED = 1.9
 #: A row holds so many turned words.
@@ -127,7 +129,7 @@ def plot_edges(
     too long for one row, words far from all edges are left out.
 
     Args:
-        tokens: the tokens, in reading order.
+        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
         edges: of one example, such as ``effects.top(20)[0]`` of :class:`~captum_ssm.edges.Effects`.
         by_layer: a row for each layer that has an edge. Default: False, one row for all.
         title: a heading. Default: None.
@@ -196,8 +198,11 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[str], ends: set[int]) -> Words:
-        names = [cut(token) for token in tokens]
-        turned = sum(width(name) + 1.4 for name in names) > LINE
+        found = as_words(tokens)
+        names, joined = [cut(label) for label in found.labels], set(found.joined)
+        gaps = [0 if i in joined else _GAP / 2 for i in range(len(tokens) + 1)]  # in front of each
+        cells = widths(names, joined)
+        turned = sum(cells) + 2 * sum(gaps[:-1]) > LINE
         kept = _near(ends, len(tokens), _MOST_TURNED) if turned else list(range(len(tokens)))
         middles, halves, ticks, labels = {}, {}, [], []
         column, before = 0.0, -1
@@ -206,8 +211,10 @@ class Words(NamedTuple):
                 ticks.append(column + _TURNED / 2)
                 labels.append("⋮" if turned else "…")
                 column += _TURNED
-            wide = _TURNED if turned else max(2, width(names[token])) + 1.4
-            middles[token] = column + wide / 2
+            room = (_TURNED - _GAP) if turned else max(2, cells[token])
+            front, behind = (_GAP / 2, _GAP / 2) if turned else gaps[token : token + 2]
+            wide = front + room + behind
+            middles[token] = column + front + room / 2
             halves[token] = 0.3 * wide
             ticks.append(middles[token])
             labels.append(shown(names[token]))

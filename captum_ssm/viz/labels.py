@@ -8,10 +8,11 @@ version 3.11 on; before, it sets letters in the order of the string, and words r
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ..attr.text.tokens import Tokens
 from .figure import check_labels
 
 #: Families of the labels of pictures; the second has more glyphs.
@@ -30,6 +31,8 @@ _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 #: More labels than this along an axis are thinned out so that they do not collide.
 _MOST_LABELS = 64
+#: Of a cell, what a letter of the font takes.
+_CLOSE = 0.76
 #: Labels longer than this are cut.
 _LONGEST = 24
 
@@ -51,26 +54,26 @@ class Words(NamedTuple):
     marks: list[int]
 
 
-def as_words(names: Sequence[str], pieces: Sequence[str | None] | None) -> Words:
+def as_words(tokens: Sequence[str]) -> Words:
     """Tokens as they stand in their text.
 
     Args:
-        names: of the tokens.
-        pieces: what each adds to the text, spaces included; see
-            :meth:`~captum_ssm.attr.text.codec.Codec.pieces`.  None where it is not known: tokens
-            then stand apart.
+        tokens: their names; those that are not :class:`~captum_ssm.viz.Tokens` do not tell what
+            they add to the text, and stand apart.
 
     Example:
+        >>> from captum_ssm.viz import Tokens
         >>> from captum_ssm.viz.labels import as_words
-        >>> as_words(["<s>", " la", "mp", "."], [None, " la", "mp", "."])
+        >>> as_words(Tokens(["<s>", " la", "mp", "."], [None, " la", "mp", "."]))
         Words(labels=['<s>', 'la', 'mp', '.'], joined=[2, 3], breaks=[], marks=[0])
     """
+    pieces = tokens.pieces if isinstance(tokens, Tokens) else None
     if pieces is None:
-        breaks = [i for i, name in enumerate(names) if "\n" in name]
-        return Words([spelled(name) for name in names], [], breaks, [])
+        breaks = [i for i, name in enumerate(tokens) if "\n" in name]
+        return Words([spelled(name) for name in tokens], [], breaks, [])
     found = Words([], [], [], [])
     part, before = 1, None
-    for i, (name, piece) in enumerate(zip(names, pieces, strict=True)):
+    for i, (name, piece) in enumerate(zip(tokens, pieces, strict=True)):
         part = part + 1 if piece == "" and before else 1
         if piece is None:
             found.marks.append(i)
@@ -128,6 +131,15 @@ def width(token: str) -> int:
     return sum(unicodedata.category(c) not in ("Mn", "Me") for c in label)
 
 
+def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
+    """How many cells each label takes; those of one word stand as close as letters do."""
+
+    def of_several(i: int) -> bool:
+        return i in joined or i + 1 in joined
+
+    return [width(label) * (_CLOSE if of_several(i) else 1) for i, label in enumerate(labels)]
+
+
 def cut(token: str, longest: int = _LONGEST) -> str:
     """The token, or its beginning and an ellipsis if it is too long for a label."""
     return token if len(token) <= longest else token[: longest - 1] + "…"
@@ -144,7 +156,8 @@ def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -
     """
     check_labels(labels, count, what)
     ticks = range(0, count, -(-count // _MOST_LABELS))
-    names = [str(i) if labels is None else shown(cut(labels[i])) for i in ticks]
+    words = None if labels is None else as_words(labels).labels
+    names = [str(i) if words is None else shown(cut(words[i])) for i in ticks]
     size = max(4.0, min(8.0, 260 / len(ticks)))
     axis.set_ticks(list(ticks), names, fontsize=size, fontfamily=list(FAMILIES))
     if axis.axis_name == "x":

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from .figure import new_figure
-from .labels import FAMILIES, cut, shown, width
-from .text import CELL, LINE, of_tokens, wrap
+from .labels import FAMILIES, as_words, cut, shown, width
+from .text import CELL, LINE, PAD, of_tokens, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def plot_roles(
     name stands beside its largest part.
 
     Args:
-        tokens: the tokens, in reading order.
+        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
         roles: one number per token (L,) by role, as ``roles`` of
             :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>` has them for one example.
         marked: positions to frame, for example the known evidence. Default: none.
@@ -74,10 +74,11 @@ def plot_roles(
             "roles must be a mapping with a number per token for at least one role, as "
             "LatimFlow(model).decompose(...).roles is."
         )
-    names = [cut(token, LINE // 2) for token in tokens]
+    words = as_words(tokens)
+    names = [cut(label, LINE // 2) for label in words.labels]
     scores = {role: of_tokens(found, "role", role, names) for role, found in roles.items()}
     cells = [max(width(name), 3) for name in names]
-    places, lines = wrap(cells)
+    places, lines = wrap(cells, words)
     middles = [column + wide / 2 for (_, column), wide in zip(places, cells, strict=True)]
     by_line = [[i for i, place in enumerate(places) if place[0] == k] for k in range(lines)]
     size = (LINE * CELL[0] + 0.9, (_HIGH + 0.3) * lines + 0.4 + 0.3 * bool(title))
@@ -114,7 +115,7 @@ def plot_roles(
 
 def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
     """An axis whose ticks are words."""
-    axis.set_xlim(-1, LINE)
+    axis.set_xlim(PAD - 1, LINE + PAD)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)
     axis.tick_params(axis="x", length=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from .figure import (
     scale,
     strongest,
 )
-from .labels import FAMILIES, cut, shown, width
+from .labels import FAMILIES, Words, as_words, cut, shown, widths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 #: Characters per line, and the size of a character cell in inches.
 LINE = 84
 CELL = (0.098, 0.32)
+#: Cells around a word in its box, and between the boxes of two words.
+PAD, GAP = 0.4, 0.4
 
 
 def plot_text(
@@ -40,7 +43,7 @@ def plot_text(
     """Draw the tokens of a text on a background coloured by their relevance.
 
     Args:
-        tokens: the tokens, in reading order.
+        tokens: the tokens, in reading order; of :class:`Tokens` those of one word touch each other.
         relevance: one number per token (L,), or several such by name, drawn one below another.
         marked: positions to frame, for example the known evidence. Default: none.
         one_scale: one colour scale for all, for relevances of one unit, such as those of the roles
@@ -62,8 +65,11 @@ def plot_text(
         'rollout   (strongest: 0.9)'
     """
     rows = by_name(relevance, "relevance")
-    names = [cut(token, LINE // 2) for token in tokens]
-    places, lines = wrap([width(name) for name in names])
+    words = as_words(tokens)
+    names = [cut(label, LINE // 2) for label in words.labels]
+    joined = set(words.joined)
+    cells = widths(names, joined)
+    places, lines = wrap(cells, words)
     high = (lines * CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
     figure, axes = new_figure(LINE * CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
     found = {name: of_tokens(values, "relevance", name, names) for name, values in rows.items()}
@@ -72,7 +78,7 @@ def plot_text(
     signed = [each for each, _, _ in limits if each == DIVERGING]
     explain_colours(figure, signed[0] if signed else SEQUENTIAL)
     for axis, own, (name, scores) in zip(axes[:, 0], limits, found.items(), strict=True):
-        _draw(axis, names, places, scores, own, set(marked))
+        _draw(axis, names, cells, places, joined, scores, own, set(marked))
         axis.set(xlim=(0, LINE), ylim=(lines, 0))
         heading = f"{shown(name)}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)
@@ -100,7 +106,9 @@ def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tenso
 def _draw(
     axis: Any,
     names: Sequence[str],
+    cells: Sequence[float],
     places: Sequence[tuple[int, float]],
+    joined: Collection[int],
     scores: Tensor,
     limits: tuple[str, float, float],
     marked: Collection[int],
@@ -109,16 +117,17 @@ def _draw(
     from matplotlib.patches import Rectangle
 
     colour_map, low, high = limits
-    for i, (name, (line, column), score) in enumerate(
-        zip(names, places, scores.tolist(), strict=True)
+    for i, (name, wide, (line, column), score) in enumerate(
+        zip(names, cells, places, scores.tolist(), strict=True)
     ):
         colour = colormaps[colour_map]((score - low) / (high - low))
-        cells = width(name)
-        box = Rectangle((column, line + 0.08), cells + 0.8, 0.84, facecolor=colour)
+        before, behind = (0 if at in joined else PAD for at in (i, i + 1))
+        corner = column - before, line + 0.08
+        box = Rectangle(corner, before + wide + behind, 0.84, facecolor=colour)
         box.set(edgecolor="black" if i in marked else "0.85", linewidth=1.6 if i in marked else 0.5)
         axis.add_patch(box)
         axis.text(
-            column + cells / 2 + 0.4,
+            column + wide / 2,
             line + 0.52,
             shown(name),
             ha="center",
@@ -134,14 +143,31 @@ def _is_dark(colour: Sequence[float]) -> bool:
     return sum(c * w for c, w in zip(colour, (0.3, 0.59, 0.11), strict=False)) < 0.45
 
 
-def wrap(widths: Sequence[int]) -> tuple[list[tuple[int, float]], int]:
-    """Line and column of every label, and the number of lines."""
+def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
+    """Line and column where every label begins, and the number of lines.
+
+    Args:
+        cells: that each label takes.
+        words: the tokens as they stand in their text; those of one word stand in one line if it
+            has the room, and where the text begins a new line, so does the picture.
+    """
     places: list[tuple[int, float]] = []
     line, column = 0, 0.0
-    for cells in widths:
-        wanted = cells + 1.2
-        if column > 0 and column + wanted > LINE:
+    for word in _runs(len(cells), words.joined):
+        wanted = 2 * PAD + sum(cells[i] for i in word)
+        if column > 0 and (column + wanted > LINE or word[0] - 1 in words.breaks):
             line, column = line + 1, 0.0
-        places.append((line, column))
-        column += wanted
+        column += PAD
+        for i in word:
+            if column > PAD and column + cells[i] + PAD > LINE:  # a word longer than a line
+                line, column = line + 1, PAD
+            places.append((line, column))
+            column += cells[i]
+        column += PAD + GAP
     return places, line + 1
+
+
+def _runs(count: int, joined: Collection[int]) -> list[range]:
+    """The words, as ranges of their tokens."""
+    begins = [i for i in range(count) if i == 0 or i not in joined]
+    return [range(*ends) for ends in pairwise([*begins, count])]

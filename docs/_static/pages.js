@@ -10,11 +10,15 @@ function nameOf(element) {
 }
 
 function letFocus() {
+  const seen = new Map();
   for (const element of document.querySelectorAll('.content pre, .content .table-wrapper')) {
     if (element.scrollWidth > element.clientWidth) {
       element.tabIndex = 0;
       element.setAttribute('role', 'region');
-      element.setAttribute('aria-label', nameOf(element));
+      const name = nameOf(element);
+      const number = (seen.get(name) ?? 0) + 1;
+      seen.set(name, number);
+      element.setAttribute('aria-label', number > 1 ? `${name}, ${number}` : name);
     } else {
       for (const name of ['tabindex', 'role', 'aria-label']) element.removeAttribute(name);
     }

@@ -174,7 +174,6 @@ class Noted(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.usefixtures("private_registry")
 @pytest.mark.parametrize("padded", [False, True])
 def test_operators_are_made_once_while_the_model_runs(padded):
     model, ids, done = mamba_lm(), token_ids(2, 6), []

@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from zoo.language import byte_tokenizer, piece_tokenizer, word_tokenizer
+from zoo.language import byte_tokenizer, piece_tokenizer, word_piece_tokenizer, word_tokenizer
 
 from captum_ssm import ImplicitAttention, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec
 from captum_ssm.attr.text.spans import stretches
 from captum_ssm.models import WordVocabulary, load_bundled
-
-
-def word_pieces() -> Any:
-    """WordPiece, whose pieces inside a word begin with ##."""
-    words = ["[UNK]", "[CLS]", "go", "##ing", "##es", "home", ".", "你", "好"]
-    raw = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    raw.decoder = decoders.WordPiece(cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", cls_token="[CLS]")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +20,7 @@ def word_pieces() -> Any:
         (piece_tokenizer, "ab abb a$ aab", ["ab", " abb", " a", "$", " a", "ab"]),
         (byte_tokenizer, "é好 a\nb", ["é", "", "好", "", "", " ", "a", "\n", "b"]),
         (word_tokenizer, "anna owns the lamp .", [None, "anna", " owns", " the", " lamp", " ."]),
-        (word_pieces, "going home .", ["go", "ing", " home", " ."]),
+        (word_piece_tokenizer, "going home .", ["go", "ing", " home", " ."]),
         (lambda: WordVocabulary(["<pad>", "a", "lamp"]), "a lamp a", ["a", " lamp", " a"]),
     ],
     ids=["sentence-piece", "bytes", "words", "word-piece", "vocabulary"],

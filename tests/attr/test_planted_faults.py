@@ -22,8 +22,6 @@ from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.tracing import Layer
 from captum_ssm.tracing.verification import combined_errors, output_errors
 
-pytestmark = pytest.mark.usefixtures("private_registry")
-
 #: Of each architecture the quick session tries, and those on which all methods are.
 QUICK = ("mamba", "mamba2", "gpt2 with attention")
 EVERY = ("mamba", "mamba2", "qwen3_next", "llama with attention")

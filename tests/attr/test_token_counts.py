@@ -95,7 +95,6 @@ def weighted(mixer, call):
     return LinearMixer(call.hidden_states[..., None], operator, project, map=mixer.map)
 
 
-@pytest.mark.usefixtures("private_registry")
 def test_norms_across_a_map_that_becomes_coarser():
     """The rows of each layer, over the tokens of the first."""
     register_mixer(Weighted, weighted)

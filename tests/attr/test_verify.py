@@ -33,9 +33,6 @@ TARGET = (-1, 3)
 LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\.\de[-+]\d\d, more "
 
 
-pytestmark = pytest.mark.usefixtures("private_registry")
-
-
 def with_wrong_adapter(model: Any) -> Any:
     """The model, for whose mixers an adapter is registered that forgets the skip connection."""
     forgetting_the_skip(model.backbone.layers[0].mixer)

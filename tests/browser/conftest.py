@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.chromium import Chromium, Page, program
@@ -30,3 +31,19 @@ def page(chromium: Chromium) -> Iterator[Page]:
     page = chromium.new_page()
     yield page
     chromium.close_page(page)
+
+
+@pytest.fixture(params=[(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def opened(page: Page, made: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The page in the file ``made``, at both widths and in both themes.
+
+    Nothing may go wrong there, nothing may be fetched, and it is never wider than its window.
+    """
+    width, scheme = request.param
+    page.resize(width, 800)
+    page.prefer(scheme)
+    page.goto(made)
+    yield page
+    assert page.overflow() <= 0
+    assert page.errors == [] and page.dialogs == []
+    assert page.requests == [made.as_uri()]

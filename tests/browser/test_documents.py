@@ -1,12 +1,16 @@
-"""What the documentation adds to its theme: wide code and tables are scrolled by keyboard."""
+"""What the documentation adds to its theme: scrolling by keyboard, and frames in its colours."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.chromium import Page
 from helpers.documents import ROOT
+from matplotlib.image import imread
+
+from captum_ssm.attr import Comparison
 
 STATIC = ROOT / "docs" / "_static"
 #: As the theme writes them: code of 60 characters, and a table of a line that does not break.
@@ -47,3 +51,22 @@ def test_what_fits_takes_no_focus(page: Page, written: Path) -> None:
     assert page.count(".content [tabindex]") == 0
     page.resize(390)
     page.wait_for("document.querySelectorAll('.content [tabindex]').length === 2")
+
+
+@pytest.mark.parametrize(("chosen", "system"), [("dark", "light"), ("light", "dark")])
+def test_a_frame_follows_the_theme_that_is_chosen(
+    page: Page, tmp_path: Path, chosen: str, system: str
+) -> None:
+    frame = Comparison({"one": torch.tensor([[0.5, -1.0]])})._repr_html_()
+    path = tmp_path / "page.html"
+    path.write_text(
+        f'<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="{STATIC.as_uri()}'
+        f'/pages.css"><body data-theme="{chosen}">{frame}</body>',
+        encoding="utf-8",
+    )
+    page.prefer(system)
+    page.goto(path)
+    page.drawn()
+    x, y = page.centre("iframe")
+    shade = imread(page.screenshot(tmp_path / "shot.png"))[int(y), int(x), :3].mean()
+    assert (shade < 0.2) if chosen == "dark" else (shade > 0.9)

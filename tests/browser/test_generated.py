@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,19 +37,6 @@ def made(found: SSMLLMAttributionResult, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("answers") / "answers.html"
     path.write_text(answers_page([found, found], "Who owns what?"), encoding="utf-8")
     return path
-
-
-@pytest.fixture(params=[(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
-def opened(page: Page, made: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The page, at both widths and in both themes; nothing may go wrong or be fetched."""
-    width, scheme = request.param
-    page.resize(width, 800)
-    page.prefer(scheme)
-    page.goto(made)
-    yield page
-    assert page.overflow() <= 0
-    assert page.errors == []
-    assert page.requests == [made.as_uri()]
 
 
 def word(side: str, index: int) -> str:

@@ -38,7 +38,9 @@ def scene() -> Tensor:
 
 
 class Planted(Attribution):
-    """Finds the same relevance in every image, in the pixels of a few patches."""
+    """Finds the same relevance in every image, in the upper pixels of a few patches."""
+
+    rows = PATCH[0]  # all of them
 
     @classmethod
     def get_name(cls) -> str:
@@ -49,7 +51,7 @@ class Planted(Attribution):
     ) -> Tensor:
         found = torch.zeros_like(scene())
         for (row, column), value in PLANTED.items():
-            rows = slice(row * PATCH[0], (row + 1) * PATCH[0])
+            rows = slice(row * PATCH[0], row * PATCH[0] + self.rows)
             found[..., rows, column * PATCH[1] : (column + 1) * PATCH[1]] = value
         return found
 
@@ -191,13 +193,27 @@ def test_the_slider_makes_relevance_fainter(opened, tmp_path):
     assert np.abs(none - DARK).max() < 0.02
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pixels_are_there_on_request(opened, page, width):
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
+def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch, width, scheme):
+    """Patches are one colour, pixels are where the relevance is; and there is a way back."""
+    monkeypatch.setattr(Planted, "rows", PATCH[0] // 2)
     page.resize(width)
+    page.prefer(scheme)
     page, holder = opened()
-    size = "[c.height, c.width]"
-    size = f"(() => {{ const c = document.querySelector('{holder} canvas'); return {size}; }})()"
-    assert page.evaluate(size) == [ROWS, COLUMNS]
-    manner(page, "pixels")
-    assert page.evaluate(size) == [ROWS * PATCH[0], COLUMNS * PATCH[1]]
+    drawn = {}
+    for number, name in enumerate(["patches", "pixels", "outlines", "pixels", "patches"]):
+        manner(page, name)
+        image = seen(page, holder, tmp_path / f"{number}.png")
+        if name in drawn:
+            assert np.abs(drawn[name] - image).max() < 0.02
+        drawn[name] = image
+    for row, column in PLANTED:
+        bare = middle_of(patch_of(drawn["pixels"], row, column + 1))
+        patches, pixels = (patch_of(drawn[name], row, column) for name in ("patches", "pixels"))
+        of_patch, of_pixels = (
+            [middle_of(half) for half in np.array_split(part, 2)] for part in (patches, pixels)
+        )
+        assert np.abs(of_patch[0] - of_patch[1]).max() < 0.02
+        assert contrast(of_patch[0], bare) >= ENOUGH and contrast(of_pixels[0], bare) >= ENOUGH
+        assert np.abs(of_pixels[1] - bare).max() < 0.02
     assert page.overflow() <= 0

@@ -286,6 +286,14 @@ def test_another_class_is_explained_where_it_is_clicked(opened):
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
+def test_what_is_asked_while_the_page_works_has_its_turn(opened):
+    page = opened(table(Always(1), [numbers(1, 2)]))
+    others = "document.querySelectorAll('.predicted button:nth-child(3)')"
+    page.evaluate(f"{others}.forEach((each) => each.click())")
+    settled(page)
+    assert len(pressed(page)) == 2 and "bee" not in pressed(page)
+
+
 def test_a_class_is_explained_by_the_method_that_is_shown(opened):
     page = opened(table(table_model(), [numbers(1)]))
     first = texts(page, "td.number")
@@ -430,13 +438,6 @@ def test_everything_works_by_keys_alone(opened):
     page.key("Enter")
     page.wait_for("document.querySelector('#status').textContent === 'Explained.'")
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
-
-
-def test_what_has_the_focus_is_seen(opened):
-    page = opened(table(Always(1), [numbers(1)]))
-    page.key("Tab")
-    page.key("Tab")
-    assert page.style("#theme", "outline-style") == "solid"
 
 
 @pytest.mark.parametrize("kind", ["images", "texts", "table"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.chromium import Page
+from helpers.insights_examples import Always, numbers, table
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr import Comparison
@@ -26,19 +26,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = -1, vocabulary.id_of("lamp")
     found = LatimFlow(model).decompose(ids, target, rule="centred").named(PROMPT.split())
     return found.to_html(tmp_path_factory.mktemp("results") / "found.html")
-
-
-@pytest.fixture(params=[(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
-def opened(page: Page, made: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The page, at both widths and in both themes; nothing may go wrong or be fetched."""
-    width, scheme = request.param
-    page.resize(width, 800)
-    page.prefer(scheme)
-    page.goto(made)
-    yield page
-    assert page.overflow() <= 0
-    assert page.errors == []
-    assert page.requests == [made.as_uri()]
 
 
 def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
@@ -70,10 +57,12 @@ def test_keyboard_and_table(opened: Page) -> None:
     assert opened.count("#biases tbody tr") > 3
 
 
-def test_a_frame_of_a_notebook(page: Page, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["result", "insights"])
+def test_a_frame_of_a_notebook(page: Page, tmp_path: Path, kind: str) -> None:
     """Its script runs in a frame of another origin than the notebook's, and asks for nothing."""
     found = Comparison({"one": torch.tensor([[0.5, -1.0]])}).named(["a</iframe>", "b"])
-    frame, shots = found._repr_html_(), []
+    shown = found if kind == "result" else table([Always(1)], [numbers(1, 0)])
+    frame, shots = shown._repr_html_(), []
     for number, allowed in enumerate((frame, frame.replace("allow-scripts", ""))):
         path = tmp_path / f"notebook{number}.html"
         path.write_text(f"<!doctype html><title>n</title>{allowed}", encoding="utf-8")

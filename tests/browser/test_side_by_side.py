@@ -257,13 +257,3 @@ def test_classes_of_a_kept_page_are_chosen_by_keys(opened):
     page.key(" ")
     page.wait_for(f"{buttons}[0].ariaPressed === 'true'")
     assert percents(page, "article:first-child") == before
-
-
-def test_a_frame_of_another_page_shows_it(opened, page, tmp_path):
-    path = tmp_path / "cell.html"
-    shown = texts_of(1)._repr_html_()
-    path.write_text(f"<!doctype html><title>cell</title>{shown}", encoding="utf-8")
-    page.goto(path)
-    inside = "document.querySelector('iframe').contentDocument"
-    page.wait_for(f"{inside}?.querySelectorAll('article').length === 2")
-    assert page.errors == [] and page.requests == [path.as_uri()]

@@ -13,33 +13,46 @@ from helpers.pages import read_page
 from zoo.language import byte_tokenizer
 from zoo.small import mamba_lm
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, compare, report
+from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.models import load_bundled
+from captum_ssm.viz import Tokens
 
 pytestmark = pytest.mark.browser
 
 
-def box(page: Page, index: int) -> dict[str, Any]:
-    """Where a token is."""
-    token = f"document.querySelector('#text .token[data-index=\"{index}\"]')"
-    found: dict[str, Any] = page.evaluate(f"{token}.getBoundingClientRect().toJSON()")
-    return found
+def write(kind: str, path: Path) -> None:
+    """A page that shows a text of bytes."""
+    tokenizer, model = byte_tokenizer(), mamba_lm(vocab_size=260)
+    ids = torch.tensor([tokenizer.encode("cat on\n好")])
+    if kind == "report":
+        report(model, ids, [LatimFlow], tokenizer=tokenizer, path=path)
+    elif kind == "result":
+        found = compare(model, [LatimFlow, MambaAttribution], ids, (-1, 3))
+        found.named(Tokens.of(tokenizer, ids[0])).to_html(path)
+    else:
+        feature = TextFeature("text", None, None, lambda ids: Tokens.of(tokenizer, ids[0]))
+        classes = [str(i) for i in range(260)]
+        visualizer = AttributionVisualizer(model, classes, feature, [Batch(ids, None)])
+        visualizer.config = FilterConfig("MambaAttribution")
+        visualizer.snapshot(path, classes=1)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("kind", ["report", "result", "insights"])
 def test_tokens_of_a_word_touch_each_other(
-    page: Page, tmp_path: Path, width: int, scheme: str
+    page: Page, tmp_path: Path, kind: str, width: int, scheme: str
 ) -> None:
     torch.manual_seed(0)
-    path = tmp_path / "words.html"
-    tokenizer = byte_tokenizer()
-    report(mamba_lm(vocab_size=260), "cat on\n好", [LatimFlow], tokenizer=tokenizer, path=path)
+    write(kind, tmp_path / "words.html")
     page.resize(width)
     page.prefer(scheme)
-    page.goto(path)
-    texts = page.evaluate("[...document.querySelectorAll('#text .token')].map((t) => t.innerText)")
+    page.goto(tmp_path / "words.html")
+    page.wait_for("document.querySelector('.flow .token') !== null")
+    tokens = "[...document.querySelector('.flow').querySelectorAll('.token')]"
+    texts = page.evaluate(f"{tokens}.map((t) => t.innerText)")
     assert texts == ["c", "a", "t", "␣", "o", "n", r"\n", "好", "₂", "₃"]
-    boxes = [box(page, index) for index in range(10)]
+    boxes: list[Any] = page.evaluate(f"{tokens}.map((t) => t.getBoundingClientRect().toJSON())")
     gaps = [b["left"] - a["right"] for a, b in pairwise(boxes)]
     assert gaps[0] == gaps[1] == gaps[4] == gaps[7] == gaps[8] == 0
     assert gaps[2] > 1 and gaps[3] > 1

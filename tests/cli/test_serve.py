@@ -112,7 +112,7 @@ def test_texts_of_a_language_model(prompts):
         chances = model(torch.tensor([vocabulary.encode(text)])).logits[0, -1].detach().softmax(-1)
         assert output.predicted[0].label == vocabulary.vocab[int(chances.argmax())]
         assert output.predicted[0].score == pytest.approx(float(chances.max()), rel=1e-5)
-        assert output.feature_outputs[0].base == text.split() and output.actual is None
+        assert list(output.feature_outputs[0].base) == text.split() and output.actual is None
 
 
 def test_images_of_two_models(vim, photos, labels):
@@ -134,7 +134,7 @@ def test_texts_of_a_classifier_in_folders(bert, tmp_path):
     assert visualizer.classes == ["bad", "good"]
     shown = [outputs[0] for outputs in visualizer.visualize()]
     assert [o.actual and o.actual.label for o in shown] == [None, "bad", "good"]
-    words = [output.feature_outputs[0].base for output in shown]
+    words = [list(output.feature_outputs[0].base) for output in shown]
     assert words == [["[UNK]"], ["bad", "film"], ["good", "film"]]
 
 

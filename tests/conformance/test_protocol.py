@@ -11,11 +11,13 @@ from captum.attr import (
     Attribution,
     LayerIntegratedGradients,
     LLMGradientAttribution,
+    Saliency,
     TextTokenInput,
     configure_interpretable_embedding_layer,
     remove_interpretable_embedding_layer,
 )
 from captum.attr._core.llm_attr import GradientForwardFunc
+from zoo.language import word_tokenizer
 from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
 pytestmark = pytest.mark.conformance
@@ -140,15 +142,36 @@ def test_a_copy_with_captums_wrapper_as_forward_func(method, watched, length):
             prompt.to_tensor(), additional_forward_args=(prompt, generated, index)
         )
         whole = torch.cat([prompt.inp_tensor, generated[None, :index]], dim=1)
-        assert found.shape == prompt.inp_tensor.shape
 
         def log_probability(ids, index=index):
             return model(ids).logits[:, -1].log_softmax(-1)[:, generated[index], None]
 
         expected = method(log_probability, model=model).attribute(whole, target=0)
-        given = expected[:, : found.shape[1]]
-        torch.testing.assert_close(found, given, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected[..., None], rtol=1e-5, atol=1e-6)
     assert original.forward_func is model
+
+
+@pytest.mark.parametrize("skipped", [None, ["owns", "."]])
+def test_llm_gradient_attribution_itself(method, watched, skipped):
+    """Prompt and text as Captum's users have them; other classes are refused as ever."""
+    model, tokenizer = watched(mamba_lm()), word_tokenizer()
+    prompt = TextTokenInput("anna owns the lamp .", tokenizer, skip_tokens=skipped)
+    text = tokenizer.encode("bob owns $5", add_special_tokens=False)
+    found = LLMGradientAttribution(method(model), tokenizer).attribute(prompt, "bob owns $5")
+    words = tokenizer.convert_ids_to_tokens(prompt.inp_tensor[0])
+    kept = [i for i, word in enumerate(words) if word not in (skipped or [])]
+    assert found.token_attr.shape == (3, len(kept)) == (len(text), 6 if skipped is None else 4)
+    for index, row in enumerate(found.token_attr):
+        whole = torch.cat([prompt.inp_tensor, torch.tensor([text[:index]]).long()], 1)
+
+        def log_probability(ids, token=text[index]):
+            return model(ids).logits[:, -1].log_softmax(-1)[:, token, None]
+
+        expected = method(log_probability, model=model).attribute(whole, target=0)
+        torch.testing.assert_close(row, expected[0, kept], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.seq_attr, found.token_attr.sum(0))
+    with pytest.raises(AssertionError, match="does not support"):
+        LLMGradientAttribution(Saliency(model), tokenizer)
 
 
 def test_a_copy_shares_nothing_that_a_call_changes(method, watched):

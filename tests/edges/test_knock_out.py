@@ -489,7 +489,7 @@ def test_no_gradient_is_taken_through_a_cut() -> None:
     assert close(found, expected) <= 1e-5
 
 
-def test_an_operator_that_is_not_its_module_is_refused(private_registry: None) -> None:
+def test_an_operator_that_is_not_its_module_is_refused() -> None:
     model, ids = mamba_lm(), torch.randint(15, (1, 9))
     cls = type(model.backbone.layers[0].mixer)
     found = adapter_for(model.backbone.layers[0].mixer)

@@ -1,4 +1,4 @@
-"""Adapters of the package's own, with something added; for tests with ``private_registry``."""
+"""Adapters of the package's own, with something added."""
 
 from __future__ import annotations
 

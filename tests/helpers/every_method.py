@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from zoo.language import word_tokenizer
 
 from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
 from captum_ssm.attr import catalogue
+from helpers.pages import read_page
 
 #: The model, its input and the target in; what is found out.
 Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
@@ -40,16 +42,34 @@ def compared(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
 
 
 def reported(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
-    """The page but for its data, whose last digits differ by threads; its folder holds it alone."""
+    """The page's markup, its facts but for numbers, and these; its folder holds it alone."""
     with TemporaryDirectory() as folder:
         try:
             path = report(model, inputs, target=target, path=Path(folder, "page.html"))
-            page = re.sub(
+            markup = re.sub(
                 rb'<script type="application/.*?</script>', b"", path.read_bytes(), flags=re.S
             )
-            return [torch.tensor(list(page), dtype=torch.uint8)]
+            page = read_page(path)
         finally:
             assert {file.name for file in Path(folder).iterdir()} <= {"page.html"}
+    facts = list(_leaves(page.facts))
+    numbers = torch.tensor([x for x in facts if isinstance(x, float)], dtype=torch.float64)
+    words = json.dumps([x for x in facts if not isinstance(x, float)]).encode()
+    texts = [torch.tensor(list(text), dtype=torch.uint8) for text in (markup, words)]
+    return [*texts, numbers]
+
+
+def _leaves(facts: Any) -> Iterator[Any]:
+    """What nested facts hold, in their order; names of fields as well."""
+    if isinstance(facts, dict):
+        for name, value in facts.items():
+            yield name
+            yield from _leaves(value)
+    elif isinstance(facts, list):
+        for value in facts:
+            yield from _leaves(value)
+    else:
+        yield facts
 
 
 def texts(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:

@@ -54,7 +54,7 @@ def test_what_is_known(options):
 
 
 BAD = [
-    ({"attribution_method": "Oracle"}, "attribution_method='Oracle'.*Saliency.*LatimFlow"),
+    ({"attribution_method": "Oracle"}, "attribution_method='Oracle'.*LatimFlow.*Saliency"),
     ({"attribution_method": []}, "attribution_method"),
     ({"attribution_arguments": 3}, "attribution_arguments=3"),
     ({"prediction": "right"}, r"prediction='right': use one of \('all'"),

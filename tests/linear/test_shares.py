@@ -272,7 +272,6 @@ def test_windows_have_means_of_their_own_and_no_empty_place_counts(rule: str) ->
     torch.testing.assert_close(found * v.detach(), wanted.inputs)
 
 
-@pytest.mark.usefixtures("private_registry")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -> None:
     model, ids = transformers_model("mamba").double(), torch.randint(15, (2, 9))

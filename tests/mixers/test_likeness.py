@@ -31,13 +31,6 @@ MAMBA = "transformers.models.mamba.modeling_mamba.MambaMixer"
 FALCON = "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer"
 
 
-@pytest.fixture(autouse=True)
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
-
-
 def copied(name: str, **changed: Any) -> Any:
     """A Mamba whose mixers are of a class of that name that has MambaMixer's code."""
     model = transformers_model("mamba")

@@ -35,13 +35,6 @@ from captum_ssm.mixers.line import VERSIONS
 from captum_ssm.operators import Chain, Diagonal, Shape, ShortConv
 
 
-@pytest.fixture(autouse=True)
-def private_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_architectures", dict(registry._architectures))
-    monkeypatch.setattr(registry, "_adapters", dict(registry._adapters))
-
-
 class Shift(nn.Module):
     """out(gate(h) * (w0 x[t] + w1 x[t - 1])), x = read(h)"""
 

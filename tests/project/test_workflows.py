@@ -207,10 +207,10 @@ def image_drawn_by_captum(s):
     return attr, s.image.shape
 
 
-@workflow(AssertionError, "LLMGradientAttribution does not support")  # Captum's own answer
+@workflow(quick=True)
 def llm_attribution_of_captum(s):
     llm = LLMGradientAttribution(LatimFlow(s.lm), s.tok)
-    return llm.attribute(TextTokenInput(TEXT, s.tok), target="lamp").token_attr
+    return llm.attribute(TextTokenInput(TEXT, s.tok), target="lamp").token_attr, s.ids.shape
 
 
 @workflow()
@@ -418,4 +418,4 @@ def test_a_workflow(name: str, s: Made) -> None:
 def test_there_are_forty() -> None:
     refused = [name for name, each in WORKFLOWS.items() if each.error is not None]
     assert len(WORKFLOWS) == 40
-    assert len(refused) <= 5
+    assert len(refused) <= 4

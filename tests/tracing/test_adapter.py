@@ -18,7 +18,6 @@ from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operato
 from captum_ssm.tracing import find_mixers
 from captum_ssm.tracing.adapter import linear_form
 
-pytestmark = pytest.mark.usefixtures("private_registry")
 WIDTH, BATCH, TOKENS = 4, 2, 5
 
 

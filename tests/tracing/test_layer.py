@@ -123,7 +123,6 @@ def test_weights_changed_in_place_void_the_record(model: Any) -> None:
         t.layers[1].linear  # noqa: B018
 
 
-@pytest.mark.usefixtures("private_registry")
 def test_verify_notices_a_wrong_adapter(model: Any) -> None:
     forgetting_the_skip(model.backbone.layers[0].mixer)
     with torch.no_grad(), trace(model) as t:

@@ -209,7 +209,6 @@ def test_arguments_are_those_that_the_hook_passes_on() -> None:
     assert vars(mixer)["forward"] is forward
 
 
-@pytest.mark.usefixtures("private_registry")
 def test_hooks_are_back_after_an_error() -> None:
     def fail(module: Any, call: Any) -> Any:
         assert not module.in_proj.weight.is_meta

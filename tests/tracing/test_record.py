@@ -283,7 +283,6 @@ def test_gradient_of_the_last_mixer_inside_no_grad(model: Any) -> None:
 # --- operators on demand ---------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("private_registry")
 @pytest.mark.parametrize("free", [0, 2**33])
 def test_operators_are_kept_while_there_is_memory(
     model: Any, monkeypatch: pytest.MonkeyPatch, free: int

@@ -10,6 +10,7 @@ from helpers.pictures import AWKWARD, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from captum_ssm.viz import Tokens
 from captum_ssm.viz.figure import new_figure
 from captum_ssm.viz.labels import FAMILIES, as_words, cut, shown, spelled, width
 
@@ -82,7 +83,7 @@ def test_long_tokens_are_cut() -> None:
 def test_words_are_set_as_in_their_text() -> None:
     pieces = [None, "Go", "ing", " home", ".\n", "你", "", "", " \n", "再", None, "见", "a\n\nb"]
     names = ["<s>", "Go", "ing", "home", ".", "x", "y", "z", " \n", "再", "<e>", "见", "a b"]
-    found = as_words(names, pieces)
+    found = as_words(Tokens(names, pieces))
     shown = ["<s>", "Go", "ing", "home", r".", "你", "₂", "₃", r" \n", "再", "<e>", "见", r"a\n\nb"]
     assert found.labels == shown
     assert found.joined == [2, 4, 6, 7, 12]
@@ -91,7 +92,7 @@ def test_words_are_set_as_in_their_text() -> None:
 
 
 def test_words_stand_apart_where_the_text_is_not_known() -> None:
-    found = as_words(["a", "b\n", "", " c"], None)
+    found = as_words(["a", "b\n", "", " c"])
     assert found == (["a", r"b\n", "∅", " c"], [], [1], [])
-    assert as_words(["a"], [""]).labels == ["∅"]
-    assert as_words(["a", "b"], ["x", "\n y"]).breaks == [0]
+    assert as_words(Tokens(["a"], [""])).labels == ["∅"]
+    assert as_words(Tokens(["a", "b"], ["x", "\n y"])).breaks == [0]

@@ -39,6 +39,15 @@ def piece_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
 
 
+def word_piece_tokenizer() -> Any:
+    """WordPiece, whose pieces inside a word begin with ##."""
+    words = ["[UNK]", "[CLS]", "go", "##ing", "##es", "home", ".", "你", "好"]
+    raw = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", cls_token="[CLS]")
+
+
 def byte_tokenizer() -> Any:
     """One token per byte, so that a character may be several tokens."""
     raw = Tokenizer(models.BPE())

@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from captum.attr import Attribution
+from captum.attr import Attribution, LLMGradientAttribution
 from captum.log import log_usage
 from torch import Tensor, nn
 
@@ -156,7 +157,8 @@ class SSMAttribution(Explainer, Attribution):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
-            cls.attribute = log_usage(part_of_slo=True)(_naming_strangers(cls.attribute))
+            asked = _answering_captum(_naming_strangers(cls.attribute))
+            cls.attribute = log_usage(part_of_slo=True)(asked)
 
     @classmethod
     def get_name(cls) -> str:
@@ -193,6 +195,38 @@ class SSMAttribution(Explainer, Attribution):
             tensor, each, additional_forward_args, per_token=True, **options
         )
         return found
+
+
+#: Captum lists the classes that it takes; what others ask of it stays as it is.
+LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
+
+
+def _answering_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    """A method's ``attribute``, which LLMGradientAttribution may ask as well.
+
+    Captum wraps the model in a function that puts the prompt's skipped tokens back and the text so
+    far behind it, and wants to be told of all of them, (1, L, features).
+    """
+
+    @checks.in_place_of(attribute)
+    def answering(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+        asking = getattr(self.forward_func, "attr", None)
+        if not isinstance(asking, LLMGradientAttribution):
+            return attribute(self, *args, **kwargs)
+        prompt, text, place = kwargs.pop("additional_forward_args")
+        ids = prompt.to_model_input(*args)
+        ids = torch.cat([ids, text[None, :place].to(ids)], 1)
+
+        def log_probability(ids: Tensor) -> Tensor:
+            logits: Tensor = asking.model(ids).logits[:, -1]
+            return logits.log_softmax(-1)[:, text[place], None]
+
+        of_model = copy(self)
+        of_model.forward_func, of_model.model = log_probability, asking.model
+        found: Tensor = attribute(of_model, ids, 0, **kwargs)
+        return found[..., None] if found.dim() == 2 else found
+
+    return answering
 
 
 #: Arguments of Captum's methods that ours do without, and what to do in their place.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import sys
@@ -20,6 +19,7 @@ from torch import Tensor
 from ... import __version__
 from ..._files import existing_file, make_folder, read_text, write_whole
 from ...errors import DataError, InputError
+from ..text.tokens import Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,11 +30,9 @@ _FORM = 1
 _NO_NUMBERS = ("nan", "inf", "-inf")
 #: Draws pages; named, since it stands above all methods.
 _PAGES = ".viz.html.results"
-#: How high a page is in a notebook, in pixels.
-_HEIGHT = 560
 
 #: Names of tokens, for each example.
-Names = tuple[tuple[str, ...], ...]
+Names = tuple[Sequence[str], ...]
 #: A class of which results are made.
 Part = TypeVar("Part", bound=type)
 
@@ -49,6 +47,9 @@ def part(kind: Part) -> Part:
     """
     _PARTS[kind.__name__] = kind
     return kind
+
+
+part(Tokens)
 
 
 class Result:
@@ -115,20 +116,20 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Its page in a frame, which keeps the notebook's styles and its own apart."""
-        page = html.escape(self._page(None), quote=True)
-        return (
-            f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{type(self).__name__}" '
-            f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
-        )
+        frame: str = _pages().frame_of(self)
+        return frame
 
     def _page(self, title: str | None) -> str:
-        pages = import_module(_PAGES, __package__.partition(".")[0])
-        text: str = pages.page_of(self, title)
+        text: str = _pages().page_of(self, title)
         return text
 
     def _state(self) -> dict[str, Any]:
         """The arguments that it is made with again."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def _pages() -> Any:
+    return import_module(_PAGES, __package__.partition(".")[0])
 
 
 class NamedTokens(Result, kind=False):
@@ -144,7 +145,8 @@ class NamedTokens(Result, kind=False):
         """The same with names for the tokens, which its page shows.
 
         Args:
-            tokens: a list of names for one sequence, or a list of such lists.
+            tokens: a list of names for one sequence, or a list of such lists. Of
+                :class:`~captum_ssm.viz.Tokens` parts of words are drawn without a gap.
 
         Returns:
             A copy; what it holds is not copied.
@@ -221,13 +223,18 @@ def read_names(tokens: Any, batch: int, length: int) -> Names:
         length: how many tokens each has.
     """
     listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
-    named = tuple(tuple(map(str, each)) for each in listed)
+    named = tuple(_kept(each) for each in listed)
     if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:
         raise InputError(
             f"tokens has {[len(each) for each in named]} names, but there are {batch} sequences of "
             f"{length} tokens. Pass a list of names for each."
         )
     return named
+
+
+def _kept(names: Sequence[Any]) -> Sequence[str]:
+    """The names, which go on to tell the text's words if they do."""
+    return names if isinstance(names, Tokens) else tuple(map(str, names))
 
 
 def _written(path: str | Path, text: str) -> Path:
@@ -246,6 +253,9 @@ def _encoded(value: Any) -> Any:
     """What JSON can hold of a value, and tell apart."""
     if isinstance(value, Tensor):
         return {"tensor": _encoded_tensor(value)}
+    name = type(value).__name__
+    if name in _PARTS:
+        return {name: {f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -256,11 +266,8 @@ def _encoded(value: Any) -> Any:
         return {"tuple": [_encoded(x) for x in value]}
     if isinstance(value, Mapping):
         return {"dict": {str(name): _encoded(x) for name, x in value.items()}}
-    if isinstance(value, Sequence):
-        return [_encoded(x) for x in value]
-    name = type(value).__name__
-    assert name in _PARTS, name
-    return {name: {f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+    assert isinstance(value, Sequence), name
+    return [_encoded(x) for x in value]
 
 
 def _decoded(said: Any) -> Any:

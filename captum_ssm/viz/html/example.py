@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...attr.call.inputs import as_tuple, batch_parts, check_batch, single_input
-from ...attr.text.codec import Codec, Pieces
+from ...attr.text.codec import Codec
+from ...attr.text.tokens import Tokens
 from ...errors import InputError
 from ...tracing import find_model
 
@@ -27,14 +28,12 @@ class Example:
         target: what is explained, in Captum's forms, or None.
         additional: further arguments of the model, as a tuple.
         names: of its tokens, or None.
-        pieces: what each token adds to the text, where the tokenizer tells it. Default: None.
     """
 
     inputs: Tensor
     target: Any
     additional: tuple[Any, ...]
     names: Sequence[str] | None
-    pieces: Pieces | None = None
 
     @property
     def is_image(self) -> bool:
@@ -88,7 +87,7 @@ def read_examples(
     check_batch(tensor, additional)
     names = _names(tensor, tokens, subject.codec)
     return [
-        Example(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), *named)
+        Example(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
         for cut, named in zip(batch_parts(len(tensor), 1), names, strict=True)
     ]
 
@@ -108,30 +107,30 @@ def _texts(subject: Subject, texts: Any, target: Any) -> Iterator[Example]:
         ids = subject.codec.encode(text, special=True)
         if not len(ids):
             raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
-        named = subject.codec.names(ids), subject.codec.pieces(ids)
-        yield Example(ids[None].to(device), cut.target(target), (), *named)
+        named = Tokens.of(subject.codec, ids)
+        yield Example(ids[None].to(device), cut.target(target), (), named)
 
 
 def _names(
     inputs: Tensor, tokens: Names | None, codec: Codec | None
-) -> list[tuple[Sequence[str] | None, Pieces | None]]:
-    """The names of each example's tokens, and what they add to the text."""
+) -> Sequence[Sequence[str] | None]:
+    """The names of each example's tokens."""
     batch = len(inputs)
     if tokens is None:
         if codec is None or inputs.dim() != 2 or inputs.is_floating_point():
-            return [(None, None)] * batch
-        return [(codec.names(ids), codec.pieces(ids)) for ids in inputs.cpu()]
+            return [None] * batch
+        return [Tokens.of(codec, ids) for ids in inputs]
     if isinstance(tokens, str) or inputs.dim() == 4:
         raise InputError(
             "tokens must be a list of names for each sequence; images have patches instead."
         )
     if all(isinstance(name, str) for name in tokens):
         if batch == 1:
-            return [(list(map(str, tokens)), None)]
+            return [cast("Sequence[str]", tokens)]
         raise InputError(f"tokens names one sequence, but inputs holds {batch}: pass a list each.")
     if len(tokens) != batch:
         raise InputError(f"tokens names {len(tokens)} sequences, but inputs holds {batch}.")
-    return [(list(names), None) for names in tokens]
+    return list(tokens)
 
 
 def find_subject(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...attr import compare
 from ...attr.call.layout import patch_sums
-from ...attr.catalogue import METHODS
+from ...attr.catalogue import holds_identity
 from ...attr.comparison import Method, Named
-from ...attr.text.codec import Pieces
+from ...attr.text.tokens import Tokens
 from ...edges import EdgeEffects
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
@@ -27,6 +27,7 @@ from .example import Example, Subject
 from .graph import graph_of
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
+from .page import short
 from .parts import (
     Account,
     account,
@@ -41,9 +42,6 @@ from .pictures import in_base64, raster
 
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
-
-#: Methods that multiply matrices with the identity added to them.
-_ROLLOUTS = tuple(entry.method for entry in METHODS if entry.holds_identity)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +89,7 @@ class Explanation:
     """
 
     facts: dict[str, Any]
-    tokens: list[str]
+    tokens: Sequence[str]
     layers: list[LayerOutline]
     blocks: dict[str, bytes]
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -143,7 +141,7 @@ def explain(
         per_token=not gridded,
     )
     names = _names(example, known)
-    words = as_words(names, _pieces(example, known))
+    words = as_words(names)
     accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
@@ -247,7 +245,7 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
             "module": edge.name,
             "source": place[edge.source],
             "target": place[edge.target],
-            "effect": float(f"{edge.effect:.5g}"),
+            "effect": short(edge.effect),
         }
         for edge in effects.top(count)[0]
         if edge.source in place and edge.target in place
@@ -255,14 +253,7 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
     return told
 
 
-def _pieces(example: Example, known: Outline) -> Pieces | None:
-    """What the tokens that are no padding add to the text."""
-    if example.pieces is None or len(example.pieces) == len(known.real):
-        return example.pieces
-    return [example.pieces[i] for i in known.real]
-
-
-def _names(example: Example, known: Outline) -> list[str]:
+def _names(example: Example, known: Outline) -> Sequence[str]:
     """What the tokens are called, without padding."""
     if example.is_image:
         return patch_names(known)
@@ -270,9 +261,10 @@ def _names(example: Example, known: Outline) -> list[str]:
         ids = example.inputs[0].tolist() if example.inputs.dim() == 2 else None
         return [str(i if ids is None else ids[i]) for i in known.real]
     if len(example.names) == len(known.real):
-        return list(example.names)
+        return example.names
     if len(example.names) == known.layers[0].tokens:
-        return [example.names[i] for i in known.real]
+        named = example.names if isinstance(example.names, Tokens) else Tokens(example.names)
+        return named.chosen(known.real)
     raise InputError(
         f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
         f"tokens, {len(known.real)} of them not padding; give one for each."
@@ -294,11 +286,6 @@ def _methods(
         said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
         facts.append({**said, "roles": roles.get(name, {})})
     return facts
-
-
-def holds_identity(method: Any) -> bool:
-    """Whether the asking token's entry by a method holds the identity, which says nothing."""
-    return issubclass(method if isinstance(method, type) else type(method), _ROLLOUTS)
 
 
 def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
@@ -336,7 +323,7 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
 
 
 def _shortened(scores: Sequence[float | None]) -> list[float | None]:
-    return [None if score is None else float(f"{score:.5g}") for score in scores]
+    return [None if score is None else short(score) for score in scores]
 
 
 def _shortened_roles(

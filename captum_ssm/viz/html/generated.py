@@ -13,16 +13,17 @@ from torch import Tensor
 
 from ...attr import LatimFlow, SSMLLMAttribution, SSMLLMAttributionResult
 from ...attr.call import checks
-from ...attr.catalogue import DEFAULT
+from ...attr.catalogue import DEFAULT, holds_identity
 from ...attr.comparison import named_methods
 from ...attr.text.codec import Pieces
 from ...attr.text.spans import Spans, stretches
+from ...attr.text.tokens import Tokens
 from ...errors import InputError, OptionError
 from ..figure import check_labels
 from ..labels import as_words, direction_of
 from .example import Subject
-from .explanation import Methods, holds_identity
-from .page import whole_page
+from .explanation import Methods
+from .page import short, whole_page
 
 #: In this order they are one style, and one script.
 _STYLES = ("common.css", "generated.css")
@@ -234,12 +235,12 @@ def _packed(rows: Tensor) -> bytes:
 
 def _short(constants: Tensor | None) -> list[float]:
     assert constants is not None
-    return [float(f"{value:.5g}") for value in constants.tolist()]
+    return list(map(short, constants.tolist()))
 
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
     """Words of a text, and its stretches, as numbers of those that each of them begins with."""
-    words = as_words(names, pieces)
+    words = as_words(Tokens(names, pieces))
     known = stretches(pieces, "sentence") if pieces is not None else []
     return {
         **words._asdict(),

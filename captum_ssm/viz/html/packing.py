@@ -24,6 +24,7 @@ from ...attr.engine.fold import shown
 from ...errors import OptionError
 from .example import Example, Subject
 from .outline import Outline
+from .page import short
 
 #: The token-to-token maps there are, by the name that asks for them, and what they are called.
 MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
@@ -119,7 +120,7 @@ def maps_of(
             "kept": packed.kept,
             "side": packed.overview_side,
             "cell": packed.overview_cell,
-            "largest": float(f"{packed.largest:.5g}"),
+            "largest": short(packed.largest),
         }
         yield facts, packed.data
 

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -51,6 +52,11 @@ def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> s
         blocks: bytes that it reads when they are needed, by the id of their element.
     """
     return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
+
+
+def short(number: float) -> float:
+    """A number in as many digits as a page has use for; of what is no number, 0."""
+    return float(f"{number:.5g}") if math.isfinite(number) else 0.0
 
 
 def whole_page(
@@ -94,17 +100,20 @@ def filled(skeleton: str, parts: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
-def framed(page: str, title: str, height: int = 900) -> str:
+def framed(page: str, title: str, height: int) -> str:
     """A whole page as an element of another, such as a cell of a notebook: it asks for no address.
+
+    Its styles and those of the notebook are kept apart, and its script from all but the page.
 
     Args:
         page: the HTML of the page.
         title: what the element is called for those who listen.
-        height: of the element, in pixels. Default: 900.
+        height: of the element, in pixels.
     """
     return (
-        f'<div><iframe srcdoc="{html.escape(page, quote=True)}" width="100%" height="{height}" '
-        f'title="{html.escape(title, quote=True)}" style="border: 0"></iframe></div>'
+        f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" '
+        f'title="{html.escape(title, quote=True)}" '
+        f'style="width: 100%; height: {height}px; border: 0"></iframe>'
     )
 
 

@@ -5,20 +5,19 @@ Shapes: L tokens, E features, Λ mixers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...attr import Comparison, SSMLLMAttributionResult
-from ...attr.catalogue import METHODS
+from ...attr.catalogue import holds_identity
 from ...attr.engine.decompose import Decomposition
 from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
-from .page import whole_page
+from .page import framed, short, whole_page
 from .parts import says_nothing
 
 #: In this order they are one style, and one script.
@@ -26,6 +25,17 @@ _STYLES = ("common.css", "results.css")
 _SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
 #: Modules whose constants are listed, of the largest.
 _LISTED = 12
+#: How high a page is in a notebook, in pixels.
+_HEIGHT = 560
+
+
+def frame_of(result: Result) -> str:
+    """The page of a result in a frame, as notebooks show it.
+
+    Args:
+        result: what a method returned.
+    """
+    return framed(page_of(result), type(result).__name__, _HEIGHT)
 
 
 def page_of(result: Result, title: str | None = None) -> str:
@@ -44,10 +54,10 @@ def page_of(result: Result, title: str | None = None) -> str:
         heading, found = "What an output is made of", _of_decomposition(result)
     examples = []
     for number, facts in enumerate(found):
-        names = None if result.names is None else result.names[number]
         count = max((len(row["values"]) for row in facts["rows"]), default=0)
-        listed = [str(i) for i in range(count)] if names is None else names
-        words = as_words([spelled(name) for name in listed], None)
+        numbered = [str(i) for i in range(count)]
+        listed = numbered if result.names is None else result.names[number]
+        words = as_words(listed)
         facts |= {"name": f"Example {number + 1}"}
         facts |= {"words": words._asdict() | {"direction": direction_of("".join(listed))}}
         facts["words"]["sentences"] = []
@@ -60,14 +70,8 @@ def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
     for number in range(len(next(iter(found.values()), ()))):
         facts = _nothing_yet()
         for name, relevance in found.items():
-            identity = _holds_identity(name)
-            _place(facts, spelled(name), relevance[number], found.names, identity)
+            _place(facts, spelled(name), relevance[number], found.names, holds_identity(name))
         yield facts
-
-
-def _holds_identity(name: str) -> bool:
-    """Whether a method of this name adds the identity to what it multiplies."""
-    return any(entry.holds_identity and entry.method.get_name() == name for entry in METHODS)
 
 
 def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
@@ -85,10 +89,10 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
                 if bool(values[number].any()) and not is_image:
                     _place(facts, f"as {role}", values[number], found.names)
         told = {"tokens", "constants"}
-        sums = [[name, _number(x)] for name, x in parts.items() if name in told or bool(x)]
-        facts["sum"] = {"parts": sums, "output": _number(found.output[number])}
+        sums = [[name, short(float(x))] for name, x in parts.items() if name in told or bool(x)]
+        facts["sum"] = {"parts": sums, "output": short(float(found.output[number]))}
         ordered = sorted(found.biases.items(), key=lambda item: -abs(float(item[1][number])))
-        facts["biases"] = [[spelled(n), _number(x[number])] for n, x in ordered[:_LISTED]]
+        facts["biases"] = [[spelled(n), short(float(x[number]))] for n, x in ordered[:_LISTED]]
         facts["layers"] = list(_layers(found, number))
         for row in facts["rows"]:  # of one unit, so that roles compare
             row["scale"] = max(_largest(each["values"]) for each in facts["rows"])
@@ -135,10 +139,4 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _short(values: Tensor) -> list[float]:
-    return [_number(value) for value in values.flatten().tolist()]
-
-
-def _number(value: Any) -> float:
-    """In as many digits as a page has use for; of what is no number, 0."""
-    number = float(value)
-    return float(f"{number:.5g}") if math.isfinite(number) else 0.0
+    return [short(value) for value in values.flatten().tolist()]

@@ -1,6 +1,6 @@
 'use strict';
 
-/* What the report and Insights share: elements, tokens, colours of values, and the theme. */
+/* What pages share: elements, tokens, the keys among them, colours of values, and the theme. */
 
 const byId = (id) => document.getElementById(id);
 
@@ -14,6 +14,75 @@ function make(tag, properties = {}, ...children) {
 /** A token of a text. */
 function makeToken(title, ...content) {
   return make('span', { className: 'token', title }, ...content);
+}
+
+/** Tokens in lines: Tab comes to one of them, and keys go on from there. */
+class TokenLines {
+  constructor(direction) {
+    this.direction = direction;
+    this.elements = [];
+    this.reachable = 0;
+  }
+
+  /** A token that can be pressed. */
+  add(label, title) {
+    const element = makeToken(title, label);
+    element.dataset.index = this.elements.length;
+    element.dir = 'auto';
+    element.tabIndex = -1;
+    element.setAttribute('role', 'button');
+    element.setAttribute('aria-pressed', 'false');
+    this.elements.push(element);
+  }
+
+  /** Join tokens to the ones before, and set marks that are no text apart. */
+  join(joined, marks) {
+    for (const index of joined) this.elements[index].classList.add('joined');
+    for (const index of marks) this.elements[index].classList.add('mark');
+  }
+
+  /** Go where a key leads from a token; whether it leads anywhere. */
+  go(key, index) {
+    const last = this.elements.length - 1;
+    const step = this.direction === 'rtl' ? -1 : 1;
+    const places = {
+      ArrowRight: () => index + step, ArrowLeft: () => index - step, Home: () => 0, End: () => last,
+      ArrowDown: () => this.beside(index, 1), ArrowUp: () => this.beside(index, -1),
+    };
+    if (!Object.hasOwn(places, key)) return false;
+    this.focus(Math.max(0, Math.min(last, places[key]())));
+    return true;
+  }
+
+  /** The token in the line above (-1) or below (1) that lies nearest. */
+  beside(index, step) {
+    const from = this.elements[index].getBoundingClientRect();
+    const middle = from.left + from.width / 2;
+    let [best, distance, line] = [index, Infinity, null];
+    for (let i = index + step; i >= 0 && i < this.elements.length; i += step) {
+      const box = this.elements[i].getBoundingClientRect();
+      if (!box.width) return best === index ? i : best; // in a fold that is closed
+      if (Math.abs(box.top - from.top) < box.height / 2) continue;
+      if (line !== null && Math.abs(box.top - line) > box.height / 2) break;
+      line = box.top;
+      const apart = Math.abs(box.left + box.width / 2 - middle);
+      if (apart < distance) [best, distance] = [i, apart];
+    }
+    return best;
+  }
+
+  /** Make this token the one that Tab comes to. */
+  reach(index) {
+    this.elements[this.reachable].tabIndex = -1;
+    this.reachable = index;
+    this.elements[index].tabIndex = 0;
+  }
+
+  /** Give a token the focus. */
+  focus(index) {
+    this.reach(index);
+    this.elements[index].focus();
+  }
 }
 
 /** Steps from no tint to the densest. */

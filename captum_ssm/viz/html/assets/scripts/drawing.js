@@ -77,9 +77,15 @@ function overlay({ name, modified }, rasters) {
   return canvas;
 }
 
-/** Words on backgrounds coloured by percentages. */
-function wordsOf(base, percents, says) {
-  const words = base.map((word, i) => {
+/** The words of a text, and how they stand in it; apart, where they are but listed. */
+function laidOut({ base }) {
+  return Array.isArray(base) ? { labels: base, joined: [], breaks: [], marks: [] } : base;
+}
+
+/** Words on backgrounds coloured by percentages; parts of one have no gap between them. */
+function wordsOf(feature, percents, says) {
+  const { labels, joined, breaks, marks } = laidOut(feature);
+  const words = labels.map((word, i) => {
     const percent = percents[i] ?? null;
     const made = makeToken('', ...written(word));
     made.dataset.percent = number(percent);
@@ -87,11 +93,15 @@ function wordsOf(base, percents, says) {
     made.classList.toggle('unknown', percent === null);
     return made;
   });
-  const spaced = words.flatMap((word) => [word, ' ']); // in a copy, too, words stay apart
+  for (const i of joined) words[i].classList.add('joined');
+  for (const i of marks) words[i].classList.add('mark');
+  const behind = labels.map((_, i) => (joined.includes(i + 1) ? '' : ' ')); // in a copy, too
+  for (const i of breaks) behind[i] = make('br');
+  const spaced = words.flatMap((word, i) => [word, behind[i]]);
   const paragraph = make('p', { className: 'flow', tabIndex: 0 }, ...spaced);
   paragraph.setAttribute('role', 'group');
   paragraph.setAttribute('aria-label', `${says}: arrow keys go from word to word`);
-  if (RIGHT_TO_LEFT.test(base.join(' '))) paragraph.dir = 'auto';
+  if (RIGHT_TO_LEFT.test(labels.join(' '))) paragraph.dir = 'auto';
   return paragraph;
 }
 
@@ -109,13 +119,13 @@ const FEATURES = {
     return [make('div', { className: 'gallery' }, ...shown)];
   },
   text(feature) {
-    const paragraph = wordsOf(feature.base, feature.modified, readable(feature.name));
+    const paragraph = wordsOf(feature, feature.modified, readable(feature.name));
     const numbers = make('details', {}, make('summary', {}, 'Numbers'));
     numbers.addEventListener(
       'toggle',
       () => {
         const scrolled = make('div', { className: 'numbers', tabIndex: 0 });
-        scrolled.append(table(feature.base, feature.modified));
+        scrolled.append(table(laidOut(feature).labels, feature.modified));
         numbers.append(scrolled);
       },
       { once: true },
@@ -136,7 +146,7 @@ function drawFeature(feature, rasters) {
 function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];
-  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text.base, roles[role], role)));
+  const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text, roles[role], role)));
   return [make('details', {}, make('summary', {}, 'By role, on one scale'), ...flows)];
 }
 
@@ -252,7 +262,7 @@ function drawModel(outputs, title, layers, answers) {
   if (told) made.append(classButtons(told, answers));
   made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
   if (told && layers.length) {
-    const words = told.feature_outputs[0].base;
+    const words = laidOut(told.feature_outputs[0]).labels;
     const target = told.active_index;
     const explained = [...told.predicted, told.actual].find((score) => score && score.index === target);
     made.append(

@@ -31,22 +31,21 @@ function say(text, isError = false) {
   byId('status').classList.toggle('error', isError);
 }
 
-let busy = false;
+let turn = Promise.resolve();
+let waiting = 0;
 
-/** Do one thing at a time, and say what went wrong with it. */
-async function alone(action) {
-  if (busy) return undefined;
-  busy = true;
+/** Do one thing after the other, as the server does, and say what went wrong with it. */
+function alone(action) {
+  waiting += 1;
   byId('examples').setAttribute('aria-busy', 'true');
-  try {
-    return await action();
-  } catch (error) {
-    say(error.message, true);
-    return undefined;
-  } finally {
-    busy = false;
-    byId('examples').removeAttribute('aria-busy');
-  }
+  turn = turn
+    .then(action)
+    .catch((error) => say(error.message, true))
+    .finally(() => {
+      waiting -= 1;
+      if (waiting === 0) byId('examples').removeAttribute('aria-busy');
+    });
+  return turn;
 }
 
 function summary({ examples, searched, ended, labelled }) {

@@ -3,21 +3,19 @@
 /* Texts in panes that scroll: words that are pointed at, one of which has the focus. */
 
 /** The words of a text, and the sentences they are in. */
-class Pane {
+class Pane extends TokenLines {
   /** `act(kind, index)` is told "point" and "keep", of a word. */
   constructor(holder, { labels, joined, breaks, marks, direction, sentences }, side, act) {
+    super(direction);
     this.side = side;
     this.labels = labels;
-    this.direction = direction;
     this.sentences = labels.map(() => 0); // of each word the sentence
     for (const begin of sentences.slice(1)) for (let i = begin; i < labels.length; i++) this.sentences[i] += 1;
     this.hasSentences = sentences.length > 0 && sentences.length < labels.length;
-    this.reachable = 0;
     this.colours = labels.map(() => '');
     this.current = [];
-    this.elements = labels.map((label, index) => this.element(label, index));
-    for (const index of joined) this.elements[index].classList.add('joined');
-    for (const index of marks) this.elements[index].classList.add('mark');
+    labels.forEach((label) => this.add(label, ''));
+    this.join(joined, marks);
     const flow = make('div', { className: 'flow', dir: direction });
     const ends = new Set(breaks);
     this.elements.forEach((element, index) => {
@@ -27,16 +25,6 @@ class Pane {
     holder.replaceChildren(flow);
     this.reach(0);
     this.act = act;
-  }
-
-  element(label, index) {
-    const element = makeToken('', label);
-    element.dataset.index = index;
-    element.dir = 'auto';
-    element.tabIndex = -1;
-    element.setAttribute('role', 'button');
-    element.setAttribute('aria-pressed', 'false');
-    return element;
   }
 
   /** The words that stand in one sentence with this one. */
@@ -81,45 +69,9 @@ class Pane {
 
   /** What a key does on a word; whether it did anything. */
   press(key, index) {
-    const last = this.elements.length - 1;
-    const [forward, backward] = this.direction === 'rtl' ? ['ArrowLeft', 'ArrowRight'] : ['ArrowRight', 'ArrowLeft'];
-    if (key === forward) this.focus(Math.min(last, index + 1));
-    else if (key === backward) this.focus(Math.max(0, index - 1));
-    else if (key === 'ArrowDown') this.focus(this.beside(index, 1));
-    else if (key === 'ArrowUp') this.focus(this.beside(index, -1));
-    else if (key === 'Home') this.focus(0);
-    else if (key === 'End') this.focus(last);
-    else if (key === 'Enter' || key === ' ') this.act('keep', this.side, index);
-    else return false;
+    if (key !== 'Enter' && key !== ' ') return this.go(key, index);
+    this.act('keep', this.side, index);
     return true;
-  }
-
-  /** The word in the line above (-1) or below (1) that lies nearest. */
-  beside(index, step) {
-    const from = this.elements[index].getBoundingClientRect();
-    const middle = from.left + from.width / 2;
-    let [best, distance, line] = [index, Infinity, null];
-    for (let i = index + step; i >= 0 && i < this.elements.length; i += step) {
-      const box = this.elements[i].getBoundingClientRect();
-      if (Math.abs(box.top - from.top) < box.height / 2) continue;
-      if (line !== null && Math.abs(box.top - line) > box.height / 2) break;
-      line = box.top;
-      const apart = Math.abs(box.left + box.width / 2 - middle);
-      if (apart < distance) [best, distance] = [i, apart];
-    }
-    return best;
-  }
-
-  /** Make this word the one that Tab comes to. */
-  reach(index) {
-    this.elements[this.reachable].tabIndex = -1;
-    this.reachable = index;
-    this.elements[index].tabIndex = 0;
-  }
-
-  focus(index) {
-    this.reach(index);
-    this.elements[index].focus();
   }
 
   /** Scroll a word into view, and mark it until another is. */

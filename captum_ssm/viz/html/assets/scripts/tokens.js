@@ -22,25 +22,23 @@ function showImage(holder, image) {
  * `act(kind, index)` is told "point" (index null when the pointer or focus leaves), "keep" and
  * "layer" (index +1 or -1).
  */
-class TokenView {
+class TokenView extends TokenLines {
   constructor(text, picture, example, act) {
+    super(example.direction);
     this.example = example;
     this.act = act;
     this.text = text;
     this.picture = picture;
-    this.elements = [];
     this.colours = example.tokens.map(() => ['', '']); // of each background and bar
     this.parts = [];
     this.placed = new Set(); // tokens that are patches of an image, painted on its canvas
     this.canvas = null;
-    this.reachable = 0;
     text.replaceChildren();
     picture.replaceChildren();
     picture.hidden = true;
     text.dir = example.direction;
-    example.tokens.forEach((token, index) => this.elements.push(this.element(token, index)));
-    for (const index of example.joined) this.elements[index].classList.add('joined');
-    for (const index of example.marks) this.elements[index].classList.add('mark');
+    example.tokens.forEach((token, index) => this.add(token, `token ${index}`));
+    this.join(example.joined, example.marks);
     const placed = new Set();
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
@@ -51,16 +49,6 @@ class TokenView {
     if (rest.length > UNFOLDED) this.layFolds(rest);
     else this.layFlow(text, rest);
     this.reach(0);
-  }
-
-  element(token, index) {
-    const element = makeToken(`token ${index}`, token);
-    element.dataset.index = index;
-    element.dir = 'auto';
-    element.tabIndex = -1;
-    element.setAttribute('role', 'button');
-    element.setAttribute('aria-pressed', 'false');
-    return element;
   }
 
   layFlow(parent, indices) {
@@ -155,55 +143,19 @@ class TokenView {
 
   /** What a key does on a token; whether it did anything. */
   press(key, index) {
-    const last = this.elements.length - 1;
-    const forward = this.example.direction === 'rtl' ? 'ArrowLeft' : 'ArrowRight';
-    const backward = forward === 'ArrowLeft' ? 'ArrowRight' : 'ArrowLeft';
-    if (key === forward) this.focus(Math.min(last, index + 1));
-    else if (key === backward) this.focus(Math.max(0, index - 1));
-    else if (key === 'ArrowDown') this.focus(this.beside(index, 1));
-    else if (key === 'ArrowUp') this.focus(this.beside(index, -1));
-    else if (key === 'Home') this.focus(0);
-    else if (key === 'End') this.focus(last);
-    else if (key === 'Enter' || key === ' ') this.act('keep', index);
+    if (key === 'Enter' || key === ' ') this.act('keep', index);
     else if (key === 'Escape') this.act('keep', null);
     else if (key === 'PageUp') this.act('layer', 1);
     else if (key === 'PageDown') this.act('layer', -1);
-    else return false;
+    else return this.go(key, index);
     return true;
-  }
-
-  /** The token in the line above (-1) or below (1) that lies nearest. */
-  beside(index, step) {
-    const from = this.elements[index].getBoundingClientRect();
-    const middle = from.left + from.width / 2;
-    let best = index;
-    let distance = Infinity;
-    let line = null;
-    for (let i = index + step; i >= 0 && i < this.elements.length; i += step) {
-      const box = this.elements[i].getBoundingClientRect();
-      if (!box.width) return best === index ? i : best; // in a fold that is closed
-      if (Math.abs(box.top - from.top) < box.height / 2) continue;
-      if (line !== null && Math.abs(box.top - line) > box.height / 2) break;
-      line = box.top;
-      const apart = Math.abs(box.left + box.width / 2 - middle);
-      if (apart < distance) [best, distance] = [i, apart];
-    }
-    return best;
-  }
-
-  /** Make this token the one that Tab comes to. */
-  reach(index) {
-    this.elements[this.reachable].tabIndex = -1;
-    this.reachable = index;
-    this.elements[index].tabIndex = 0;
   }
 
   /** Show a token and give it the focus. */
   focus(index) {
     const fold = this.elements[index].closest('details');
     if (fold) fold.open = true;
-    this.reach(index);
-    this.elements[index].focus();
+    super.focus(index);
   }
 
   /** Bring a token into view within the text, and the text into the window. */

@@ -1,0 +1,282 @@
+"""All that can be done on a page is done by keys alone, at both widths and in both themes.
+
+Each page is gone through with Tab.  What takes the focus has a line below, with the keys that are
+pressed on it and what they must change; a control without a line fails, and so does one that Tab
+does not come to or whose focus is not seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.chromium import Page
+from zoo.small import VOCABULARY, mamba_lm, token_ids, vision
+
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
+from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
+from captum_ssm.models import load_bundled
+
+pytestmark = pytest.mark.browser
+
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
+
+
+class Use(NamedTuple):
+    """A control, the keys that are pressed on it, and an expression that the last of them changes.
+
+    Without keys it is an area that scrolls, where there is more in it than is seen.
+    """
+
+    selector: str
+    keys: str = ""
+    changes: str = ""
+
+
+def text(selector: str) -> str:
+    return f"document.querySelector({json.dumps(selector)})?.innerText"
+
+
+def value(selector: str, name: str = "value") -> str:
+    return f"document.querySelector({json.dumps(selector)})?.{name}"
+
+
+def count(selector: str) -> str:
+    return f"document.querySelectorAll({json.dumps(selector)}).length"
+
+
+FOCUS = "document.activeElement.dataset.index ?? document.activeElement.ariaLabel"
+SHADES = "[...document.querySelectorAll('.token')].map((t) => t.style.backgroundColor).join()"
+DRAWN = "[...document.querySelectorAll('canvas')].map((c) => c.toDataURL()).join()"
+COLOURS = f"{SHADES} + {DRAWN}"
+KEPT = value(".token[aria-pressed=true]", "dataset.index")
+
+THEME = Use("#theme", "Enter", "document.documentElement.dataset.theme")
+DOT = ".graph svg [tabindex='0']"
+GRAPH = [
+    Use(".graph .smallest input", "End", count(".graph line:not(.hidden)")),
+    *(Use(DOT, key, FOCUS) for key in ("ArrowDown", "ArrowUp", "ArrowDown")),
+    Use(DOT, "Enter", text(".graph .parts")),
+    Use(DOT, "Escape", count(".graph .faint")),
+    Use(".graph .parts .jump", "Enter", text(".graph .parts")),
+    Use(".graph .whole", "Enter", value(".graph .whole", "hidden")),
+    Use(".graph .path"),
+]
+TO_AND_FRO = ("Home ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "End")
+TOKENS = "#text .token[tabindex='0']"
+REPORT = [
+    THEME,
+    Use("#example", "ArrowDown", f"{value('#picture img', 'src')} + {text('#text')}"),
+    Use("#targets input:checked", "ArrowRight", COLOURS),
+    Use("#rivals input:checked", "ArrowRight", COLOURS),
+    Use("#methods input:checked", "ArrowDown", COLOURS),
+    Use("#strongest .jump", "Enter", KEPT),
+    Use("#layer", "End ArrowLeft", DRAWN),
+    Use("#entering"),
+    Use("#map-picture"),
+    Use("#edges div"),
+    Use("#numbers summary", "Enter", count("#numbers-table tr")),
+    Use("#numbers-table"),
+    Use("#help summary", "Enter", value("#help", "open")),
+]
+PANE = ".pane .token[tabindex='0']"
+OF_PANE = [
+    *(Use(PANE, key, FOCUS) for key in ("Home ArrowRight", "ArrowLeft", "End")),
+    Use(PANE, "Enter", KEPT),
+    Use(PANE, "Escape", KEPT),
+]
+PAGES = {
+    "report": [
+        *REPORT,
+        *GRAPH,
+        Use("#text summary", "Enter", value("#text details", "open")),
+        Use("#fold", "Enter", count("#text details[open]")),
+        Use("#unfold", "Enter", count("#text details[open]")),
+        *(Use(TOKENS, key, FOCUS) for key in TO_AND_FRO),
+        Use(TOKENS, "Enter", KEPT),
+        Use(TOKENS, "Escape", KEPT),
+        Use(TOKENS, "PageUp", value("#layer")),
+        Use("#map", "ArrowDown", DRAWN),
+    ],
+    "image": [
+        *REPORT,
+        *(Use("#picture .token[tabindex='0']", key, FOCUS) for key in TO_AND_FRO),
+        Use("#picture .token[tabindex='0']", "Enter", KEPT),
+        Use("#over-image select", "ArrowDown", DRAWN),
+        Use("#over-image input", "ArrowLeft", "document.documentElement.style.cssText"),
+    ],
+    "answers": [
+        THEME,
+        *OF_PANE,
+        Use("#answer .token[tabindex='0']", "Enter", text("#status")),
+        Use("#stretch input:checked", "ArrowRight", text("#status")),
+        Use("#shades input:checked", "ArrowRight", SHADES),
+        Use("#hops", "ArrowLeft", SHADES),
+        Use("#strongest button", "Enter", count(".found")),
+        Use("#whole", "Enter", text("#status")),
+        Use("#example", "ArrowDown", text("#prompt")),
+        Use("#numbers summary", "Enter", count("#numbers-table tr")),
+        Use("#numbers-table"),
+        Use("#help summary", "Enter", value("#help", "open")),
+    ],
+    "results": [
+        THEME,
+        *OF_PANE,
+        Use("#example", "ArrowDown", text("#sum")),
+        Use("#biases summary", "Enter", value("#biases", "open")),
+        Use("#numbers summary", "Enter", count("#numbers-table tr")),
+        Use("#numbers-table"),
+    ],
+    "insights": [
+        Use("a.skip", "Enter", "document.activeElement.id"),
+        THEME,
+        Use(".flow", "ArrowRight", text("#tip")),
+        Use(".flow", "End", text("#tip")),
+        Use(".flow", "Escape", value("#tip", "hidden")),
+        Use("details:has(.role) > summary", "Enter", value("details:has(.role)", "open")),
+        Use(".role .flow", "ArrowRight", text("#tip")),
+        Use(".flow + details > summary", "Enter", count(".numbers")),
+        Use(".numbers"),
+        Use(".predicted button:nth-child(2)", "Enter", text(".predicted [aria-pressed=true]")),
+        Use(".predicted button", "Enter", text(".predicted [aria-pressed=true]")),
+        Use(".cutting > summary", "Enter", value(".cutting", "open")),
+        Use(".cutting select", "ArrowUp", value(".cutting select")),
+        Use(".cutting button", "Enter", text(".cutting .result")),
+        Use(".way > summary", "Enter", count(".way svg")),
+        *GRAPH,
+        Use("#unfit summary", "Enter", value("#unfit", "open")),
+        Use("#add-method", "Enter", count(".choice")),
+        Use(".remove", "Enter", count(".choice")),
+        Use("#prediction", "ArrowDown", value("#prediction")),
+        Use("#prediction", "Home", value("#prediction")),
+        Use("#class", "w 4", value("#class")),
+        Use("#add-class", "Enter", count("#classes button")),
+        Use("#classes button", "Enter", count("#classes button")),
+        Use("#count", "ArrowUp", value("#count")),
+        Use("#show", "Enter", count("h2")),
+        Use("#next", "Enter", text("h2")),
+        Use("#method", "ArrowDown", value("#method")),
+        Use("[id^='argument-']"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The pages that are files."""
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("keys")
+    methods, kinds = [LatimFlow, ImplicitAttentionRollout], ["attention", "contributions"]
+    long = token_ids(2, 410)
+    found = report(mamba_lm(), long, methods, matrices=kinds, path=folder / "report.html")
+    pictures = torch.rand(2, 3, 16, 18)
+    image = report(vision("middle", (4, 6)), pictures, methods, path=folder / "image.html")
+    model, vocabulary = load_bundled()
+    texts = [PROMPT, PROMPT.replace("lamp", "drum")]
+    asked = {"tokenizer": vocabulary, "generate": 8, "hops": 2}
+    answers = report(model, texts, LatimFlow, **asked, path=folder / "answers.html")
+    ids = torch.tensor([vocabulary.encode(written) for written in texts])
+    parts = LatimFlow(model).decompose(ids, [(-1, 3), (-1, 4)], rule="centred")
+    results = parts.named([PROMPT.split()] * 2).to_html(folder / "results.html")
+    return {"report": found, "image": image, "answers": answers, "results": results}
+
+
+@contextmanager
+def insights() -> Iterator[str]:
+    """The address of a page of texts."""
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
+    batches = [Batch(token_ids(1, 6), None) for _ in range(6)]
+    visualizer = AttributionVisualizer(mamba_lm(), words, feature, batches)
+    visualizer.config = FilterConfig("LatimFlow", {"rule": "centred"}, num_examples=1)
+    with visualizer:
+        visualizer.serve()
+        yield visualizer.url
+
+
+FOCUSABLE = "a[href], button, input, select, textarea, summary, [tabindex='0']"
+#: Of what has the focus: what it is, which selectors it matches, and whether its focus is seen.
+TOLD = """((selectors) => {
+  const e = document.activeElement;
+  if (e === document.body) return null;
+  (globalThis.reached ??= new Set()).add(e);
+  const seen = [e, e.closest('label')].some((x) => x && getComputedStyle(x).outlineStyle !== 'none')
+    || [...e.children].some((x) => getComputedStyle(x).strokeWidth === '2.5px'); // of a dot
+  const known = selectors.some((selector) => e.matches(selector.replace(':checked', '')));
+  return [e.outerHTML.slice(0, 160), known, seen];
+})"""
+LEFT = f"""[...document.querySelectorAll({json.dumps(FOCUSABLE)})].filter((e) => e.checkVisibility()
+  && !e.disabled && e.tabIndex >= 0 && !(e.type === 'radio' && !e.checked)
+  && !reached.has(e)).map((e) => e.outerHTML.slice(0, 160))"""
+
+
+def go_through(page: Page, uses: list[Use]) -> None:
+    """Tab from the top to the bottom: all is come to, is known and shows its focus."""
+    selectors = json.dumps([use.selector for use in uses])
+    page.evaluate("globalThis.reached = new Set(), document.body.tabIndex = -1")
+    page.evaluate("document.body.focus(), document.body.removeAttribute('tabindex')")
+    for _ in range(250):
+        page.key("Tab")
+        told = page.evaluate(f"{TOLD}({selectors})")
+        if told is None:
+            break
+        element, known, seen = told
+        assert known, f"no line for {element}"
+        assert seen, f"the focus is not seen on {element}"
+    assert page.evaluate(LEFT) == []
+
+
+def use(page: Page, each: Use) -> None:
+    """Press the keys on a control: what they are to change changes."""
+    element = f"document.querySelector({json.dumps(each.selector)})"
+    page.wait_for(f"{element}?.checkVisibility()")
+    page.evaluate(f"{element}.focus()")
+    if not each.keys:
+        for key, side, place in (("Right", "Width", "Left"), ("Down", "Height", "Top")):
+            if page.evaluate(f"{element}.scroll{side} > {element}.client{side} + 1"):
+                page.key(f"Arrow{key}")
+                page.wait_for(f"{element}.scroll{place} > 0")
+        return
+    *first, last = each.keys.split()
+    for key in first:
+        page.key(key)
+    before = page.evaluate(each.changes)
+    page.key(last)
+    page.wait_for(f"({each.changes}) !== {json.dumps(before)}")
+    page.wait_for("!document.querySelector('[aria-busy]')")
+
+
+@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+)
+def test_every_control_by_keys(
+    page: Page, pages: dict[str, Path], kind: str, width: int, scheme: str
+) -> None:
+    page.resize(width, 800)
+    page.prefer(scheme)
+
+    def work() -> None:
+        uses = PAGES[kind]
+        go_through(page, uses)
+        for each in uses:
+            use(page, each)
+        go_through(page, uses)
+        assert page.overflow() <= 0
+        assert page.errors == [] and page.dialogs == []
+
+    if kind == "insights":
+        with insights() as address:
+            page.goto(address)
+            page.wait_for("document.querySelector('article') !== null")
+            work()
+            assert all(url.startswith(address.partition("?")[0]) for url in page.requests)
+    else:
+        page.goto(pages[kind])
+        work()
+        assert page.requests == [pages[kind].as_uri()]

@@ -1,0 +1,141 @@
+"""The built site as its readers have it: no page is too long, and none keeps anyone out.
+
+Every page is at most so high, with all unfolded. The main pages break no rule of axe-core, in both
+themes and at both widths, and what is too wide on them is scrolled by keyboard. The search finds
+the page that a question is about, and the page on speed begins with its picture.
+
+Usage: python tools/check_site.py SITE, where SITE is what sphinx-build wrote.  It needs Chromium
+and axe-core, see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
+from pathlib import Path
+from threading import Thread
+from urllib.parse import quote_plus
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from helpers import axe
+from helpers.chromium import Chromium, program
+from helpers.chromium_page import BrowserError, Page
+
+#: Pixels, at the greater of the widths.
+LONGEST = 15_000
+WIDTHS, THEMES, HEIGHT = (1280, 390), ("light", "dark"), 800
+MAIN = ("index", "quickstart", "methods/index", "results", "gallery", "speed", "api/methods_tokens")
+#: What is asked of the search, and the page that it is to find first.
+ASKED = {"which method to trust": "docs/methods/index.html"}
+
+_UNFOLDED_HEIGHT = """\
+document.querySelectorAll("details").forEach((each) => { each.open = true; }),
+document.documentElement.scrollHeight"""
+_WIDE = """\
+[...document.querySelectorAll(".content pre, .content table")]
+  .map((each) => each.closest(".table-wrapper") ?? each)
+  .filter((each) => each.scrollWidth > each.clientWidth)"""
+#: Whether a picture is the first thing below the title, is there, and is seen without scrolling.
+_PICTURE_FIRST = """\
+(() => {
+  const picture = document.querySelector("article h1 + p > img:first-child");
+  return picture !== null && picture.naturalWidth > 0 &&
+    picture.getBoundingClientRect().bottom <= innerHeight;
+})()"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files, and says nothing of it."""
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """The address of the site: read from the disk, its pages may not fetch what they search."""
+    handler = partial(Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def faults_of_heights(page: Page, address: str, pages: list[str]) -> Iterator[str]:
+    page.resize(WIDTHS[0], HEIGHT)
+    for name in pages:
+        page.goto(f"{address}/{name}")
+        height = int(page.evaluate(_UNFOLDED_HEIGHT))
+        if height > LONGEST:
+            yield f"{name}: {height} pixels, more than {LONGEST}"
+
+
+def faults_of_access(page: Page, address: str) -> Iterator[str]:
+    """What axe-core holds against the main pages, and what a keyboard does not reach there."""
+    for name, width, theme in product(MAIN, WIDTHS, THEMES):
+        page.resize(width, HEIGHT)
+        page.prefer(theme)
+        page.goto(f"{address}/docs/{name}.html")
+        where = f"docs/{name}.html, {width} pixels, {theme}: "
+        yield from (where + fault for fault in axe.violations(page))
+        if page.overflow() > 0:
+            yield f"{where}{page.overflow()} pixels wider than the window"
+        for index in range(int(page.evaluate(f"{_WIDE}.length"))):
+            page.evaluate(f"{_WIDE}[{index}].focus()")
+            page.key("ArrowRight")
+            try:
+                page.wait_for(f"{_WIDE}[{index}].scrollLeft > 0")
+            except BrowserError:
+                yield f"{where}arrow keys do not scroll what is wide, number {index}"
+
+
+def faults_of_search(page: Page, address: str) -> Iterator[str]:
+    page.resize(WIDTHS[0], HEIGHT)
+    for question, wanted in ASKED.items():
+        page.goto(f"{address}/search.html?q={quote_plus(question)}")
+        page.wait_for("document.querySelector('#search-results .search li a') !== null")
+        found = str(page.evaluate("document.querySelector('#search-results .search li a').href"))
+        if found.partition("#")[0] != f"{address}/{wanted}":
+            yield f"the search for {question!r} finds {found} first, not {wanted}"
+
+
+def faults_of_speed(page: Page, address: str) -> Iterator[str]:
+    page.resize(WIDTHS[0], HEIGHT)
+    page.goto(f"{address}/docs/speed.html")
+    if not page.evaluate(_PICTURE_FIRST):
+        yield "docs/speed.html does not begin with its picture"
+
+
+def main(site: Path) -> int:
+    paths = [path for part in ("docs", "tutorials") for path in (site / part).rglob("*.html")]
+    pages = sorted(str(path.relative_to(site)) for path in paths)
+    if not pages:
+        print(f"{site} holds no pages.")
+        return 1
+    path = program()
+    if path is None or axe.script() is None:
+        raise SystemExit(f"needs Chromium and {axe.PACKAGE}, see CONTRIBUTING.md")
+    with (
+        served(site) as address,
+        tempfile.TemporaryDirectory() as folder,
+        Chromium(path, Path(folder)) as browser,
+    ):
+        page = browser.new_page()
+        faults = [
+            *faults_of_heights(page, address, pages),
+            *faults_of_access(page, address),
+            *faults_of_search(page, address),
+            *faults_of_speed(page, address),
+        ]
+    print(*faults, f"pages: {len(pages)}, faults: {len(faults)}", sep="\n")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*map(Path, sys.argv[1:])))
