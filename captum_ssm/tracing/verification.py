@@ -21,7 +21,7 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
-from ..operators.kernels.arithmetic import sum_tensors
+from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, sum_tensors
 from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
 from .find import Mixer
 from .projection import projection_of
@@ -230,6 +230,8 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
         rebuilt: what the operator returned, (B, L, E).
         linearize: makes the operator in float64, whose rounding tells that of the other.
     """
+    if rebuilt.device.type in WITHOUT_DOUBLE:
+        return False
     parameters = {
         f"module.{name}": x.double() if x.is_floating_point() else x
         for name, x in (*mixer.module.named_parameters(), *mixer.module.named_buffers())

@@ -11,6 +11,9 @@ import torch
 from benchmarks import budgets
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
+from captum_ssm.errors import UnsupportedMixerError
+from captum_ssm.operators.kernels import arithmetic
+from captum_ssm.tracing import verification
 from tools import speed_page
 
 pytest.importorskip("transformers")
@@ -121,6 +124,32 @@ def test_a_large_mamba_takes_little_more_than_a_pass(call: str, most: float) -> 
 def test_the_default_rule_takes_half_more_than_the_frozen_one_at_most(family: str) -> None:
     default, frozen = (row(family, MANY, x)["launches"] for x in ("LatimFlow", "LatimFlow, frozen"))
     assert default <= 1.5 * frozen
+
+
+# --- without float64 ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_device_without_float64(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs it is refused by name, and nothing else computes it."""
+    for module in (arithmetic, verification):
+        monkeypatch.setattr(module, "WITHOUT_DOUBLE", {"cuda"})
+    model, refused = budgets.FAMILIES[family](budgets.LAYERS), []
+    for call in list(budgets.CALLS)[1:]:
+        with StandIn() as device, budgets.fused(device):
+            model.to("cuda")
+            ids = torch.zeros(1, 80, dtype=torch.long, device="cuda")
+            device.counts = Counts()
+            try:
+                budgets.CALLS[call](model, ids)
+            except UnsupportedMixerError as error:
+                assert "of which cuda has none" in str(error)
+                refused.append(call)
+            assert not device.counts.wide, call
+            model.to("cpu")
+    wanted = {"RWKV-4": list(budgets.CALLS)[1:], "Mamba": ["LatimALTI"]}
+    assert refused == wanted.get(family, [])
 
 
 # --- half precision ------------------------------------------------------------------------------
