@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..attr.text.tokens import Tokens
+from ..errors import InputError
 from .figure import check_labels
 
 #: Families of the labels of pictures; the second has more glyphs.
@@ -61,12 +62,21 @@ def as_words(tokens: Sequence[str]) -> Words:
         tokens: their names; those that are not :class:`~captum_ssm.viz.Tokens` do not tell what
             they add to the text, and stand apart.
 
+    Raises:
+        InputError: when they are no texts.
+
     Example:
         >>> from captum_ssm.viz import Tokens
         >>> from captum_ssm.viz.labels import as_words
         >>> as_words(Tokens(["<s>", " la", "mp", "."], [None, " la", "mp", "."]))
         Words(labels=['<s>', 'la', 'mp', '.'], joined=[2, 3], breaks=[], marks=[0])
     """
+    for name in tokens:
+        if not isinstance(name, str):
+            raise InputError(
+                f"tokens holds a {type(name).__name__}, which is no name of a token. Pass their "
+                "texts, such as Tokens.of(tokenizer, ids)."
+            )
     pieces = tokens.pieces if isinstance(tokens, Tokens) else None
     if pieces is None:
         breaks = [i for i, name in enumerate(tokens) if "\n" in name]

@@ -6,11 +6,13 @@ import sys
 import unicodedata
 
 import pytest
+import torch
 from helpers.pictures import AWKWARD, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from captum_ssm.viz import Tokens
+from captum_ssm.errors import InputError
+from captum_ssm.viz import Tokens, plot_text
 from captum_ssm.viz.figure import new_figure
 from captum_ssm.viz.labels import FAMILIES, as_words, cut, shown, spelled, width
 
@@ -96,3 +98,9 @@ def test_words_stand_apart_where_the_text_is_not_known() -> None:
     assert found == (["a", r"b\n", "∅", " c"], [], [1], [])
     assert as_words(Tokens(["a"], [""])).labels == ["∅"]
     assert as_words(Tokens(["a", "b"], ["x", "\n y"])).breaks == [0]
+
+
+def test_what_is_no_name_of_a_token_is_refused() -> None:
+    for tokens in (torch.tensor([3, 4]), [3, 4]):
+        with pytest.raises(InputError, match="which is no name of a token. Pass their texts"):
+            plot_text(tokens, torch.rand(2))
