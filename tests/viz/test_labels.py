@@ -102,5 +102,5 @@ def test_words_stand_apart_where_the_text_is_not_known() -> None:
 
 def test_what_is_no_name_of_a_token_is_refused() -> None:
     for tokens in (torch.tensor([3, 4]), [3, 4]):
-        with pytest.raises(InputError, match="which is no name of a token. Pass their texts"):
+        with pytest.raises(InputError, match="which is no name of a token"):
             plot_text(tokens, torch.rand(2))
