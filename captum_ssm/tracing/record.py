@@ -24,6 +24,7 @@ from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
+from .projection import Projection
 from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import (
     Errors,
@@ -97,10 +98,12 @@ class Trace:
         """
         linear = self._made(layer, running=True)
         with torch.inference_mode(False), torch.no_grad():
-            linear = lasting_form(layer.mixer, layer.call, linear)
+            lasting = lasting_form(layer.mixer, layer.call, linear)
         if self.checks:
-            layer.checked = _errors(layer, linear)
-        return linear
+            # one that brings its weights in would take them away again from what is running
+            is_read = isinstance(lasting.project, Projection)
+            layer.checked = _errors(layer, lasting if is_read else linear)
+        return lasting
 
     def linearize(self, layer: Layer) -> LinearMixer:
         """The linear mixer of a layer that keeps none; the latest one asked for is kept.
