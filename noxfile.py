@@ -126,7 +126,7 @@ def tests_full(session: nox.Session) -> None:
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
-    """The Triton kernels of packages in Triton's interpreter, which settles it at its import."""
+    """Triton kernels in Triton's interpreter, which settles it at its import."""
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     pytest(session, "-m", "interpreter", TRITON_INTERPRET="1", CAPTUM_SSM_NO_SKIPS="1")

@@ -7,13 +7,14 @@ that are repeated counted once.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +47,18 @@ _NO_LAUNCH = {
     aten.new_empty_strided,
     aten.lift_fresh,
     aten._reshape_alias,
+    aten._unsafe_view,
     aten.set_,
     aten.resize_,
 }
+#: What moves numbers and computes none.
+_MOVING = {aten._to_copy, aten.clone, aten.copy_}
 #: What reads only what it returns of its first tensor.
 _GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
+
+
+#: What arguments and results are nested in.
+_NESTED = (list, tuple, dict)
 
 
 @dataclass
@@ -61,7 +69,7 @@ class Counts:
         launches: operations that compute.
         bytes: read and written.
         flops: products and sums of floating-point numbers, and one for each number that any other
-            operation writes.
+            operation writes, those inside kernels among them.
         uploads: copies from the host.
         wide: launches that write float64.
         waits: where the host waited for the device, by file and line.
@@ -81,39 +89,41 @@ class Counts:
         """How often the host waited."""
         return len(self.waits)
 
-    def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        given: Sequence[Tensor],
+    ) -> None:
         """Count one operation.
 
         Args:
             func, args, kwargs: an overload of ``torch.ops`` and its arguments.
             out: what it returned.
+            given: the tensors among the arguments.
         """
-        packet = func._overloadpacket
-        if packet in _WAITED_FOR or (packet in _INDEXED and _has_to_count(packet, args)):
+        kind = kind_of(func)
+        if kind.is_waited_for or (kind.may_count and _has_to_count(func._overloadpacket, args)):
             self.synchronised(func, place())
-        if packet in _NO_LAUNCH or _is_view(func):
+        if not kind.launches:
             return
-        read = tuple(tensors_in((args, kwargs)))
-        if packet in _GATHERING:
-            read = (*tensors_in(out), *read[1:])
-        formula = flop_registry.get(packet)
-        flops = None if formula is None else formula(*args, **kwargs, out_val=out)
-        self.by_name[str(packet)] += 1
-        self.launched(read, tensors_in(out), flops)
+        written = tensors_in(out)
+        read = [*written, *given[1:]] if kind.gathers else given
+        self.by_name[kind.name] += 1
+        self.flops += arithmetic(func, args, kwargs, out)
+        self.launched(read, written)
 
-    def launched(
-        self, read: Iterable[Any], written: Iterable[Any], flops: float | None = None
-    ) -> None:
-        """Count a launch.
+    def launched(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        """Count a launch, without its arithmetic.
 
         Args:
             read, written: the tensors.
-            flops: default: None, one for each number that is written.
         """
         results = [x for x in written if isinstance(x, Tensor)]
         self.launches += 1
         self.bytes += sum(size_of(x) for x in (*read, *results) if isinstance(x, Tensor))
-        self.flops += sum(x.numel() for x in results) if flops is None else flops
         self.wide += any(x.dtype == torch.float64 for x in results)
 
     def synchronised(self, func: Any, place: str) -> None:
@@ -121,12 +131,68 @@ class Counts:
         self.waits.append(f"{place} {func._overloadpacket.__name__}")
 
 
-def _is_view(func: Any) -> bool:
-    """Whether what is returned is its argument's own memory, left as it was."""
-    returns = func._schema.returns
-    return bool(returns) and all(
+def arithmetic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Products and sums of an operation, else one for each number that it writes.
+
+    Args:
+        func, args, kwargs: an overload of ``torch.ops`` and its arguments.
+        out: what it returned.
+    """
+    kind = kind_of(func)
+    if not kind.launches or kind.moves:
+        return 0
+    if kind.formula is not None:
+        return kind.formula(*args, **kwargs, out_val=out)
+    return sum(x.numel() for x in tensors_in(out))
+
+
+class Kind(NamedTuple):
+    """What is known of an operation.
+
+    Attributes:
+        name: of it.
+        is_view: whether what it returns is always its argument's own memory, left as it was.
+        launches: whether it computes anything.
+        is_waited_for: by the host.
+        may_count: whether truth values among its indices have to be counted.
+        gathers: whether it reads only what it returns of its first tensor.
+        moves: whether it moves numbers and computes none.
+        formula: its products and sums.
+    """
+
+    name: str
+    is_view: bool
+    launches: bool
+    is_waited_for: bool
+    may_count: bool
+    gathers: bool
+    moves: bool
+    formula: Callable[..., float] | None
+
+
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    """What is known of an operation, whatever it is given."""
+    packet, returns = func._overloadpacket, func._schema.returns
+    may_be_view = bool(returns) and all(
         x.alias_info is not None and not x.alias_info.is_write for x in returns
     )
+    return Kind(
+        str(packet),
+        may_be_view and not _is_composed(func),
+        not may_be_view and packet not in _NO_LAUNCH,
+        packet in _WAITED_FOR,
+        packet in _INDEXED,
+        packet in _GATHERING,
+        packet in _MOVING,
+        flop_registry.get(packet),
+    )
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether other operations make it up, of which one may be a copy, as of ``reshape``."""
+    implicit = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit))
 
 
 def _has_to_count(packet: Any, args: tuple[Any, ...]) -> bool:
@@ -154,13 +220,16 @@ def _is_ours(path: str) -> bool:
     return path in _OURS or path.startswith(_TORCH)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors among arguments or results, however nested."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    if not isinstance(value, _NESTED):
+        return []
+    found: list[Tensor] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _NESTED):
+            found += tensors_in(item)
+    return found

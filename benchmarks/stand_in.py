@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counts import Counts, place, tensors_in
+from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
+from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
+from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
 #: Functions that make tensors on a device that is named to them.
@@ -45,6 +48,9 @@ class MixedDevicesError(RuntimeError):
 class StandIn(TorchDispatchMode):
     """A device that is there inside its ``with``, where ``.to("cuda")`` sends tensors to it.
 
+    Args:
+        counted: whether operations are counted, which takes a third of the time. Default: True.
+
     Attributes:
         counts: of what has run there since they were last replaced.
         mixed: the operations refused, for code that goes on after an error.
@@ -61,8 +67,9 @@ class StandIn(TorchDispatchMode):
         (2, 1)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = True) -> None:
         super().__init__()
+        self.counted = counted
         self.counts = Counts()
         self.mixed: list[str] = []
         self.copied = 0
@@ -97,6 +104,8 @@ class StandIn(TorchDispatchMode):
 
     def _put(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
+        if storage._cdata in self._there:
+            return x
         # a weak reference, for as long as it is held, keeps the address from another storage
         self._there[storage._cdata] = StorageWeakRef(storage)
         if len(self._there) > self._most:
@@ -134,13 +143,23 @@ class StandIn(TorchDispatchMode):
 
     # --- operations ----------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to keep compilers out takes time at each operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if kind_of(func).is_view:  # which lies where its argument does
+            return func(*args, **kwargs)
         if self._in_kernel:
-            return self._marked(func(*args, **kwargs), args, kwargs)
-        given = list(tensors_in((args, kwargs)))
+            out = func(*args, **kwargs)
+            if self.counted:
+                self.counts.flops += arithmetic(func, args, kwargs, out)
+            return self._marked(out, args, kwargs)
+        given = tensors_in((args, kwargs))
         there = [self._is_there(x) for x in given]
         if not any(there):
             out = func(*args, **kwargs)
@@ -149,8 +168,8 @@ class StandIn(TorchDispatchMode):
                     self._put(x)
                 elif self._making is None and all(map(self._is_adrift, given)):
                     self._adrift[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
-            if self._making:
-                self.counts.add(func, args, kwargs, out)
+            if self._making and self.counted:
+                self.counts.add(func, args, kwargs, out, given)
             return out
         there = [known or self._fetched(x) for x, known in zip(given, there, strict=True)]
         if not all(there):
@@ -158,7 +177,9 @@ class StandIn(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tensors_in(out):
             self._put(x)
-        self.counts.add(func, args, kwargs, out)
+        if not self.counted:
+            return out
+        self.counts.add(func, args, kwargs, out, given)
         if func._overloadpacket in (aten._to_copy, aten.clone):
             self._note_copy(given, out)
         if func._overloadpacket in (aten.copy_, aten.index, aten.index_put_) and not all(there):
@@ -222,7 +243,7 @@ class StandIn(TorchDispatchMode):
         return launched
 
     @contextlib.contextmanager
-    def inside_kernel(self, *tensors: Any) -> Iterator[None]:
+    def inside_kernel(self) -> Iterator[None]:
         """A context whose operations are those of one kernel, launched once."""
         before, self._in_kernel = self._in_kernel, True
         try:
@@ -252,6 +273,9 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
+        self._set(gpu, "has_triton", lambda: True)
+        self._set(fused_scan, "run", self.kernel(_scanned))
+        self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
         self._set(torch.cuda, "default_stream", lambda device=None: None)
         for context in ("device", "stream"):
@@ -349,6 +373,27 @@ class StandIn(TorchDispatchMode):
             return function(x, *args, **kwargs)
 
         return refused
+
+
+def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+    """What :func:`fused_scan.run` returns, on a processor."""
+    steps = ScanSteps(SimpleNamespace(dt=dt, a=a, b=b, c=c), len(x), 32, transposed)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        steps(x, slice(0, x.shape[2]), out)
+    return out
+
+
+def _convolved(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+    """What :func:`fused_taps.run` returns, on a processor."""
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    tokens = x.shape[1]
+    with torch.no_grad():
+        for tap, factor in enumerate(weight.T[:tokens]):
+            early, late = slice(tokens - tap), slice(tap, None)
+            read, written = (late, early) if transposed else (early, late)
+            out[:, written].addcmul_(factor, x[:, read])
+    return out
 
 
 class _Property(property):

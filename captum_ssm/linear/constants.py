@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators.kernels.truths import holds, may_hold_any
+from ..operators.kernels.truths import all_finite, may_hold_any
 
 #: Receives a constant's gradient, its value, and the name of the module that added it.
 Entry = Callable[[Tensor, Tensor, str], None]
@@ -183,7 +183,7 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         >>> contribution(torch.ones(1, 4, 3), bias).tolist()
         [[[4.0, 8.0, 12.0]]]
     """
-    if not holds(constant.isfinite().all()):
+    if not all_finite(constant):
         return torch.where(gradient == 0, torch.zeros_like(gradient), gradient * constant)
     ahead = gradient.dim() - constant.dim()
     common = [

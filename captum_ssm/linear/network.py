@@ -155,6 +155,10 @@ class Network(Watcher):
         if not self.ran:
             raise none_ran(self.mixers)
 
+    @property
+    def verifies(self) -> bool:
+        return self.verify is not False
+
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> None:
         if is_block and self.keeps_steps:
             values = (*given[0], *given[1].values())
@@ -243,6 +247,7 @@ class Network(Watcher):
             error = errors.strict if self.verify is True else errors.numbers
             if accepted(error, limit):
                 return
+            assert not isinstance(error, tuple)  # what is noted is taken to hold
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return

@@ -15,7 +15,7 @@ Values never change; only what counts as depending on the input does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +97,8 @@ def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if not fixed or (not isinstance(fixed[0], Tensor) and fixed[0] == 0):
         return out
     # zeros without a shape, and what is repeated once, so that the constant keeps its own
-    x, other = (out.new_zeros(()) if mode.is_live(value) else once(value) for value in (x, other))
+    zero = torch.zeros((), dtype=out.dtype, device="cpu")  # one number needs no device
+    x, other = (zero if mode.is_live(value) else once(value) for value in (x, other))
     if isinstance(fixed[0], Tensor):
         return mode.ledger.included(out, func(x, other, **kwargs))
     mode.ledger.noted(out, func(x, other, **kwargs))
@@ -189,6 +190,11 @@ def _as_it_is(x: Tensor) -> Tensor:
 def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x times the frozen ratio f(x) / x; f(0) must be 0, else the result is a coefficient."""
     (x, *rest), kwargs = positional(args, kwargs, "input")
+    ratio = _closed_ratio(func, x.detach(), rest, kwargs)
+    if ratio is not None:
+        out = x * ratio
+        mode.mark_bent(out)
+        return out
     has_tensors = any(isinstance(a, Tensor) for a in (*rest, *kwargs.values()))
     with torch.no_grad():
         # one number needs no device, which would be waited for
@@ -199,6 +205,17 @@ def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     out = x * ratio
     mode.mark_bent(out)
     return mode.overwrite(x, out) if in_place else out
+
+
+def _closed_ratio(
+    func: Any, x: Tensor, rest: Iterable[Any], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """f(x) / x where a single function or x itself is that, else None."""
+    name, options = plain(func.__name__), [*rest, *kwargs.values()]
+    if name == "silu" and not any(options):  # which may ask for it in place
+        return torch.sigmoid(x)
+    is_square = name == "square" or (name == "pow" and options == [2])
+    return x if is_square and not func.__name__.endswith("_") else None
 
 
 def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, padding_mask, run, working_dtype
 from .parts.softmax import softmax_attention
@@ -51,7 +52,7 @@ def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
     query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
     core, mask = softmax_attention(query, key, values, noted.scaling, _pairs(module, noted))
     operator = core
-    if not bool((factor == 1).all()):
+    if not _is_one(factor, type(module)):
         gate = as_heads(in_batch(factor), values.shape[2])
         operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), core)
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
@@ -60,6 +61,17 @@ def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
         return y.flatten(2) if output is None else run(output, y.flatten(2))
 
     return LinearMixer(values, operator, project, mask, end_to_end=noted.end_to_end)
+
+
+def _is_one(factor: Tensor, kind: type) -> bool:
+    """Whether no gate stands behind attention, which on a device is read of one module of a kind.
+
+    Of others it is taken to hold as well if it held there; a gate of ones changes nothing.
+    """
+    ones = (factor == 1).all()
+    if not are_noted(factor):
+        return bool(ones)
+    return read_once(("gate", kind), lambda: bool(ones)) and holds(ones)
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, Shape, ShortConv, Sum
+from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
 from .parts.common import (
     activation_ratio,
@@ -184,7 +185,7 @@ def _remembered(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape)
     """The constant that states from before the first token add to what the scan returns."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
-    constant = log_decay.double().cumsum(1).exp().to(read)[..., None] * read
+    constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read
     one_tap = torch.ones_like(constant[0, 0, :, :, None])
     return ShortConv(one_tap, shape, constant, component="scan")
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, ShortConv, Sum
+from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
 from .parts.common import as_heads, frozen, masked, refuse_packed, rms_norm, run, working_dtype
 
@@ -113,7 +114,7 @@ def _scan(
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt
     at_end = torch.sigmoid(end) * dt
     at_beginning = torch.sigmoid(-end) * dt
-    angle = (torch.tanh(rate)[:, :, None] * math.pi * dt[..., None]).double().cumsum(1)
+    angle = doubled(torch.tanh(rate)[:, :, None] * math.pi * dt[..., None]).cumsum(1)
     query = _turned(_normed(c, module.C_norm, module.C_bias, groups), angle)
     key = _turned(_normed(b, module.B_norm, module.B_bias, groups), angle)
     own = at_end * (query * key).sum(-1)

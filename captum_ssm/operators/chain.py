@@ -134,11 +134,12 @@ class Chain(Composite):
     def _mean_in_turn(self, x: Tensor, transposed: bool) -> Tensor:
         """From a few tokens at a time; what a convolution at the end does is done to sums.
 
-        It then mixes one number for each of its taps and tokens in place of all channels.
+        It then mixes one number for each of its taps and tokens in place of all channels, which on
+        a GPU would take more launches than it saves work.
         """
         *others, last = self.parts if transposed else self.parts[::-1]
         taps = last.taps()
-        if taps is None or not others:
+        if taps is None or not others or x.is_cuda:
             return channel_mean(self, x, transposed)
         rest = Chain(*(others if transposed else others[::-1]))
         weights = torch.stack(list(taps.values())).flatten(1)  # (K, C)

@@ -67,10 +67,12 @@ class Sum(Composite):
         self.shape = parts[0].shape
 
     def apply(self, v: Tensor) -> Tensor:
-        return sum_tensors(part.apply(v) for part in self.parts)
+        scalings, others = self._by_kind()
+        return _with_scaled([part.apply(v) for part in others], scalings, v)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return sum_tensors(part.transpose(u) for part in self.parts)
+        scalings, others = self._by_kind()
+        return _with_scaled([part.transpose(u) for part in others], scalings, u)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         scalings, others = self._by_kind()
@@ -144,6 +146,20 @@ class Sum(Composite):
 
     def strip_of_product(self, left: Tensor, band: Band, rows: range) -> Strip:
         return sum_strips((part.strip_of_product(left, band, rows) for part in self.parts), rows)
+
+
+def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Tensor:
+    """The sum of some terms and of x scaled by each of some diagonals, of which none is a tensor.
+
+    One of the terms is there, or one of the diagonals.
+    """
+    if not terms:
+        first, *scalings = scalings
+        terms = [first.apply(x)]
+    out = sum_tensors(terms)
+    for scaling in scalings:
+        out = torch.addcmul(out, scaling.weight, x)
+    return out
 
 
 class DirectSum(Composite):

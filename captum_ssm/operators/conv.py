@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Operator, Shape
 from .chain import Chain
+from .kernels import fused_taps
 from .kernels.arithmetic import linear_map
 from .kernels.bands import Band, convolve_band, overlap
 from .kernels.portions import LARGE, Portion, Stream
@@ -84,6 +85,8 @@ class ShortConv(Operator):
         return linear_map(u, self._adjoint, self._forward)
 
     def _forward(self, v: Tensor) -> Tensor:
+        if self._is_fused(v):
+            return self._run_fused(v, transposed=False)
         out, others = self._without_delay(v)
         read, written = self._laid_out(v), self._laid_out(out)
         for lag, weight in others.items():
@@ -92,12 +95,21 @@ class ShortConv(Operator):
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
+        if self._is_fused(u):
+            return self._run_fused(u, transposed=True)
         out, others = self._without_delay(u)
         read, written = self._laid_out(u), self._laid_out(out)
         for lag, weight in others.items():
             earlier, later = self._overlap(lag)
             written[earlier].addcmul_(weight, read[later])
         return out
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return x.is_cuda and self.width is None and fused_taps.serves(self.lags)
+
+    def _run_fused(self, x: Tensor, transposed: bool) -> Tensor:
+        rows, weight = x.flatten(-2).flatten(0, -3), self.weight.flatten(0, 1)
+        return fused_taps.run(weight, rows, transposed=transposed).view(x.shape)
 
     def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
         """What the tap that reads a token itself makes of x, in memory of its own, and the others.

@@ -349,8 +349,10 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     order = order.to(linear.values.device)
     back = order.argsort()
     shape, project = linear.operator.shape, linear.project
-    if isinstance(project, Projection) and project.rest.dim() == 3 and project.rest.shape[1] > 1:
-        project = replace(project, rest=project.rest.index_select(1, back))
+    rest = project.rest if isinstance(project, Projection) else None
+    if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:
+        assert isinstance(project, Projection)
+        project = replace(project, rest=rest.index_select(1, back))
     return replace(
         linear,
         values=linear.values.index_select(1, back),

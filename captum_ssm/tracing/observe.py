@@ -27,6 +27,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Watcher:
     """What looks on at a run; this one does nothing."""
 
+    @property
+    def verifies(self) -> bool:
+        """Whether it holds operators to what their mixers return."""
+        return False
+
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         """A module around a mixer is entered.
 
@@ -149,7 +154,8 @@ class _Calls:
         self.running.append((contexts, heard))
         _, sequence = swap_first((args, kwargs), lambda x: x)
         if sequence is not None:
-            _listen(module, sequence.shape, heard, contexts)
+            verified = any(watcher.verifies for watcher in self.watchers)
+            _listen(module, sequence.shape, heard, contexts, verified)
         for watcher in self.watchers:
             for context in watcher.while_mixing():
                 contexts.enter_context(context)
@@ -187,7 +193,11 @@ class _Calls:
 
 
 def _listen(
-    mixer: nn.Module, size: torch.Size, heard: dict[nn.Module, Heard | None], contexts: ExitStack
+    mixer: nn.Module,
+    size: torch.Size,
+    heard: dict[nn.Module, Heard | None],
+    contexts: ExitStack,
+    verified: bool,
 ) -> None:
     """Keep what a mixer's own modules make of sequences of the size that it was given.
 
@@ -199,12 +209,13 @@ def _listen(
         size: of the sequence.
         heard: takes what is heard.
         contexts: until they are left.
+        verified: whether operators are held to what the mixer returns.
     """
 
     def before(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         once = is_one and args[0].shape == size and child not in heard
-        heard[child] = Heard(args[0]) if once else None
+        heard[child] = Heard(args[0], verified) if once else None
 
     def between(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = heard.get(child)

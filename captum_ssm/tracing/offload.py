@@ -82,7 +82,9 @@ def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()
     if isinstance(linear.project, Projection):
-        yield from (linear.project.weight, linear.project.rest)
+        yield linear.project.weight
+        if linear.project.rest is not None:
+            yield linear.project.rest
 
 
 def _refuse_missing(mixer: Mixer) -> None:

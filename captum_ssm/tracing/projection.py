@@ -29,12 +29,12 @@ class Projection:
 
     Attributes:
         weight: W (C, E).
-        rest: what the projection makes of zeros, broadcastable to (B, L, E).
+        rest: what the projection makes of zeros, broadcastable to (B, L, E); None for nothing.
         check: raises for what the operator cannot have returned. Default: None, anything goes.
     """
 
     weight: Tensor
-    rest: Tensor
+    rest: Tensor | None
     check: Callable[[Tensor], None] | None = None
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -45,7 +45,8 @@ class Projection:
         """
         if self.check is not None:
             self.check(y)
-        return y.flatten(-2) @ self.weight + self.rest
+        out = y.flatten(-2) @ self.weight
+        return out if self.rest is None else out + self.rest
 
 
 def projection_of(linear: LinearMixer) -> Projection:
@@ -61,16 +62,11 @@ def projection_of(linear: LinearMixer) -> Projection:
     if isinstance(linear.project, Projection):
         return linear.project
     values = linear.values
-    zeros = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    heard = _Overheard(zeros)
-    # also where the functions that are called go unseen otherwise
-    with torch._C._EnableTorchFunction(), heard:
-        at_rest = linear.project(zeros)
-    found = heard.weight_before(at_rest)
-    if found is not None:
-        weight, bias = found
-        rest = values.new_zeros(1) if bias is None else bias.to(values)
-        return Projection(weight.T.to(values), rest)
+    read = _read_off(linear)
+    if read is not None:
+        weight, bias = read
+        return Projection(weight.T.to(values), None if bias is None else bias.to(values))
+    at_rest = linear.project(torch.zeros_like(values, memory_format=torch.contiguous_format))
     channels, places = values[0, 0].numel(), values[..., 0, 0].numel()
     parts = []
     for start in range(0, channels, places):
@@ -80,6 +76,19 @@ def projection_of(linear: LinearMixer) -> Projection:
         found_here = linear.project(probe.view(values.shape)) - at_rest
         parts.append(found_here.flatten(0, 1)[:count] / _PROBE)
     return Projection(torch.cat(parts), at_rest)
+
+
+def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
+    """The weight (E, C) and bias of the only product that a projection is, else None.
+
+    What it is given is read by nobody, and holds what memory happened to hold.
+    """
+    given = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
+    heard = _Overheard(given)
+    # also where the functions that are called go unseen otherwise
+    with torch._C._EnableTorchFunction(), heard:
+        output = linear.project(given)
+    return heard.weight_before(output)
 
 
 def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
@@ -92,7 +101,7 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     projection = projection_of(linear)
     if factor.shape[-1] == 1:
         tokens = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
-        rest = projection.rest * factor.to(projection.rest)
+        rest = None if projection.rest is None else projection.rest * factor.to(projection.rest)
         scaled = replace(projection, rest=rest)
         return replace(linear, operator=Chain(tokens, linear.operator), project=scaled)
     features = factor[0, 0].to(projection.weight)
@@ -101,7 +110,8 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
             "A forward hook drops other features of a mixer's output at each token. Use LatimFlow, "
             "which explains the hook as well, or leave the hook out."
         )
-    weight, rest = projection.weight * features, projection.rest * features
+    weight = projection.weight * features
+    rest = None if projection.rest is None else projection.rest * features
     return replace(linear, project=replace(projection, weight=weight, rest=rest))
 
 
@@ -109,28 +119,28 @@ class _Overheard(TorchFunctionMode):
     """Keeps the calls of torch's ``linear``: input, weight, bias and result.
 
     Args:
-        zeros: of these no product is computed.
+        given: of this no product is computed.
     """
 
-    def __init__(self, zeros: Tensor) -> None:
+    def __init__(self, given: Tensor) -> None:
         super().__init__()
-        self._zeros = zeros
+        self._given = given
         self._calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def weight_before(self, output: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (E, C) and bias, if one call is all between zeros and output, else None."""
+        """Weight (E, C) and bias, if one call is all between both ends, else None."""
         if len(self._calls) != 1:
             return None
         x, weight, bias, result = self._calls[0]
         unchanged = result is output and result._version == 0
-        if not (unchanged and self._are_zeros(x)):
+        if not (unchanged and self._is_given(x)):
             return None
         return weight.detach(), None if bias is None else bias.detach()
 
-    def _are_zeros(self, x: Tensor) -> bool:
-        """Whether ``x`` is the zeros themselves, (B, L, C)."""
-        same = x.data_ptr() == self._zeros.data_ptr() and x.is_contiguous()
-        return same and x.shape == self._zeros.flatten(2).shape
+    def _is_given(self, x: Tensor) -> bool:
+        """Whether ``x`` is what the projection was given itself, (B, L, C)."""
+        same = x.data_ptr() == self._given.data_ptr() and x.is_contiguous()
+        return same and x.shape == self._given.flatten(2).shape
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,10 +150,6 @@ class _Overheard(TorchFunctionMode):
         if func is not F.linear or kwargs or not plain:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        if self._are_zeros(x):
-            out = x.new_zeros(*x.shape[:-1], len(weight))
-            out = out if bias is None else out + bias
-        else:
-            out = func(*args)
+        out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_given(x) else func(*args)
         self._calls.append((x, weight, bias, out))
         return out

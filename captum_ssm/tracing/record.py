@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
 from ..operators.kernels.arithmetic import full_precision, unseen_by
-from ..operators.kernels.truths import all_finite
+from ..operators.kernels.truths import all_finite, are_noted
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, hooked, swap_first
@@ -24,6 +24,7 @@ from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .places import Origin, Places
 from .places.chain import Read
+from .projection import Projection
 from .residual import ADDS_TO_NORMED, Sums, first_floating, residual_stream
 from .verification import (
     Errors,
@@ -52,6 +53,7 @@ class Trace:
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
         reads: what each of them read, where tokens are followed.
+        checks: whether operators are held to their modules when they are made.
 
     Example:
         >>> import torch
@@ -69,7 +71,7 @@ class Trace:
         self.reads: list[Read] = []
         self._of_the_run = room is not None
         self._room = room or 0
-        self._check = check
+        self.checks = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
     def recorded(self, layer: Layer) -> None:
@@ -79,11 +81,9 @@ class Trace:
             layer: of the mixer that has returned.
         """
         self.layers.append(layer)
-        if self._room <= 0 and not self._check:
+        if self._room <= 0 and not self.checks:
             return
         linear = self.read(layer)
-        with torch.inference_mode(False), torch.no_grad():
-            linear = lasting_form(layer.mixer, layer.call, linear)
         parameters = layer.mixer.module.parameters()
         size = bytes_of(tensors_of(linear), besides=parameters)
         if size <= self._room:
@@ -91,15 +91,19 @@ class Trace:
             layer.keep(linear)
 
     def read(self, layer: Layer) -> LinearMixer:
-        """The linear mixer of a layer whose mixer has just returned.
+        """The linear mixer of a layer whose mixer has just returned, as it will last.
 
         Args:
             layer: the latest of :attr:`layers`.
         """
         linear = self._made(layer, running=True)
-        if self._check:
-            layer.checked = _errors(layer, linear)
-        return linear
+        with torch.inference_mode(False), torch.no_grad():
+            lasting = lasting_form(layer.mixer, layer.call, linear)
+        if self.checks:
+            # one that brings its weights in would take them away again from what is running
+            is_read = isinstance(lasting.project, Projection)
+            layer.checked = _errors(layer, lasting if is_read else linear)
+        return lasting
 
     def linearize(self, layer: Layer) -> LinearMixer:
         """The linear mixer of a layer that keeps none; the latest one asked for is kept.
@@ -170,7 +174,8 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
     real = layer.call.output_tensor.detach()
     with torch.no_grad(), full_precision(real.device):
         ordered = real if linear.map is None else linear.map.in_order(real)
-        if not all_finite(real):  # it is the model's output that will be refused
+        # noted truths hold the output, by whose size errors are, to be finite
+        if not are_noted(real) and not all_finite(real):  # it is what will be refused
             return Errors(0.0, 0.0)
         errors = combined_errors(linear, ordered)
         if accepted(errors.strict, layer.tolerance) or linear.map is not None:
@@ -321,6 +326,10 @@ class Recorder(Watcher):
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
         self.sums = None if follow is None else Sums(follow, record.layers, streams)
+
+    @property
+    def verifies(self) -> bool:
+        return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         self._times[module] += 1

@@ -247,8 +247,7 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same but for the rounding of a sum."""
     if x.shape != y.shape or not x.numel():
         return False
-    limit = 8 * torch.finfo(x.dtype).eps * float(x.abs().max())
-    return bool((x - y).abs().max() <= limit)
+    return bool((x - y).abs().max() <= 8 * torch.finfo(x.dtype).eps * x.abs().max())
 
 
 def _multiple(x: Tensor, of: Tensor) -> float | Tensor | None:

@@ -21,7 +21,8 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
-from ..operators.kernels.truths import are_noted, at_most
+from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, sum_tensors
+from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
 from .find import Mixer
 from .projection import projection_of
 
@@ -75,8 +76,8 @@ def relative_error(rebuilt: Tensor, real: Tensor) -> float:
     return float(_largest(rebuilt - real.to(rebuilt), real))
 
 
-#: A number that a device has found and that was not read yet, or a number.
-Error: TypeAlias = float | Tensor
+#: A number, or what a device has found that was not read yet, of which the largest counts.
+Error: TypeAlias = float | tuple[Ratio, ...]
 
 
 class Errors(NamedTuple):
@@ -99,12 +100,12 @@ class Errors(NamedTuple):
     @property
     def strict(self) -> Error:
         """The larger of both, less being accepted of sums."""
-        sums, numbers = _STRICTER * self.sums, self.numbers
-        if isinstance(sums, Tensor):
-            if isinstance(numbers, Tensor):
-                return torch.maximum(sums, numbers)
-            return sums.clamp_min(numbers)
-        return max(sums, numbers)  # the first of them is NaN if one is
+        sums, numbers = self.sums, self.numbers
+        if isinstance(sums, tuple):
+            stricter = (x._replace(factor=_STRICTER * x.factor) for x in sums)
+            return (*stricter, *(numbers if isinstance(numbers, tuple) else ()))
+        assert not isinstance(numbers, tuple)
+        return max(_STRICTER * sums, numbers)  # the first of them is NaN if one is
 
 
 def accepted(error: Error, limit: float) -> bool:
@@ -114,7 +115,9 @@ def accepted(error: Error, limit: float) -> bool:
         error: it; NaN is larger.
         limit: the largest that is accepted.
     """
-    return at_most(error, limit) if isinstance(error, Tensor) else error <= limit
+    if isinstance(error, tuple):
+        return all(each.at_most(limit) for each in error)
+    return error <= limit
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
@@ -127,7 +130,9 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
     differences = rebuilt - real.to(rebuilt)
     signs = _signs(_DRAWS, *real.shape[:2]).to(rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
-    return Errors(_read(_largest(differences, real)), _of_sums(sums, real))
+    if are_noted(real):
+        return Errors(*_ratios(real, differences, sums))
+    return Errors(float(_largest(differences, real)), _of_sums(sums, real))
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
@@ -142,18 +147,42 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     if linear.end_to_end or not own:  # or a token's channels are not its own
         return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
-    signs = _signs(1, batch, tokens)[0].to(linear.values)
+    drawn = _signs(1, batch, tokens)[0]
+    signs = drawn.to(linear.values)
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
-    rest = (signs[..., None] * project.rest).sum(1)
-    found = combined.flatten(1) @ project.weight + rest
-    expected = (signs[:, None] @ real.to(signs)).squeeze(1)
-    return Errors(0.0, _of_sums(found - expected, real))
+    found, rest = combined.flatten(1) @ project.weight, project.rest
+    if rest is not None and rest.dim() < 3:  # the same for all tokens
+        found = torch.addcmul(found, drawn.sum(1, keepdim=True).to(signs), rest)
+    elif rest is not None:
+        found = found + (signs[..., None] * rest).sum(1)
+    off = torch.baddbmm(found[:, None], signs[:, None], real.to(signs), alpha=-1)
+    if are_noted(real):
+        return Errors(0.0, _ratios(real, None, off)[1])
+    return Errors(0.0, _of_sums(off, real))
 
 
-def _of_sums(differences: Tensor, real: Tensor) -> Error:
+def _of_sums(differences: Tensor, real: Tensor) -> float:
     """How far sums over the tokens of an output (B, L, E) are off, at the size of its numbers."""
-    return _read(_largest(differences, real) / math.sqrt(real.shape[1]))
+    return float(_largest(differences, real) / math.sqrt(real.shape[1]))
+
+
+def _ratios(
+    real: Tensor, differences: Tensor | None, sums: Tensor
+) -> tuple[tuple[Ratio, ...], tuple[Ratio, ...]]:
+    """What is off per largest number, where that is read later: of numbers, and of their sums.
+
+    Args:
+        real: what the module returned (B, L, E), which is held to be finite.
+        differences: of numbers; None if none was compared.
+        sums: of their sums.
+    """
+    given = [real, sums] if differences is None else [real, sums, differences]
+    size, of_sums, *of_numbers = largest(given)
+    at_most(size, torch.finfo(size.dtype).max)
+    root = math.sqrt(real.shape[1])
+    numbers = tuple(Ratio(number, size) for number in of_numbers)
+    return numbers, (Ratio(of_sums, size, 1 / root),)
 
 
 def _largest(differences: Tensor, real: Tensor) -> Tensor:
@@ -167,10 +196,6 @@ def _size(x: Tensor) -> Tensor:
     return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
 
 
-def _read(error: Tensor) -> Error:
-    return error if are_noted(error) else float(error)
-
-
 def _signs(draws: int, batch: int, tokens: int) -> Tensor:
     """1 or -1 for each token, drawn without touching the random numbers of anybody else."""
     generator = torch.Generator().manual_seed(tokens)
@@ -180,13 +205,19 @@ def _signs(draws: int, batch: int, tokens: int) -> Tensor:
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     """Sum over tokens of row times what the operator makes of values, by channel, (B, H, P)."""
     parts = operator.parts if isinstance(operator, Chain) else (operator,)
-    total = row.new_zeros(row.shape[0], *row.shape[2:])
+    alike: list[tuple[Tensor, Tensor]] = []  # offsets common to all tokens, and the sum of the row
+    others: list[Tensor] = []
     for part in parts:  # the last one acting first
         offset = part.offset()
-        if offset is not None:
-            total += (row * offset).sum(1)
+        if offset is not None and offset.stride(1) == 0:
+            alike.append((row.sum(1), offset[:, 0]))
+        elif offset is not None:
+            others.append((row * offset).sum(1))
         row = part.transpose(row)
-    return total + (row * values).sum(1)
+    total = sum_tensors([(row * values).sum(1), *others])
+    for factors in alike:
+        total = torch.addcmul(total, *factors)
+    return total
 
 
 def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Linearizer) -> bool:
@@ -199,6 +230,8 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
         rebuilt: what the operator returned, (B, L, E).
         linearize: makes the operator in float64, whose rounding tells that of the other.
     """
+    if rebuilt.device.type in WITHOUT_DOUBLE:
+        return False
     parameters = {
         f"module.{name}": x.double() if x.is_floating_point() else x
         for name, x in (*mixer.module.named_parameters(), *mixer.module.named_buffers())

@@ -11,6 +11,9 @@ import torch
 from benchmarks import budgets
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
+from captum_ssm.errors import UnsupportedMixerError
+from captum_ssm.operators.kernels import arithmetic
+from captum_ssm.tracing import verification
 from tools import speed_page
 
 pytest.importorskip("transformers")
@@ -20,8 +23,10 @@ FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)
 #: Calls that wait for a device once for all that they check.
 CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow")
-#: Softmax attention looks at its masks layer by layer.
-LOOKING = ("softmax",)
+#: How often a call may wait for a device, beside the model itself.
+WAITS = 4
+#: Those of a model whose blocks add two mixers to one stream wait for each, to tell that it is one.
+PARALLEL = ("softmax", "LatimALTI")
 #: Launches for 64 tokens and a layer at most.
 FOR_A_CHUNK = 32
 #: Sums of logarithms of many tokens, in which errors would add up.
@@ -76,9 +81,19 @@ def test_time_is_of_work_and_of_launches() -> None:
 def test_the_device_is_waited_for_a_few_times(family: str) -> None:
     for length in (FEW, MANY):
         own = row(family, length, "f+b")["synchronisations"]
-        for call in CHECKED_TOGETHER:
+        for call in TABLE["families"][family][length]:
             found = row(family, length, call)["synchronisations"] - own
-            assert found <= (4 if family not in LOOKING else 3 * budgets.LAYERS), (length, call)
+            more = budgets.LAYERS if (family, call) == PARALLEL else 0
+            assert found <= WAITS + more, (length, call)
+
+
+@pytest.mark.parametrize("call", budgets.CALLS)
+def test_more_layers_are_not_waited_for_more_often(call: str) -> None:
+    few, many = (
+        budgets.counted(budgets.FAMILIES["Mamba"](layers), 80, (call,))[call]["synchronisations"]
+        for layers in (2, 4)
+    )
+    assert few == many
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,10 +104,52 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
         assert more <= FOR_A_CHUNK * budgets.LAYERS * chunks, call
 
 
+def test_mamba_takes_few_launches() -> None:
+    """A layer of those of a deep model, in which what a call takes once counts for little."""
+    layers = budgets.LARGE[1]
+    most = {"ImplicitAttentionRollout": 50, "LatimFlow, frozen": 120}
+    for call, launches in most.items():
+        assert TABLE["large"][call]["launches"] <= launches * layers, call
+
+
+@pytest.mark.parametrize(
+    ("call", "most"), [("ImplicitAttentionRollout", 1.2), ("LatimFlow, frozen", 1.5)]
+)
+def test_a_large_mamba_takes_little_more_than_a_pass(call: str, most: float) -> None:
+    large = TABLE["large"]
+    assert budgets.H100.seconds(large[call]) <= most * budgets.H100.seconds(large["f+b"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_default_rule_takes_half_more_than_the_frozen_one_at_most(family: str) -> None:
     default, frozen = (row(family, MANY, x)["launches"] for x in ("LatimFlow", "LatimFlow, frozen"))
     assert default <= 1.5 * frozen
+
+
+# --- without float64 ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_device_without_float64(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs it is refused by name, and nothing else computes it."""
+    for module in (arithmetic, verification):
+        monkeypatch.setattr(module, "WITHOUT_DOUBLE", {"cuda"})
+    model, refused = budgets.FAMILIES[family](budgets.LAYERS), []
+    for call in list(budgets.CALLS)[1:]:
+        with StandIn() as device, budgets.fused(device):
+            model.to("cuda")
+            ids = torch.zeros(1, 80, dtype=torch.long, device="cuda")
+            device.counts = Counts()
+            try:
+                budgets.CALLS[call](model, ids)
+            except UnsupportedMixerError as error:
+                assert "of which cuda has none" in str(error)
+                refused.append(call)
+            assert not device.counts.wide, call
+            model.to("cpu")
+    wanted = {"RWKV-4": list(budgets.CALLS)[1:], "Mamba": ["LatimALTI"]}
+    assert refused == wanted.get(family, [])
 
 
 # --- half precision ------------------------------------------------------------------------------

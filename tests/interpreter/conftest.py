@@ -1,4 +1,4 @@
-"""Packages with their own Triton kernels, run by Triton's interpreter."""
+"""Triton kernels, ours and those of packages, run by Triton's interpreter."""
 
 from __future__ import annotations
 

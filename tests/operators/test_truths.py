@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 from zoo.mamba import transformers_model
 
 from benchmarks.counts import Counts
@@ -13,11 +14,14 @@ from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (
+    Ratio,
     all_finite,
     at_most,
     finite_together,
     holds,
     is_doubted,
+    reached,
+    read_once,
     read_together,
 )
 
@@ -102,3 +106,62 @@ def test_a_model_that_is_not_finite_is_refused_in_the_same_words(
     wanted = said()
     model.to("cuda")
     assert said() == wanted
+
+
+@pytest.mark.parametrize(("number", "within"), [(3.0, True), (5.0, False), (float("nan"), False)])
+def test_what_is_off_per_size_is_read_later(device: StandIn, number: float, within: bool) -> None:
+    """Twice the number is at most 4 times the size, or all is done once more."""
+    off, size = torch.tensor([number, 2.0], device="cuda").unbind()
+    calls = []
+
+    def call() -> None:
+        calls.append(is_doubted() or Ratio(off, size, factor=2.0).at_most(4.0))
+
+    device.counts = Counts()
+    read_together(call)
+    assert len(calls) == (1 if within else 2)
+    assert device.counts.synchronisations == 1
+
+
+def test_what_is_read_once_is_known_until_the_call_ends(device: StandIn) -> None:
+    x, other = torch.tensor([1.0, 2.0], device="cuda").unbind()
+    asked = []
+
+    def ask(of: Tensor) -> float:
+        asked.append(of)
+        return float(of)
+
+    def call() -> list[float]:
+        return [read_once("it", lambda of=of: ask(of), of) for of in (x, x, other)]
+
+    assert read_together(call) == [1.0, 1.0, 2.0] and len(asked) == 2
+    read_together(call)
+    assert len(asked) == 4
+    call()
+    assert len(asked) == 7
+
+
+def weights(*tokens: int) -> Tensor:
+    return torch.zeros(2, 6, device="cuda").index_fill(1, torch.tensor(tokens, device="cuda"), 1)
+
+
+def test_tokens_that_look_back_are_looked_for_twice(device: StandIn) -> None:
+    rows = [weights(3), weights(1, 3), weights(0, 2), weights(0, 1)]
+    device.counts = Counts()
+    found = read_together(lambda: [reached(row) for row in rows])
+    assert found == [range(3, 4), range(1, 4), range(4), range(4)]
+    assert device.counts.synchronisations == 3
+
+
+def test_tokens_that_look_ahead_may_reach_all(device: StandIn) -> None:
+    rows = [weights(3), weights(1, 4), weights(0, 5)]
+    found = read_together(lambda: [reached(row) for row in rows])
+    assert found == [range(3, 4), range(1, 5), range(6)]
+
+
+def test_tokens_that_look_ahead_later_are_looked_for_each_time(device: StandIn) -> None:
+    rows = [weights(3), weights(3), weights(2, 5)]
+    found = read_together(lambda: [reached(row) for row in rows])
+    assert found == [range(3, 4), range(3, 4), range(2, 6)]
+    assert [reached(row.cpu()) for row in rows] == found
+    assert reached(torch.zeros(1, 4)) == range(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from zoo.mamba import randomise, transformers_model
 from zoo.mamba2 import make_model
 
+from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, trace
 from captum_ssm.mixers.parts import common
 from captum_ssm.mixers.parts.common import run
@@ -21,8 +24,10 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 TARGET = (-1, 2)
 
 EXPLAIN: dict[str, Callable[[Any], Tensor]] = {
-    "rollout": lambda model: ImplicitAttentionRollout(model).attribute(IDS, query=-1),
-    "flow": lambda model: LatimFlow(model).attribute(IDS, TARGET),
+    "rollout": lambda model: ImplicitAttentionRollout(model).attribute(
+        IDS.to(model.device), query=-1
+    ),
+    "flow": lambda model: LatimFlow(model).attribute(IDS.to(model.device), TARGET),
 }
 
 
@@ -184,3 +189,50 @@ def test_nothing_is_told_under_autocast() -> None:
             return EXPLAIN["rollout"](model)
 
     assert calls_of(model, "in_proj", explain) == [2]
+
+
+# --- on a device ---------------------------------------------------------------------------------
+
+
+def on_device(model: Any, explain: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
+    """What is found on a device, and how often a projection ran there."""
+    with StandIn():
+        there = copy.deepcopy(model).to("cuda")
+        counts = []
+        there.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_: counts.append(1))
+        found = explain(there).cpu()
+    return found, len(counts)
+
+
+@pytest.mark.parametrize("explain", EXPLAIN.values(), ids=EXPLAIN)
+def test_on_a_device_what_a_kernel_wrote_to_is_computed_again(
+    explain: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word: the operator is found to be another, and made once more by itself."""
+    model = transformers_model("mamba", num_hidden_layers=1)
+    expected = explain(model)
+    found, runs = on_device(model, explain)
+    assert runs == 1 and torch.allclose(found, expected, rtol=1e-9)
+    code = sys.modules[type(model).__module__]
+    convolve = code.causal_conv1d_fn
+
+    def writing(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = convolve(x, *args, **kwargs).clone()
+        x.data.zero_()
+        return out
+
+    monkeypatch.setattr(code, "causal_conv1d_fn", writing)
+    found, runs = on_device(model, explain)
+    assert runs > 2 and torch.allclose(found, expected, rtol=1e-9)
+
+
+def test_on_a_device_nothing_is_told_to_those_who_do_not_verify() -> None:
+    model = transformers_model("mamba", num_hidden_layers=1)
+
+    def unverified(model: Any) -> Tensor:
+        found = LatimFlow(model).attribute(IDS.to(model.device), TARGET, verify=False)
+        assert isinstance(found, Tensor)
+        return found
+
+    _, runs = on_device(model, unverified)
+    assert runs == 2

@@ -359,7 +359,8 @@ def sums_up(
         past: those that pass by what is explained, (B, ...). Default: None.
     """
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
-    size = size + sum((b.abs() for b in found.biases.values()), torch.zeros_like(size))
+    if found.biases:
+        size = size + torch.stack(list(found.biases.values())).abs().sum(0)
     dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
     if isinstance(found, Decomposition):
         for other in found.others:

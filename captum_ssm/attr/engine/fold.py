@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import InputError, NonFiniteError, OptionError
 from ...operators import Operator, Reduce
 from ...operators.kernels.arithmetic import matmul
-from ...operators.kernels.truths import all_finite
+from ...operators.kernels.truths import all_finite, are_noted
 from ...tracing import Layer
 from ..call import checks
 
@@ -132,8 +132,11 @@ def fold(
             mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
             row = carry(row.to(stage[-1].values), at, stage[-1])
             at = stage[-1]
-            row = check_row(mixing.carried(row, normalize_rows), stage[-1])
-        return carry(row, at, layers[0])
+            row = mixing.carried(row, normalize_rows)
+            if not are_noted(row):
+                check_row(row, at)
+        # of a row that is no longer finite no later one is, for each is added to the one before
+        return carry(check_row(row, at), at, layers[0])
 
 
 def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:

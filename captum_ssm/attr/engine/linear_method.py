@@ -156,12 +156,13 @@ def decompositions(
     """
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
-        apart = not all(map(exact, found))
-        if apart and len(output) > 1:
+        sums_up = all(map(exact, found))
+        if not sums_up and len(output) > 1:
             # constants that cannot be told apart by example, such as the biases of experts
             arguments = (network, output, kept, questions, rules, baselines)
             found = _each_decomposed(*arguments, apart=True)
-    if not all(exact(each, apart) for each in found):
+            sums_up = all(exact(each, apart=True) for each in found)
+    if not sums_up:
         raise not_linear(output)
     return found
 

@@ -14,6 +14,7 @@ from ...operators import Operator, Reduce
 from ...operators.kernels.arithmetic import matmul
 from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import Strip
+from ...operators.kernels.truths import reached
 from ...operators.reduction import goes_by_channel
 from ...tracing.memory import free_memory
 from .fold import LayerMatrix
@@ -72,7 +73,7 @@ def in_strips(
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(_reached(row)):
+        for strip, entries in strips(reached(row)):
             _add(out, strip, _times(_of_rows(row, strip), entries))
         return out
 
@@ -85,7 +86,7 @@ def in_strips(
 
     def normalized(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(_reached(row)):
+        for strip, entries in strips(reached(row)):
             share = _of_rows(row, strip) / (1 + entries.sum(-1))
             _of_rows(out, strip).add_(share)
             _add(out, strip, _times(share, entries))
@@ -96,14 +97,6 @@ def in_strips(
 
 def _unchanged(strip: Strip) -> Tensor:
     return strip.entries
-
-
-def _reached(row: Tensor) -> range:
-    """From the first to the last token to which any example's row (B, L) gives something."""
-    given = row.ne(0).any(0).tolist()  # read once
-    return (
-        range(given.index(True), len(given) - given[::-1].index(True)) if any(given) else range(0)
-    )
 
 
 def _of_rows(x: Tensor, strip: Strip) -> Tensor:

@@ -24,6 +24,7 @@ from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows
 from ...operators.kernels.rows import at_positions
+from ...operators.kernels.truths import are_noted, holds, reached, read_once
 from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...operators.readings.states import products_of
 from ...tracing import Layer
@@ -106,10 +107,16 @@ class Contributions:
             direction: (..., B, L, E).
         """
         direction = direction.to(self.weight)
+        size = direction.shape[:-1]
+        before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
         asked = direction.ne(0).any(-1)  # few queries, as a rule
-        before = direction.new_zeros(*asked.shape, self.channels)  # (..., B, L, C)
-        before[asked] = direction[asked] @ self.weight.T
-        before = before.view(*asked.shape, *self.shape[2:])
+        if are_noted(direction):
+            some = reached(asked)
+            part = slice(some.start, some.stop)
+            before[..., part, :] = direction[..., part, :] @ self.weight.T
+        else:
+            before[asked] = direction[asked] @ self.weight.T
+        before = before.view(*size, *self.shape[2:])
         found = self.paths[0].toward(before)
         for path in self.paths[1:]:
             found = found + path.toward(before)
@@ -128,7 +135,7 @@ def tiles(
 
     Args:
         parts: the mixers that write to the stream together; their vectors add up.
-        index: the queries, (B, Q).
+        index: the queries, (B, Q); on the host no device is waited for to know them.
         stream: if given (B, L, E), what each token keeps of itself, added to the vector of a
             query from its own token. Default: None.
     """
@@ -137,11 +144,12 @@ def tiles(
     if scans is None:
         yield from _tiles_by_query(parts, index, stream)
         return
+    there = index.to(parts[0].weight.device)
     for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
         # one product for all pairs of an example; entries may lie in any order
         vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
         if stream is not None:
-            _add_own(vectors, index[:, queries], sources, stream)
+            _add_own(vectors, there[:, queries], sources, stream)
         yield Tile(queries, sources, vectors)
 
 
@@ -159,14 +167,15 @@ def _tiles_by_query(
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
     count = max(1, _TILE_ELEMENTS // (batch * tokens * widest))
+    there = index.to(parts[0].weight.device)
 
     def rows_of(some: range) -> tuple[slice, list[Tensor]]:
         queries = slice(some.start, some.stop)
-        asked = index[:, queries]
+        asked = there[:, queries]
         return queries, [part.before_projection(asked) for part in parts]  # (q, B, L, C) each
 
     for queries, rows in as_memory_allows(range(index.shape[1]), count, rows_of):
-        asked = index[:, queries]
+        asked = there[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
             sources = slice(some.start, some.stop)
@@ -175,12 +184,13 @@ def _tiles_by_query(
                 vectors += more[:, :, sources] @ part.weight
             vectors = vectors.transpose(0, 1)  # (B, q, s, E)
             if stream is not None:
-                _add_own(vectors, index[:, queries], sources, stream)
+                _add_own(vectors, there[:, queries], sources, stream)
             return Tile(queries, sources, vectors)
 
-        reached = _reach(rows, asked if stream is not None else None)
+        until = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
+        sources = _reach(rows, asked if stream is not None else None, until)
         yield from as_memory_allows(
-            reached, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile
+            sources, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile
         )
 
 
@@ -257,20 +267,36 @@ def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
     return part.apply(rows)
 
 
-def _reach(rows: Sequence[Tensor], own: Tensor | None) -> range:
-    """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it."""
+def _reach(rows: Sequence[Tensor], own: Tensor | None, until: int) -> range:
+    """The range of sources outside of which all rows (q, B, L, C) are zero, with ``own`` in it.
+
+    On a device it is read once in a call whether queries reach later tokens; where they do not, it
+    ends with the last query, else with the last token.
+
+    Args:
+        rows: of some queries.
+        own: the queries (B, q), or None.
+        until: the token behind the last query, where that is known.
+    """
     # the least and the greatest are found in a tenth of the time that comparing every number takes
     ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
-    reached = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
+    is_read = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
     if own is not None:
-        reached = reached.index_fill(0, own.flatten(), True)
-    found = reached.nonzero().flatten().tolist()
+        is_read = is_read.index_fill(0, own.flatten(), True)
+    if are_noted(is_read):
+        later = is_read[until:].any()
+        if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
+            return range(len(is_read))
+        holds(~later)
+        return range(until)
+    found = is_read.nonzero().flatten().tolist()
     return range(found[0], found[-1] + 1) if found else range(0)
 
 
 def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
     """Add each query's own stream (B, L, E) to the vector from its own token, in place."""
-    inside = (index >= sources.start) & (index < sources.stop)
-    example, query = inside.nonzero(as_tuple=True)
-    own = index[example, query]
-    vectors[example, query, own - sources.start] += stream[example, own]
+    place = index - sources.start
+    inside = (place >= 0) & (place < vectors.shape[2])
+    example, query = (torch.arange(size, device=index.device) for size in index.shape)
+    own = stream[example[:, None], index].where(inside[..., None], 0)
+    vectors[example[:, None], query, place.clamp(0, vectors.shape[2] - 1)] += own

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import OptionError, QueryError
 from ...operators.kernels.rows import Positions
+from ...operators.kernels.truths import are_noted, reached
 from ...tracing import Layer
 from ..call import checks
 from ..engine.fold import Options, shown
@@ -156,7 +157,10 @@ def weighted_rows(weights: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
     """
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
-    asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
+    if are_noted(weights):  # on the host, where it is known which tokens they are
+        asked = torch.tensor(reached(weights), dtype=torch.long, device="cpu")
+    else:
+        asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
     for tokens in torch.split(asked, _ROWS):
         found = rows(tokens.expand(batch, -1))
         out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], found)

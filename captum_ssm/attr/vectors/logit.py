@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...linear import Local
+from ...operators.kernels.truths import are_noted, may_hold_any
 from ...tracing import Layer
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
@@ -108,9 +109,13 @@ def contributions_to(
     # parts within tokens, by the last layer that they have read; the latest last
     pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
 
+    is_zero = True  # as long as nothing has entered the rows
+
     def enter_locals(layers_read: int) -> None:
+        nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()
+            is_zero = False
             for row, direct in zip(rows, asked, strict=True):
                 row[apart + part if by_layer else 0] += direct.locals[part]
 
@@ -118,10 +123,11 @@ def contributions_to(
         for stage in shown(stages(layers)[::-1], description or "", description is not None):
             first = layers.index(stage[0])
             enter_locals(first + 1)
-            if rows.any():
+            if not is_zero and may_hold_any(rows):
                 rows = make(stage, run, activation).rmatvec(rows.to(stage[-1].values))
             for i, layer in enumerate(stage, first):
                 rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i)
+                is_zero = False
         enter_locals(0)
     return [
         LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
@@ -188,7 +194,8 @@ def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
     added = gradient * part.output.detach()
-    if not bool(added.any()):
+    at_its_tokens = are_noted(added) and added.shape[:2] == (batch, tokens)
+    if not at_its_tokens and not bool(added.any()):
         return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)

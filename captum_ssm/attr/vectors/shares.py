@@ -79,9 +79,10 @@ class AltiShares:
         """The rows (B, Q, L) of queries ``index`` (B, Q), each summing to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
+        kept, given = self._stream if self._before is None else None, index
+        index = index.to(self._output.device)
         output = _at_queries(self._output, index)[:, :, None]  # (B, Q, 1, E)
-        kept = self._stream if self._before is None else None
-        for tile in tiles(self._parts, index, kept):
+        for tile in tiles(self._parts, given, kept):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
         if self._mask is not None:
             real = self._mask.to(shares)
@@ -98,7 +99,7 @@ class AltiShares:
     def matrix(self) -> Tensor:
         """All rows, (B, L, L)."""
         batch, tokens = self._output.shape[:2]
-        return self.rows(torch.arange(tokens, device=self._output.device).expand(batch, -1))
+        return self.rows(torch.arange(tokens, device="cpu").expand(batch, -1))
 
     def rmatvec(self, row: Tensor) -> Tensor:
         """Rows (..., B, L) times the mixing, of which no more than some rows exist at once."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import InputError, UnsupportedMixerError
 from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
 from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.truths import read_once
 from ..base import Call
 from .heard import told
 
@@ -173,12 +174,22 @@ def refuse_packed(call: Call, **positions: int) -> None:
             )
 
 
-def padding_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing."""
+def padding_mask(
+    mask: Tensor | None, x: Tensor, kind: type | None = None, given: Tensor | None = None
+) -> Tensor | None:
+    """A 2-D 0/1 mask as a boolean (B, L), or None if it hides nothing.
+
+    Args:
+        mask: it.
+        x: the sequence (B, L, E).
+        kind: of what made the mask of another. Default: None, nothing did.
+        given: the other. Default: None, the mask.
+    """
     if mask is None:
         return None
     keep = mask.to(x.device).bool().expand(x.shape[:2])
-    return None if bool(keep.all()) else keep
+    of = mask if given is None else given
+    return None if read_once(("padding", kind), lambda: bool(keep.all()), of) else keep
 
 
 def hf_entering(
@@ -195,12 +206,13 @@ def hf_entering(
     call.refuse_cache(cache, position=1)
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
-    mask = padding_mask(_heeded_mask(module, call), hidden)
+    given, heeded = _heeded_mask(module, call)
+    mask = padding_mask(heeded, hidden, type(module), given)
     return hidden if mask is None or not silent else hidden * mask[:, :, None], mask
 
 
-def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
-    """The mask of a call as far as the module's own code heeds it.
+def _heeded_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of a call, and that mask as far as the module's own code heeds it.
 
     That of transformers 4 passes over the mask of a single example, and over one of pairs.
     """
@@ -211,10 +223,9 @@ def _heeded_mask(module: nn.Module, call: Call) -> Tensor | None:
     code = sys.modules[type(module).__module__]
     silence = getattr(code, "apply_mask_to_padding_states", None)
     if mask is None or silence is None:
-        return mask
+        return mask, mask
     ones = torch.ones(*call.hidden_states.shape[:2], 1, device=mask.device)
-    heeded: Tensor = silence(ones, mask)[..., 0]
-    return heeded
+    return mask, silence(ones, mask)[..., 0]
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
@@ -252,7 +263,7 @@ def output_gate(act: Callable[[Tensor], Tensor], z: Tensor) -> Diagonal:
         act: the activation.
         z: its input (B, L, H, P).
     """
-    at_rest = float(act(z.new_zeros(1, 1)))
+    at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device="cpu")))
     return Diagonal(act(z), Shape(*z.shape), "gate", at_rest=at_rest)
 
 

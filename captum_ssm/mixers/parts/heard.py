@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.truths import are_noted
 
 
 class Heard:
@@ -18,16 +19,19 @@ class Heard:
 
     Args:
         given: what the module is given, before any other hook.
+        verified: whether operators are held to what the mixer returns. Default: False.
 
     Attributes:
         given: that.
         output: what it returned, after all other hooks. None where that is not to be told: on other
-            devices than the CPU kernels write to tensors without a word, and under autocast
-            something else is computed than adapters ask for. Default: None.
+            devices than the CPU kernels write to tensors without a word, so that it is told only
+            where operators are verified, and not when all is done once more because one was wrong;
+            and under autocast something else is computed than adapters ask for. Default: None.
         is_its_own: whether no other hook changed either of them. Default: False.
     """
 
-    def __init__(self, given: Tensor) -> None:
+    def __init__(self, given: Tensor, verified: bool = False) -> None:
+        self._verified = verified
         self.given = given.detach()
         self.output: Tensor | None = None
         self.is_its_own = False
@@ -43,7 +47,8 @@ class Heard:
             left: what it returned.
         """
         untouched = entered is self._entered and _version(self.given) == self._versions[0]
-        self._left = (left, _version(left)) if untouched and _is_told(left) else (None, 0)
+        told = untouched and self._is_told(left)
+        self._left = (left, _version(left)) if told else (None, 0)
 
     def returned(self, output: Any) -> None:
         """The call ends.
@@ -51,7 +56,8 @@ class Heard:
         Args:
             output: what hooks have made of what the module returned.
         """
-        if _is_told(self.given) and _is_told(output) and not torch.is_autocast_enabled("cpu"):
+        own = self._is_told(self.given) and self._is_told(output)
+        if own and not torch.is_autocast_enabled(self.given.device.type):
             self.output = output.detach()
             self._versions = self._versions[0], _version(output)
             self.is_its_own = output is self._left[0] and _version(output) == self._left[1]
@@ -65,10 +71,10 @@ class Heard:
             return None
         return output
 
-
-def _is_told(x: Any) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter)
-    return plain and x.device.type == "cpu" and not x.is_inference()
+    def _is_told(self, x: Any) -> bool:
+        if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+            return False
+        return x.device.type == "cpu" or (self._verified and are_noted(x))
 
 
 def _version(x: Tensor) -> int:
@@ -116,12 +122,19 @@ def told(module: nn.Module, x: Tensor) -> Tensor | None:
     if live and not (heard.is_its_own and _is_product(module)):
         return None
     with unseen():
-        if not torch.equal(x.detach(), heard.given):
+        if not _are_equal(x.detach(), heard.given):
             return None
         if not live:
             return output.detach()
         found: Tensor = _Product.apply(x, module.weight, [output])  # type: ignore[no-untyped-call]
         return found
+
+
+def _are_equal(x: Tensor, given: Tensor) -> bool:
+    """Whether two tensors of a shape hold the same; on a device, which is not asked, by memory."""
+    if x.data_ptr() == given.data_ptr() and x.stride() == given.stride():
+        return True
+    return x.device.type == "cpu" and torch.equal(x, given)
 
 
 def _is_product(module: nn.Module) -> bool:

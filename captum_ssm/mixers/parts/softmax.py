@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...operators import Chain, DenseHeads, Operator, Shape, ShortConv
 from ...operators.heads import SoftmaxHeads
+from ...operators.kernels.truths import read_once
 
 #: Added to a score, this or less makes the exponential underflow: the key is hidden.
 _HIDDEN = -6e4
@@ -70,11 +71,18 @@ def softmax_attention(
     if hidden is None:
         return heads(matrices), None
     blind = hidden.all(-1, keepdim=True)
-    idle = matrices.masked_fill(~blind, 0) if bool(blind.any()) else None
+    read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
+    are_blind, all_read = read_once("pairs", lambda: _read(blind.any(), read.all()), of=mask)
+    idle = matrices.masked_fill(~blind, 0) if are_blind else None
     core: Operator = heads(matrices.masked_fill_(hidden, 0))
     if idle is not None:
         constant = DenseHeads(idle, shape.per_head).apply(values)
         one = values.new_ones(shape.heads, shape.per_head, 1)
         core = Chain(ShortConv(one, shape, constant, component=None), core)
-    read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
-    return core, None if bool(read.all()) else read
+    return core, None if all_read else read
+
+
+def _read(*truths: Tensor) -> list[bool]:
+    """Several truths, by one wait for a device."""
+    found: list[bool] = torch.stack(truths).tolist()
+    return found

@@ -25,8 +25,9 @@ Matrices are those of heads; gradients are those of coefficients and values.  Ro
 positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few vectors; its
 strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
 of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
-its arithmetic, odd_even serves in place of token_loop, and chunks for many vectors.  Where a
-DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in place of
+its arithmetic, fused_scan serves in place of token_loop; without Triton, odd_even does, and chunks
+for many vectors.  With it, short convolutions of one tap for each token back are fused_taps.  Where
+a DeltaRule has a decay for each key channel, its gradients take vector_decay_backward in place of
 within_chunk.  Other operators need none of these: diagonals and short convolutions are bands, long
 convolutions fast Fourier transforms, and given matrices products.
 
@@ -36,6 +37,8 @@ tests/oracles:
 =====================  ====================================================================
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
+fused_scan             the same in one launch: prefix computations of runs of tokens, on a GPU
+fused_taps             a short causal convolution in one launch, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums that hold them
 ut_transform           the UT/WY transform of products of Householder-like updates
@@ -47,6 +50,6 @@ vector_decay_backward  the SSD algorithm with a decay for each channel of the st
 =====================  ====================================================================
 
 They share :mod:`.arithmetic`, :mod:`.truths` (checks that are read from a device together),
-:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions) and :mod:`.portions` (how work is
-cut into parts).
+:mod:`.bands` (band matrices), :mod:`.rows` (strips and positions), :mod:`.portions` (how work is
+cut into parts) and :mod:`.gpu` (what kernels written for Triton need).
 """

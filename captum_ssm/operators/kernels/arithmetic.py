@@ -23,6 +23,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from ...errors import UnsupportedMixerError
+
 # --- exponentials as powers of two -------------------------------------------------------------
 # On a processor torch takes exp of a large tensor from a library that is several times slower than
 # its own exp2, and slower by another ten times where results underflow.
@@ -39,6 +41,25 @@ def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
 def exponential_(x: Tensor) -> Tensor:
     """exp(x), in place."""
     return x.mul_(BINARY).exp2_()
+
+
+#: Kinds of devices that have no float64.
+WITHOUT_DOUBLE = frozenset({"mps"})
+
+
+def doubled(x: Tensor) -> Tensor:
+    """A tensor in float64, for sums over tokens of which differences are taken.
+
+    Raises:
+        UnsupportedMixerError: when its device has no float64.
+    """
+    if x.device.type in WITHOUT_DOUBLE:
+        raise UnsupportedMixerError(
+            f"Sums over all tokens are taken in float64 here, of which {x.device.type} has none: "
+            "in float32 their differences would be rounding. Run the model on a CPU, or on a "
+            "device that has float64."
+        )
+    return x.double()
 
 
 # --- products and sums -------------------------------------------------------------------------

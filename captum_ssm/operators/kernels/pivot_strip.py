@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arithmetic import doubled
 from .bands import Band
 from .pivot_tree import forgotten
 from .portions import Heads, gather_heads
@@ -188,7 +189,7 @@ def _accumulated(x: Tensor, product: bool) -> Tensor:
     """Running sums or products over tokens: within runs side by side, then from run to run."""
     tokens = x.shape[1]
     padding = (0, 0, 0, -tokens % _RUN + _RUN)
-    padded = F.pad(x.to(torch.float64), padding, value=float(product))
+    padded = F.pad(doubled(x), padding, value=float(product))
     runs = padded.view(len(x), -1, _RUN, x.shape[2])
     for i in range(1, _RUN):
         _join(runs[:, :, i], runs[:, :, i - 1], product)

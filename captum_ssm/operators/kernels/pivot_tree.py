@@ -41,6 +41,7 @@ from torch import Tensor
 
 from .arithmetic import Scratch
 from .rows import Strip
+from .truths import are_noted
 
 #: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K of the channels.
 Factors = tuple[Tensor, Tensor, Tensor]
@@ -48,6 +49,8 @@ Factors = tuple[Tensor, Tensor, Tensor]
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
 #: Tokens of a block that are asked how much of what came before they leave.
 _ASKED = 64
+#: Tokens from which on a device is asked as well, which has to be waited for.
+_LONG = 4096
 
 
 # --- the sum -----------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class _Sum:
         tree, window = self._tree(decay, u, columns[-1]), math.inf
         for i, level in enumerate(self.levels):
             span = level.pairs.span
-            if span == _ASKED:
+            if span == _ASKED and (self.rows.stop >= _LONG or not are_noted(decay)):
                 window = _window(decay[:, : self.rows.stop // span * span : span], span)
             if span >= window:
                 tree.near(i, span)

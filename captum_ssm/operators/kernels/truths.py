@@ -9,9 +9,9 @@ at once: what is raised, or done instead, is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,27 @@ from torch import Tensor
 from .arithmetic import unseen
 
 T = TypeVar("T")
-_Noted = tuple[Tensor, float]
+#: How often it is looked for which tokens are reached.
+_LOOKS = 2
 
-#: Numbers that were noted, and what each may not exceed; None where every question is answered at
-#: once.
+
+class _Noted(NamedTuple):
+    """A number that may not exceed a limit, or where a size is given the limit times that."""
+
+    number: Tensor
+    limit: float
+    size: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """What has to be read to know."""
+        return (self.number,) if self.size is None else (self.number, self.size)
+
+
+#: What was noted; None where every question is answered at once.
 _noted: ContextVar[list[_Noted] | None] = ContextVar("captum_ssm_truths", default=None)
+#: What was read before in the same call, by what it is about.
+_known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
 #: Whether something that was noted did not hold.
 _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
@@ -37,7 +53,7 @@ def read_together(call: Callable[[], T]) -> T:
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted] = []
-    before = _noted.set(noted)
+    before, known = _noted.set(noted), _known.set({})
     try:
         found = call()
     except Exception:
@@ -49,6 +65,7 @@ def read_together(call: Callable[[], T]) -> T:
         del found
     finally:
         _noted.reset(before)
+        _known.reset(known)
     noted.clear()
     again = _doubted.set(True)
     try:
@@ -80,6 +97,56 @@ def holds(truth: Tensor) -> bool:
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
+def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
+    """What was read from a device, or is read now and known until the end of the call.
+
+    Only where truths are noted: elsewhere it is read each time.
+
+    Args:
+        about: what it is about.
+        read: reads it.
+        of: the tensor that it follows from, which is kept and known by where it lies. Default:
+            None, it is known by ``about`` alone.
+    """
+    if _noted.get() is None or (of is not None and not are_noted(of)):
+        return read()
+    if of is not None:
+        version = 0 if of.is_inference() else of._version
+        about = about, of.data_ptr(), version, of.shape, of.stride()
+    known = _known.get()
+    if about not in known:
+        known[about] = read(), of
+    found: T = known[about][0]
+    return found
+
+
+def reached(weights: Tensor) -> range:
+    """From the first to the last token of weights (..., L) other than 0, or a range around them.
+
+    On a device tokens are looked for twice in a call.  If the second time no later ones were
+    reached, as where tokens look back alone, no later ones are taken to be reached any more; else
+    all may be.
+
+    Args:
+        weights: what is asked of each token.
+    """
+    tokens = weights.shape[-1]
+    given = weights.ne(0).reshape(-1, tokens).any(0)
+    ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
+    if len(ends) < _LOOKS:
+        found = given.tolist()
+        some = (
+            range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
+        )
+        ends.append(some.stop)
+        return some
+    first, last = ends
+    if last > first:
+        return range(tokens)
+    holds(~given[last:].any())
+    return range(last)
+
+
 def at_most(number: Tensor, limit: float) -> bool:
     """Whether a number is no larger than a limit, or is taken to be; NaN is larger than any.
 
@@ -90,8 +157,33 @@ def at_most(number: Tensor, limit: float) -> bool:
     noted = _noted.get()
     if noted is None or number.device.type == "cpu":
         return bool(number <= limit)
-    noted.append((number.detach(), limit))
+    noted.append(_Noted(number.detach(), limit))
     return True
+
+
+class Ratio(NamedTuple):
+    """A number per size, of a device on which truths are noted, so that it is read later.
+
+    Attributes:
+        number: it.
+        size: at least 0.
+        factor: what the ratio is multiplied with. Default: 1.0.
+    """
+
+    number: Tensor
+    size: Tensor
+    factor: float = 1.0
+
+    def at_most(self, limit: float) -> bool:
+        """Taken to hold; NaN is larger than any.
+
+        Args:
+            limit: the limit.
+        """
+        noted = _noted.get()
+        assert noted is not None
+        noted.append(_Noted(self.number.detach(), limit / self.factor, self.size.detach()))
+        return True
 
 
 def may_hold_any(x: Tensor) -> bool:
@@ -121,26 +213,42 @@ def finite_together(tensors: Iterable[Tensor]) -> bool:
     Args:
         tensors: them; integers are passed over.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for x in tensors:
-        if x.numel() and x.is_floating_point():
-            by_dtype.setdefault(x.dtype, []).append(x.detach())
+    chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
+    return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))
+
+
+def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The largest absolute entry of each of several tensors, by one launch for each dtype.
+
+    Args:
+        tensors: floating tensors of one device, none of them empty.
+    """
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+    for place, x in enumerate(tensors):
+        by_dtype.setdefault(x.dtype, {})[place] = x.detach()
+    found: dict[int, Tensor] = {}
     with unseen():
-        # the largest entries, all of them in one launch
-        norms = [n for xs in by_dtype.values() for n in torch._foreach_norm(xs, math.inf)]
-        return all(at_most(norm, torch.finfo(norm.dtype).max) for norm in norms)
+        for alike in by_dtype.values():
+            norms = torch._foreach_norm(list(alike.values()), math.inf)
+            found.update(zip(alike, norms, strict=True))
+    return [found[place] for place in sorted(found)]
 
 
 def _all_hold(noted: list[_Noted]) -> bool:
     """Whether no number exceeds its limit; each device is waited for once."""
-    alike: dict[torch.device, dict[torch.dtype, list[_Noted]]] = {}
-    for number, limit in noted:
-        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append((number, limit))
+    alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    for x in (x for each in noted for x in each.read):
+        alike.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
+    known: dict[int, float] = {}
     with unseen():
         for by_dtype in alike.values():
-            parts = [torch.stack([x for x, _ in of_one]) for of_one in by_dtype.values()]
+            parts = [torch.stack(list(same.values())) for same in by_dtype.values()]
             numbers = torch.cat([part.float() for part in parts]).tolist()
-            limits = [limit for of_one in by_dtype.values() for _, limit in of_one]
-            if not all(x <= limit for x, limit in zip(numbers, limits, strict=True)):
-                return False
-    return True
+            keys = (key for same in by_dtype.values() for key in same)
+            known.update(zip(keys, numbers, strict=True))
+
+    def holds_now(each: _Noted) -> bool:
+        number, *size = (known[id(x)] for x in each.read)
+        return number <= (each.limit * size[0] if size else each.limit)
+
+    return all(map(holds_now, noted))

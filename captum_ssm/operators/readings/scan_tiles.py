@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.arithmetic import BINARY, sum_tensors
+from ..kernels.arithmetic import BINARY, doubled, sum_tensors
 from ..kernels.portions import as_memory_allows, parts
 from ..recurrences.selective_scan import SelectiveScan
 
@@ -63,7 +63,7 @@ class ScanRows:
         self._front = front
         self._skip = skip.expand(front.shape)
         # differences of it are taken, which cancel in float32
-        self._clock = scan.dt.double().cumsum(1)
+        self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         batch, _, heads, _ = self.shape = scan.shape
         self._outputs = front.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..base import Operator
 from ..conv import ShortConv
-from ..kernels.arithmetic import Map, exponential_
+from ..kernels.arithmetic import Map, doubled, exponential_
 from ..kernels.portions import vectors_of_heads
 from ..recurrences.scalar_decay import ScalarDecayHeads
 from ..recurrences.selective_scan import SelectiveScan
@@ -138,7 +138,7 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
     The sums are differences of cumulative sums, taken in float64 where they cannot cancel; no
     exponent is positive.
     """
-    clock = step.transpose(1, 2).double().cumsum(-1)  # (B, C, L)
+    clock = doubled(step.transpose(1, 2)).cumsum(-1)  # (B, C, L)
     elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step.dtype)
     return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
 

@@ -21,6 +21,7 @@ from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..kernels.arithmetic import (
     Scratch,
+    doubled,
     exponential_,
     fading_log_sums,
     full_precision,
@@ -190,7 +191,7 @@ class WKV(Sum):
 def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
     dtype = key.dtype
     # differences of sums over all tokens so far would lose as many digits as these have before
-    key, log_decay, bonus = key.double(), log_decay.double(), bonus.double()
+    key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
         after = fading_log_sums(key, log_decay)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base import Pull, Role, Shape
-from ..kernels import chunks
+from ..kernels import chunks, fused_scan
 from ..kernels.arithmetic import BINARY, Scratch, full_precision, underflow_flushed, with_graphs
 from ..kernels.bands import Band
 from ..kernels.chunks import Chunk, in_chunks
@@ -188,12 +188,19 @@ class SelectiveScan(FadingRecurrence):
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         if x.is_cuda:
-            few = x.shape[:-4].numel() <= _FEW
-            return (_by_reduction if few else _by_products)(self, x, transposed)
+            return self._run_on_gpu(x, transposed)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = self._steps(len(out), transposed)
         steps(x.squeeze(-1).reshape(out.shape), slice(0, self.shape.tokens), out)
         return out.view(x.shape)
+
+    def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
+        if fused_scan.serves(self):
+            stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
+            coefficients = self.dt, self.a, self.b, self.c
+            return fused_scan.run(*coefficients, stacked, transposed=transposed).view(x.shape)
+        few = x.shape[:-4].numel() <= _FEW
+        return (_by_reduction if few else _by_products)(self, x, transposed)
 
     def _steps(self, stack: int, transposed: bool) -> ScanSteps:
         elements = stack * self.shape.batch * self.a.numel()

@@ -1,0 +1,41 @@
+"""What kernels written for Triton share, which is imported once one of them runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def jitted(kernel: Callable[..., None], *helpers: Callable[..., Any]) -> Any:
+    """A kernel as Triton compiles it, to be launched on a grid.
+
+    Triton looks for names where a function was written: in place of ``tl`` and of the helpers there
+    stands afterwards what they are to it.
+
+    Args:
+        kernel: reads, computes and writes.
+        helpers: functions of the same module that it calls.
+    """
+    triton, names = import_module("triton"), kernel.__globals__
+    names["tl"] = import_module("triton.language")
+    for helper in helpers:
+        names[helper.__name__] = triton.jit(helper)
+    return triton.jit(kernel)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less.
+
+    Args:
+        number: at least 1.
+    """
+    return 1 << (number - 1).bit_length()

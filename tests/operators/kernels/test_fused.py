@@ -1,0 +1,97 @@
+"""Kernels of Triton compile for GPUs, of which none is needed for that; where they serve."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from zoo import triton_interpreter
+
+from benchmarks.counts import Counts
+from benchmarks.stand_in import StandIn
+from captum_ssm.operators import Operator, SelectiveScan, Shape, ShortConv
+from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
+
+#: What each kernel is made for, and the tensors of coefficients that it reads.
+KERNELS: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {
+    fused_scan: (
+        {"BINARY": fused_scan.BINARY, "T": 32, "BLOCK": 4, "STATES": 16},
+        ("dt", "a", "key", "read"),
+    ),
+    fused_taps: ({"TAPS": 4, "T": 16, "BLOCK": 64}, ("weight",)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("values", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("module", KERNELS)
+def test_it_compiles(module: Any, values: str, transposed: bool) -> None:
+    """For the oldest and a later generation of GPUs that packages' own kernels are made for."""
+    triton = pytest.importorskip("triton")
+    if triton_interpreter.is_on():
+        pytest.skip("an interpreted kernel is not compiled")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    wide = values == "fp64"
+    own, coefficients = KERNELS[module]
+    constants = {**own, "TRANSPOSED": transposed, "WIDE": wide}
+    kernel = module.compiled()
+    names = list(inspect.signature(kernel.fn).parameters)
+    kinds = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(coefficients, "*fp64" if wide else "*fp32")
+    kinds |= dict.fromkeys(("x", "out"), f"*{values}")
+    places = {(names.index(name),): value for name, value in constants.items()}
+    for generation in (80, 90):
+        source = ASTSource(fn=kernel, signature=kinds, constexprs=places)
+        made = triton.compile(source, target=GPUTarget("cuda", generation, 32))
+        assert made.asm["cubin"]
+
+
+def scan(states: int) -> SelectiveScan:
+    dt, a = torch.rand(2, 40, 3), -torch.rand(3, states)
+    return SelectiveScan(dt, a, *torch.randn(2, 2, 40, states))
+
+
+def conv() -> ShortConv:
+    return ShortConv(torch.randn(3, 1, 4), Shape(2, 40, 3, 1))
+
+
+@pytest.mark.parametrize("make", [lambda: scan(4), conv], ids=["scan", "conv"])
+def test_on_a_device_it_is_one_launch(make: Callable[[], Operator]) -> None:
+    """What is read and written are coefficients and values, and what is computed all the same."""
+    x, here = torch.randn(2, 40, 3, 1), make()
+    with StandIn() as device:
+        there = copy.copy(here)
+        for name, value in vars(here).items():
+            if isinstance(value, torch.Tensor):
+                setattr(there, name, value.to("cuda"))
+        for way in ("apply", "transpose"):
+            given = x.to("cuda")
+            device.counts = Counts()
+            found = getattr(there, way)(given)
+            assert device.counts.launches == 1
+            # for each of four states or taps of a number more than one operation
+            assert device.counts.flops >= 4 * x.numel()
+            moved = sum(y.nbytes for y in (*here.tensors().values(), x, x))
+            assert device.counts.bytes == moved
+            torch.testing.assert_close(found.cpu(), getattr(here, way)(x))
+
+
+def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_triton", lambda: True)
+    assert [fused_scan.serves(scan(n)) for n in (1, 64, 65)] == [True, True, False]
+    causal = tuple(range(17))
+    assert [fused_taps.serves(lags) for lags in (causal[:4], causal, (1, 0), ((0, 1),))] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    assert not fused_scan.serves(scan(1)) and not fused_taps.serves((0, 1))
