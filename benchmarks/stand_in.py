@@ -375,12 +375,23 @@ class StandIn(TorchDispatchMode):
         return refused
 
 
-def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+def _scanned(
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    x: Tensor,
+    *,
+    transposed: bool,
+    scaled: bool = True,
+) -> Tensor:
     """What :func:`fused_scan.run` returns, on a processor."""
     steps = ScanSteps(SimpleNamespace(dt=dt, a=a, b=b, c=c), len(x), 32, transposed)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     with torch.no_grad():
         steps(x, slice(0, x.shape[2]), out)
+        if transposed and not scaled:
+            out /= dt  # which a softplus leaves above 0
     return out
 
 

@@ -22,13 +22,13 @@ TABLE: dict[str, Any] = json.loads(budgets.FILE.read_text(encoding="utf-8"))
 FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)
 #: Calls that wait for a device once for all that they check.
-CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow")
+CHECKED_TOGETHER = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centred")
 #: How often a call may wait for a device, beside the model itself.
 WAITS = 4
 #: Those of a model whose blocks add two mixers to one stream wait for each, to tell that it is one.
 PARALLEL = ("softmax", "LatimALTI")
-#: Launches for 64 tokens and a layer at most.
-FOR_A_CHUNK = 32
+#: Launches for 64 tokens and a layer at most; gradients of coefficients take a scan three times.
+FOR_A_CHUNK = {"LatimFlow, centred": 96}
 #: Sums of logarithms of many tokens, in which errors would add up.
 IN_DOUBLE = ("RWKV-4",)
 
@@ -101,7 +101,7 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
     chunks = (int(MANY) - int(FEW)) / 64
     for call in CHECKED_TOGETHER:
         more = row(family, MANY, call)["launches"] - row(family, FEW, call)["launches"]
-        assert more <= FOR_A_CHUNK * budgets.LAYERS * chunks, call
+        assert more <= FOR_A_CHUNK.get(call, 32) * budgets.LAYERS * chunks, call
 
 
 def test_mamba_takes_few_launches() -> None:
@@ -118,12 +118,6 @@ def test_mamba_takes_few_launches() -> None:
 def test_a_large_mamba_takes_little_more_than_a_pass(call: str, most: float) -> None:
     large = TABLE["large"]
     assert budgets.H100.seconds(large[call]) <= most * budgets.H100.seconds(large["f+b"])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_default_rule_takes_half_more_than_the_frozen_one_at_most(family: str) -> None:
-    default, frozen = (row(family, MANY, x)["launches"] for x in ("LatimFlow", "LatimFlow, frozen"))
-    assert default <= 1.5 * frozen
 
 
 # --- without float64 ----------------------------------------------------------------------------
@@ -163,7 +157,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     layers = 4
     model = budgets.FAMILIES[family](layers).to(dtype)
     single = 4 * sum(x.numel() for x in model.parameters())
-    for call in ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow"):
+    for call in ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow, centred"):
         with StandIn() as device, budgets.fused(device):
             model.to("cuda")
             ids = torch.zeros(1, 20, dtype=torch.long, device="cuda")

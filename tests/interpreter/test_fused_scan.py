@@ -81,6 +81,25 @@ def test_what_is_repeated_is_not_copied(transposed: bool) -> None:
         assert relative_error(found, by_matrices(scan, spread, transposed)) <= 1e-6
 
 
+@pytest.mark.parametrize("size", [size for size in SIZES if size[-1] is None])
+def test_gradients(size: tuple[int, int, int, int, None]) -> None:
+    scan = scan_of(*size, torch.float32)
+    x, up = torch.randn(2, *scan.shape[:3])
+    given = [y.requires_grad_() for y in (scan.dt, scan.b, scan.c, x)]
+    exact = [y.detach().double().requires_grad_() for y in given]
+    dt, b, c, wide = exact
+    matrices = naive.selective_scan(dt, scan.a.double(), b, c)
+    wanted = (matrices @ wide.mT[..., None])[..., 0].mT
+    found = fused_scan.differentiable(scan.dt, scan.a, scan.b, scan.c, x)
+    assert relative_error(found, wanted) <= 1e-6
+    for own, other in zip(
+        torch.autograd.grad(found, given, up),
+        torch.autograd.grad(wanted, exact, up.double()),
+        strict=True,
+    ):
+        assert relative_error(own, other) <= 1e-6
+
+
 def test_nothing_is_scanned() -> None:
     scan = scan_of(1, 3, 2, 4, None, torch.float32)
     assert fused(scan, torch.randn(0, *scan.shape), False).shape == (0, 1, 3, 2)

@@ -1,17 +1,19 @@
-"""The selective scan and its adjoint in one launch, for GPUs on which Triton runs.
+"""The selective scan and its adjoint in one launch, and its gradients, for GPUs with Triton.
 
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
 Each program takes a few channels of one example from the first token to the last, some tokens at a
 time: within these steps are composed by a parallel prefix computation, and the state after them is
 carried on.  No state leaves the program, so that what is read and written is what the layer itself
-has: steps, vectors and values.
+has: steps, vectors and values.  Gradients of coefficients are sums that hold the states of both
+ways: for these each state is a channel of its own, and is written.
 
 :takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
     (S, B, L, H), all of which may lie anyhow in memory.
 :gives: y (S, B, L, H) in the dtype of x, or what the adjoint makes of x.
 :cost: one launch; an exponential and a logarithm of the tile's tokens of multiplications with
-    additions for each of S B L H N states.
+    additions for each of S B L H N states.  Gradients take two launches, eight operations, and
+    memory for six times as many numbers as there are states.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990, by which Gu and Dao, Mamba:
     Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU.
 :naive version: ``kernels.selective_scan``
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import gpu
 from .arithmetic import BINARY
@@ -46,13 +49,23 @@ def serves(scan: Coefficients) -> bool:
     return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
-def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+def run(
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    x: Tensor,
+    *,
+    transposed: bool,
+    scaled: bool = True,
+) -> Tensor:
     """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H).
 
     Args:
         dt, a, b, c: the scan, as above.
         x: the vectors.
         transposed: whether it is the adjoint.
+        scaled: whether the adjoint ends with the steps as a factor. Default: True.
     """
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -67,6 +80,7 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
         *(batch, tokens, heads, a.shape[1], heads // b.shape[2]),
         *(*dt.stride(), *a.stride(), *key.stride(), *read.stride(), *x.stride()),
         TRANSPOSED=transposed,
+        SCALED=scaled,
         WIDE=dt.dtype == torch.float64,
         BINARY=BINARY,
         T=min(_TOKENS, power_of_two(tokens)),
@@ -74,6 +88,51 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
         STATES=states,
     )
     return out
+
+
+def differentiable(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+    """The scan of x (B, L, H), which autograd differentiates once, by all but the rates.
+
+    Args:
+        dt, a, b, c: the scan, as above, B and C without groups.
+        x: the values.
+    """
+    found: Tensor = _Differentiable.apply(dt, a, b, c, x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Differentiable(torch.autograd.Function):
+    """With g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1], which are the states' gradients by y's, u."""
+
+    @staticmethod
+    def forward(ctx: Any, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(dt, a, b, c, x)
+        return run(dt, a, b, c, x[None], transposed=False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
+        dt, a, b, c, x = ctx.saved_tensors
+        held, pulled = _states(dt, a, b, x, False), _states(dt, a, c, up, True)
+        of_b = (pulled @ (dt * x)[..., None]).squeeze(-1)
+        of_c = (held @ up[..., None]).squeeze(-1)
+        of_written = (b[:, :, None] @ pulled).squeeze(2)
+        of_dt = x * of_written
+        decay = (dt[:, 1:, None] * a.T).exp_()
+        of_dt[:, 1:] += decay.mul_(a.T).mul_(held[:, :-1]).mul_(pulled[:, 1:]).sum(2)
+        return of_dt, None, of_b, of_c, dt * of_written
+
+
+def _states(dt: Tensor, a: Tensor, key: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """The states of all tokens (B, L, N, H), by the key with which each is written (B, L, N)."""
+    batch, tokens, heads = x.shape
+    count = a.shape[1]
+    keys, ones = key[..., None], key.new_ones(()).expand(*key.shape, 1)
+    b, c = (ones, keys) if transposed else (keys, ones)
+    dt, x = (y.repeat(1, 1, count) for y in (dt, x))
+    rates = a.T.reshape(-1, 1)
+    found = run(dt, rates, b, c, x[None], transposed=transposed, scaled=False)
+    return found.view(batch, tokens, count, heads)
 
 
 @functools.cache
@@ -92,7 +151,7 @@ def _scan(  # type: ignore[no-untyped-def]
     batch, tokens, heads, states, per_group,
     dt_b, dt_l, dt_h, a_h, a_n,
     key_b, key_l, key_g, key_n, read_b, read_l, read_g, read_n, x_s, x_b, x_l, x_h,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of one example, T tokens at a time; a column is a channel and a state of it.
@@ -136,6 +195,6 @@ def _scan(  # type: ignore[no-untyped-def]
         held *= tl.load(read + at * read_l, mask=present, other=0.0).to(wide)
         found = tl.sum(tl.reshape(held, (T, BLOCK, STATES)), 2)
         stored = (step < tokens)[:, None] & (own < heads)[None, :]
-        if TRANSPOSED:
+        if TRANSPOSED and SCALED:
             found *= tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
         tl.store(out + at * heads + own, found.to(out.dtype.element_ty), mask=stored)

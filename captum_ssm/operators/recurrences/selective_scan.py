@@ -123,6 +123,7 @@ class SelectiveScan(FadingRecurrence):
     def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
         stack, batch = values.shape[:2]
         groups = self.b.shape[2] if self.b.dim() == 4 else 1
+        is_fused = values.is_cuda and fused_scan.serves(self)
         given = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
         for name, own in (("B", self.b), ("C", self.c)):
             vectors = coefficients.get(name, own).expand(stack, *own.shape)
@@ -133,6 +134,10 @@ class SelectiveScan(FadingRecurrence):
             pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
             out = list[Tensor]()
             for x, dt, rates, b, c in zip(*each, *pairs, strict=True):
+                if is_fused:
+                    steps = dt.expand(stack, *dt.shape).flatten(0, 1)
+                    out.append(fused_scan.differentiable(steps, rates.T, b, c, x))
+                    continue
                 scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
                 assert isinstance(scanned, Tensor)
                 out.append(scanned.mT)

@@ -19,7 +19,7 @@ from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
 #: What each kernel is made for, and the tensors of coefficients that it reads.
 KERNELS: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {
     fused_scan: (
-        {"BINARY": fused_scan.BINARY, "T": 32, "BLOCK": 4, "STATES": 16},
+        {"BINARY": fused_scan.BINARY, "SCALED": True, "T": 32, "BLOCK": 4, "STATES": 16},
         ("dt", "a", "key", "read"),
     ),
     fused_taps: ({"TAPS": 4, "T": 16, "BLOCK": 64}, ("weight",)),
@@ -81,6 +81,24 @@ def test_on_a_device_it_is_one_launch(make: Callable[[], Operator]) -> None:
             moved = sum(y.nbytes for y in (*here.tensors().values(), x, x))
             assert device.counts.bytes == moved
             torch.testing.assert_close(found.cpu(), getattr(here, way)(x))
+
+
+def test_gradients_on_a_device_take_no_launch_for_a_token() -> None:
+    launches = []
+    for tokens in (10, 40):
+        given = [torch.rand(2, tokens, 3), -torch.rand(3, 4), *torch.randn(2, 2, tokens, 4)]
+        x, up = torch.randn(2, 2, tokens, 3, 1)
+        wanted = SelectiveScan(*given).backward(x, up)
+        with StandIn() as device:
+            there = SelectiveScan(*(y.to("cuda") for y in given))
+            x, up = x.to("cuda"), up.to("cuda")
+            device.counts = Counts()
+            found = there.backward(x, up)
+            launches.append(device.counts.launches)
+            of_values, of_others = found[0].cpu(), {k: y.cpu() for k, y in found[1].items()}
+        torch.testing.assert_close(of_values, wanted[0])
+        torch.testing.assert_close(of_others, wanted[1])
+    assert launches[0] == launches[1]
 
 
 def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
