@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..mixers.base import LinearMixer, joined_end_to_end
 from ..operators import Chain, Diagonal, Operator, Sum
-from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import unseen
+from ..operators.readings.coefficients import follow_mask, live_coefficients
 from .mode import Linearising
 from .shares import FAMILY, Rule, is_shared, shared
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.coefficients import (
+from ..operators.readings.coefficients import (
     Back,
     Gradients,
     Moved,

@@ -20,7 +20,7 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.linear import FAMILY, linearised, network
 from captum_ssm.linear.mixer import through
-from captum_ssm.operators.coefficients import live_coefficients
+from captum_ssm.operators.readings.coefficients import live_coefficients
 
 pytestmark = pytest.mark.transformers5
 TOKENS, WIDTH, LAYERS = 512, 48, 4

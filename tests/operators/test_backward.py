@@ -29,9 +29,9 @@ from captum_ssm.operators import (
     VectorDecayHeads,
 )
 from captum_ssm.operators.base import Operator as Base
-from captum_ssm.operators.coefficients import Gradients, live_coefficients, vjp
 from captum_ssm.operators.combine import DirectSum
 from captum_ssm.operators.heads import HeadOperator, ScoredHeads, SoftmaxHeads
+from captum_ssm.operators.readings.coefficients import Gradients, live_coefficients, vjp
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
 BATCH, HEADS, STATES, VALUES = 2, 4, 5, 3

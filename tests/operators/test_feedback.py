@@ -8,7 +8,7 @@ from oracles import relative_error
 from torch import Tensor
 
 from captum_ssm.operators import Chain, FeedbackRecurrence, HeadCentering, Shape
-from captum_ssm.operators.own_shares import OwnShares
+from captum_ssm.operators.recurrences.own_shares import OwnShares
 
 
 def drawn(tokens: int, heads: int = 3, per_head: int = 4) -> FeedbackRecurrence:

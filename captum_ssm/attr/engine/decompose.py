@@ -12,8 +12,8 @@ from torch import Tensor
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
 from ...operators.base import Role
-from ...operators.coefficients import ROLES
 from ...operators.kernels.truths import holds
+from ...operators.readings.coefficients import ROLES
 from ..call.layout import of_given
 from .result import NamedTokens, Names
 

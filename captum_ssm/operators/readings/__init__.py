@@ -1,1 +1,2 @@
-"""What methods take out of operators: states one by one, their factors, and tiles of their rows."""
+"""What methods take out of operators: how outputs follow coefficients, states one by one and
+their factors, and tiles of rows."""

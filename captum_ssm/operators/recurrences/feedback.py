@@ -17,8 +17,8 @@ from ..base import Operator, Role, Shape
 from ..kernels.arithmetic import full_precision, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.portions import some_heads
-from ..own_shares import OwnShares
 from .base import Recurrent
+from .own_shares import OwnShares
 
 
 class FeedbackRecurrence(Recurrent):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import Operator
-from .kernels.arithmetic import Map
-from .kernels.rows import in_stacks
+from ..base import Operator
+from ..kernels.arithmetic import Map
+from ..kernels.rows import in_stacks
 
 
 class OwnShares(Operator):
