@@ -85,7 +85,10 @@ def linearize(
 
     def project(y: Tensor) -> Tensor:
         out = run(module.out_proj, y.flatten(2))
-        return out if mask is None else out * mask[:, :, None]  # no bias at padded tokens
+        if mask is None:
+            return out
+        at_rest = run(module.out_proj, torch.zeros_like(y[:1, :1]).flatten(2))
+        return out - at_rest * ~mask[:, :, None]  # no bias at padded tokens
 
     return LinearMixer(values, operator, project, mask)
 
