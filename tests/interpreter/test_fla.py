@@ -54,7 +54,10 @@ ALONE: dict[str, dict[str, Any]] = {
 #: How much kernels round by themselves.
 ROUNDED = {"MesaNet": (5e-3, "its kernels hold queries and keys in float16")}
 #: The same in chunks.
-ROUNDED_IN_CHUNKS = {"RWKV7": (2e-3, "exponentials that grow over half a chunk are multiplied")}
+ROUNDED_IN_CHUNKS = {
+    "RWKV6": (5e-5, "decays are exponentials of differences of long sums"),
+    "RWKV7": (2e-3, "exponentials that grow over half a chunk are multiplied"),
+}
 #: The same of models in bfloat16 beside their float32 copies.
 ROUNDED_IN_HALF = {"RetNet": (5e-3, "the angles that it turns by are kept in the model's format")}
 #: Families whose chunks refuse float32.

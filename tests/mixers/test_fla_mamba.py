@@ -17,6 +17,7 @@ from zoo import mamba3_cpu
 from zoo.fla_cpu import FLA
 from zoo.mamba import randomise
 
+from captum_ssm import LatimALTI, LatimLogit
 from captum_ssm.errors import InputError, UnsupportedMixerError
 
 WIDTH = 16
@@ -137,3 +138,18 @@ def test_what_has_no_adapter_is_refused(
 @pytest.mark.parametrize("kind", thorough([*KINDS, "Samba"], ("Mamba3",)))
 def test_whole_model(fla: FLA, kind: str) -> None:
     fla_checks.whole_model(fla.model(kind, norm_eps=EPS))
+
+
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("lengths", [[11, 6], [6, 11]])
+def test_padded_projections(fla: FLA, method: Any, use_bias: bool, lengths: list[int]) -> None:
+    """What reads their weight off finds the same, whichever example is padded."""
+    model = fla.model("Mamba3", norm_eps=EPS, use_bias=use_bias)
+    ids = torch.randint(19, (2, 11))
+    for layer in model.backbone.layers if use_bias else ():
+        torch.nn.init.normal_(layer.mixer.out_proj.bias)
+    together = method(model).attribute(ids, (-1, 3), side_mask(lengths, 11))
+    for row, length in enumerate(lengths):
+        alone = method(model).attribute(ids[row : row + 1, 11 - length :], (-1, 3))
+        assert relative_error(together[row : row + 1, 11 - length :], alone) <= 1e-5
