@@ -156,11 +156,14 @@ def test_llm_gradient_attribution_itself(method, watched, skipped):
     """Prompt and text as Captum's users have them; other classes are refused as ever."""
     model, tokenizer = watched(mamba_lm()), word_tokenizer()
     prompt = TextTokenInput("anna owns the lamp .", tokenizer, skip_tokens=skipped)
-    text = tokenizer.encode("bob owns $5", add_special_tokens=False)
     found = LLMGradientAttribution(method(model), tokenizer).attribute(prompt, "bob owns $5")
+    text = tokenizer.encode("bob owns $5", add_special_tokens=False)
+    if len(found.token_attr) > len(text):  # Captum 0.8 puts the marks of a whole text around it
+        text = tokenizer.encode("bob owns $5")
     words = tokenizer.convert_ids_to_tokens(prompt.inp_tensor[0])
     kept = [i for i, word in enumerate(words) if word not in (skipped or [])]
-    assert found.token_attr.shape == (3, len(kept)) == (len(text), 6 if skipped is None else 4)
+    assert found.token_attr.shape == (len(text), len(kept))
+    assert len(kept) == (6 if skipped is None else 4)
     for index, row in enumerate(found.token_attr):
         whole = torch.cat([prompt.inp_tensor, torch.tensor([text[:index]]).long()], 1)
 
