@@ -204,6 +204,7 @@ def on_device(model: Any, explain: Callable[[Any], Tensor]) -> tuple[Tensor, int
     return found, len(counts)
 
 
+@pytest.mark.transformers5  # whose code names the convolution
 @pytest.mark.parametrize("explain", EXPLAIN.values(), ids=EXPLAIN)
 def test_on_a_device_what_a_kernel_wrote_to_is_computed_again(
     explain: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
