@@ -95,7 +95,8 @@ function wordsOf(feature, percents, says) {
   });
   for (const i of joined) words[i].classList.add('joined');
   for (const i of marks) words[i].classList.add('mark');
-  const behind = labels.map((_, i) => (joined.includes(i + 1) ? '' : ' ')); // in a copy, too
+  const isJoined = new Set(joined);
+  const behind = labels.map((_, i) => (isJoined.has(i + 1) ? '' : ' ')); // in a copy, too
   for (const i of breaks) behind[i] = make('br');
   const spaced = words.flatMap((word, i) => [word, behind[i]]);
   const paragraph = make('p', { className: 'flow', tabIndex: 0 }, ...spaced);
