@@ -20,7 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
-from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
+from captum_ssm.operators.kernels import fused_fading, fused_scan, fused_taps, gpu
+from captum_ssm.operators.kernels.odd_even import FadingSteps
+from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
@@ -275,6 +277,9 @@ class StandIn(TorchDispatchMode):
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
         self._set(gpu, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
+        self._set(fused_scan, "kept", self.kernel(_kept))
+        self._set(fused_scan, "pulled", self.kernel(_pulled))
+        self._set(fused_fading, "run", self.kernel(_faded))
         self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
         self._set(torch.cuda, "default_stream", lambda device=None: None)
@@ -375,23 +380,53 @@ class StandIn(TorchDispatchMode):
         return refused
 
 
-def _scanned(
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    x: Tensor,
-    *,
-    transposed: bool,
-    scaled: bool = True,
-) -> Tensor:
+def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """What :func:`fused_scan.run` returns, on a processor."""
-    steps = ScanSteps(SimpleNamespace(dt=dt, a=a, b=b, c=c), len(x), 32, transposed)
+    stack, batch = x.shape[:2]
+    b, c = (fused_scan.by_vector(t, stack).flatten(0, 1) for t in (b, c))
+    scan = SimpleNamespace(dt=dt.expand(stack, *dt.shape).flatten(0, 1), a=a, b=b, c=c)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     with torch.no_grad():
-        steps(x, slice(0, x.shape[2]), out)
-        if transposed and not scaled:
-            out /= dt  # which a softplus leaves above 0
+        steps = ScanSteps(scan, 1, 32, transposed)
+        steps(
+            x.reshape(1, stack * batch, *x.shape[2:]), slice(0, x.shape[2]), out.flatten(0, 1)[None]
+        )
+    return out
+
+
+def _kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+    """As many numbers as :func:`fused_scan.kept` returns, of which :func:`_pulled` needs none."""
+    return dt.new_zeros(-(-x.shape[2] // 16), *x.shape[:2], x.shape[3], b.shape[4])
+
+
+def _pulled(
+    dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`fused_scan.pulled` returns, on a processor: what all channels add, and zeros."""
+    heads, (groups, count) = x.shape[3], b.shape[3:]
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, dt.expand(x.shape), b, c)]
+        of_x, of_dt, of_b, of_c = (t.flatten(0, 1) for t in leaves)
+        scanned = [
+            selective_scan(x.mT, dt.mT, rates, b.mT, c.mT).mT
+            for x, dt, rates, b, c in zip(
+                *(t.chunk(groups, -1) for t in (of_x, of_dt)), a.chunk(groups),
+                *(t.unbind(2) for t in (of_b, of_c)), strict=True,
+            )
+        ]  # fmt: skip
+        out = torch.cat(scanned, -1).view(x.shape)
+    of_x, of_dt, *of_shared = torch.autograd.grad(out, leaves, up)
+    _, blocks = fused_scan.blocks_of(heads // groups, count)
+    found = dt.new_zeros(2, blocks, *b.shape)
+    found[:, 0] = torch.stack(of_shared)
+    return of_x, of_dt, found
+
+
+def _faded(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
+    """What :func:`fused_fading.run` returns, on a processor."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        FadingSteps(lambda part: decay[:, part], decay, transposed)(x, slice(0, x.shape[2]), out)
     return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..mixers.base import LinearMixer
 from ..operators import Operator
+from ..operators.kernels.portions import at_a_time
 from ..tracing import Layer
 from ..tracing.gradients import recordable
 from .call import checks
@@ -202,7 +203,7 @@ def _weighted(
     """
     batch, tokens, heads, per_head = operator.shape
     total = values.new_zeros(batch, tokens, tokens)
-    size = max(1, _MATRIX_ELEMENTS // (batch * tokens * tokens))
+    size = max(1, at_a_time(_MATRIX_ELEMENTS, values.device) // (batch * tokens * tokens))
     for start in range(0, heads, size):
         some = range(start, min(start + size, heads))
         part = operator.select(some)

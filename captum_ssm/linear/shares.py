@@ -172,11 +172,14 @@ class _Outer:
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradients of values and factors."""
         shares, found = FAMILY[self.rule], Gradients()
-        stack = gradient.expand(len(_NODES), *gradient.shape)
+        stack = (gradient / len(_NODES)).expand(len(_NODES), *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
-        weights = [shares[leaf.roles[name]].share / len(_NODES) for leaf, name in self.chosen]
-        gradients = [w * found[leaf][n] for w, (leaf, n) in zip(weights, self.chosen, strict=True)]
-        return of_values * (shares["content"].share / len(_NODES)), gradients
+
+        def shared(of: Tensor, role: Role) -> Tensor:
+            return of if (share := shares[role].share) == 1 else share * of
+
+        of_factors = [shared(found[leaf][name], leaf.roles[name]) for leaf, name in self.chosen]
+        return shared(of_values, "content"), of_factors
 
     def _back(self, x: Tensor) -> Back:
         """How gradients go back at the nodes, found once for several passes."""
@@ -199,10 +202,15 @@ class _Outer:
                 continue
             factor = leaf.live[name].detach()
             at = nodes.view(-1, *(1,) * factor.dim())
-            start = torch.zeros_like(factor) + leaf.at_rest
             if reference == "mean":
-                start = running_mean(factor, masks[leaf])
-            moved.setdefault(leaf, {})[name] = torch.lerp(start, factor, at)
+                between = torch.lerp(running_mean(factor, masks[leaf]), factor, at)
+            elif isinstance(leaf.at_rest, Tensor):
+                between = torch.lerp(leaf.at_rest.to(factor), factor, at)
+            else:
+                between = factor * at
+                if leaf.at_rest:
+                    between += leaf.at_rest * (1 - at)
+            moved.setdefault(leaf, {})[name] = between
         return moved
 
 
@@ -243,6 +251,9 @@ def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
         x: (B, L, ...).
         mask: True for the tokens that count (B, L), or None for all.
     """
-    keep = x.new_ones(x.shape[:2]) if mask is None else mask.to(x)
-    keep = keep.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    ones = (1,) * (x.dim() - 2)
+    if mask is None:
+        count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)
+        return x.cumsum(1) / count.view(1, -1, *ones)
+    keep = mask.to(x).view(*x.shape[:2], *ones)
     return (x * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)

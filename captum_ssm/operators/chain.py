@@ -19,7 +19,7 @@ from .generic import all_streams, channel_mean, channel_sums
 from .heads import HeadCentering, HeadOperator
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band, add_shifted, shift_tokens
-from .kernels.portions import Stream
+from .kernels.portions import Stream, at_a_time
 from .kernels.rows import Positions, Strip, clipped, sum_strips
 from .reorder import Permute, outermost
 
@@ -211,7 +211,8 @@ class Chain(Composite):
         No smaller than half the shares, though: each of them is a matrix to be made and added.
         """
         batch, tokens, heads, per_head = self.shape
-        size = max(1, len(rows) // 2, _FACTOR_ELEMENTS // (batch * tokens))
+        most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
+        size = max(1, len(rows) // 2, most)
         if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
             yield self._folded(left, right, rows)
             return

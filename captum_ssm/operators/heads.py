@@ -12,7 +12,7 @@ from ..errors import OptionError
 from .base import Operator, Role, Shape
 from .diagonal import Diagonal
 from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
-from .kernels.portions import some_heads
+from .kernels.portions import at_a_time, some_heads
 from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
 
 #: Elements of the rows of one head formed at a time (1 MiB in float32).
@@ -168,7 +168,7 @@ class DenseHeads(HeadOperator):
         batch, tokens, _, _ = self.shape
         out = self._zeros(batch, len(rows), tokens)
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
-        height = max(1, _STRIP_ELEMENTS // (batch * tokens))
+        height = max(1, at_a_time(_STRIP_ELEMENTS, self.device) // (batch * tokens))
         for into, at in zip(torch.split(out, height, 1), slices(rows, height), strict=True):
             factors = left[:, at].permute(2, 0, 1, 3), columns, self.matrices[..., at, :].unbind(1)
             for row, column, matrix in zip(*factors, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .kernels.portions import at_a_time
 
 if TYPE_CHECKING:
     from .base import Operator
@@ -144,7 +145,7 @@ def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
 def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
     """Neighbouring heads whose matrices are formed at a time, and the operator on them."""
     batch, tokens, heads, _ = operator.shape
-    size = max(1, _ELEMENTS // (batch * tokens**2))
+    size = max(1, at_a_time(_ELEMENTS, operator.device) // (batch * tokens**2))
     for start in range(0, heads, size):
         some = range(start, min(start + size, heads))
         yield some, operator if len(some) == heads else operator.select(some)

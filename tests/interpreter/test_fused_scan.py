@@ -81,23 +81,41 @@ def test_what_is_repeated_is_not_copied(transposed: bool) -> None:
         assert relative_error(found, by_matrices(scan, spread, transposed)) <= 1e-6
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size[-1] is None])
-def test_gradients(size: tuple[int, int, int, int, None]) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients(size: tuple[int, int, int, int, int | None]) -> None:
+    """Of two vectors, each with a B and a C of its own."""
     scan = scan_of(*size, torch.float32)
-    x, up = torch.randn(2, *scan.shape[:3])
-    given = [y.requires_grad_() for y in (scan.dt, scan.b, scan.c, x)]
-    exact = [y.detach().double().requires_grad_() for y in given]
-    dt, b, c, wide = exact
-    matrices = naive.selective_scan(dt, scan.a.double(), b, c)
-    wanted = (matrices @ wide.mT[..., None])[..., 0].mT
-    found = fused_scan.differentiable(scan.dt, scan.a, scan.b, scan.c, x)
-    assert relative_error(found, wanted) <= 1e-6
-    for own, other in zip(
-        torch.autograd.grad(found, given, up),
-        torch.autograd.grad(wanted, exact, up.double()),
-        strict=True,
-    ):
-        assert relative_error(own, other) <= 1e-6
+    x, up = torch.randn(2, 2, *scan.shape)
+    own = {"B": scan.b, "C": scan.c}
+    moved = {name: torch.randn(2, *shared.shape) for name, shared in own.items()}
+    out, pull = scan._vjp_on_gpu(x, moved)
+    of_x, found = pull(up)
+    given = {"dt": scan.dt, "x": x[..., 0], **moved}
+    exact = {name: t.double().requires_grad_() for name, t in given.items()}
+    each = zip(exact["B"], exact["C"], exact["x"], strict=True)
+    wanted = torch.stack([
+        (naive.selective_scan(exact["dt"], scan.a.double(), b, c) @ v.mT[..., None])[..., 0].mT
+        for b, c, v in each
+    ])  # fmt: skip
+    assert relative_error(out[..., 0], wanted) <= 1e-6
+    gradients = torch.autograd.grad(wanted, list(exact.values()), up[..., 0].double())
+    right = dict(zip(exact, gradients, strict=True))
+    assert relative_error(of_x[..., 0], right.pop("x")) <= 1e-6
+    assert relative_error(found.pop("dt"), right.pop("dt")) <= 1e-6
+    for name, of in found.items():
+        assert of.shape == own[name].shape
+        assert relative_error(of, right[name].sum(0)) <= 1e-6, name
+
+
+def test_gradients_of_half_precision() -> None:
+    """Computed in float32: only what comes out is rounded, and of values alone."""
+    scan = scan_of(1, 17, 3, 4, None, torch.float32)
+    x, up = torch.randn(2, 1, *scan.shape).bfloat16()
+    of_x, found = scan._vjp_on_gpu(x, {})[1](up)
+    of_wide, exact = scan._vjp_on_gpu(x.float(), {})[1](up.float())
+    assert of_x.dtype == torch.bfloat16 and found["B"].dtype == torch.float32
+    assert relative_error(of_x, of_wide) <= 2**-8
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
 
 
 def test_nothing_is_scanned() -> None:

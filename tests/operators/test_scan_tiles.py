@@ -54,12 +54,20 @@ def put_together(
 @pytest.mark.parametrize("tokens", [1, 2, 5, 23])
 @pytest.mark.parametrize("lags", [(0,), (0, 1, 2, 3), (2, 5)])
 @pytest.mark.parametrize("sources", [1, 4, 64])
+@pytest.mark.parametrize("looped", [True, False])
 def test_all_rows(
-    tokens: int, lags: tuple[int, ...], sources: int, monkeypatch: pytest.MonkeyPatch
+    looped: bool,
+    tokens: int,
+    lags: tuple[int, ...],
+    sources: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As on a processor, and as where launches cost more."""
     monkeypatch.setattr(scan_tiles, "_SOURCES", sources)
     monkeypatch.setattr(scan_tiles, "_TILE_ELEMENTS", BATCH * HEADS * sources * 3)
     rows, expected = drawn(tokens, lags)
+    if not looped:
+        rows._outputs = None
     torch.testing.assert_close(put_together(rows, list(range(tokens)), tokens), expected)
 
 
@@ -70,9 +78,14 @@ def test_some_rows(positions: list[int], monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(put_together(rows, positions, 19), expected[:, positions])
 
 
-def test_states_that_decay_at_once_leave_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("looped", [True, False])
+def test_states_that_decay_at_once_leave_zeros(
+    looped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scan_tiles, "_SOURCES", 2)
     rows, expected = drawn(15, (0, 1), fastest=1e4)
+    if not looped:
+        rows._outputs = None
     found = put_together(rows, list(range(15)), 15)
     torch.testing.assert_close(found, expected, atol=1e-200, rtol=1e-7)
 

@@ -22,7 +22,7 @@ from ...errors import UnsupportedMixerError
 from ...operators import Chain, Diagonal, HeadCentering, Operator, ShortConv
 from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
-from ...operators.kernels.portions import as_memory_allows
+from ...operators.kernels.portions import as_memory_allows, at_a_time
 from ...operators.kernels.rows import at_positions
 from ...operators.kernels.truths import are_noted, holds, reached, read_once
 from ...operators.readings.scan_tiles import tiles as scan_tiles
@@ -166,7 +166,8 @@ def _tiles_by_query(
     """The tiles by one adjoint vector for each query, which serves any operator."""
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
-    count = max(1, _TILE_ELEMENTS // (batch * tokens * widest))
+    most = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
+    count = max(1, most // (batch * tokens * widest))
     there = index.to(parts[0].weight.device)
 
     def rows_of(some: range) -> tuple[slice, list[Tensor]]:
@@ -189,9 +190,7 @@ def _tiles_by_query(
 
         until = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
         sources = _reach(rows, asked if stream is not None else None, until)
-        yield from as_memory_allows(
-            sources, max(1, _TILE_ELEMENTS // (asked.numel() * widest)), tile
-        )
+        yield from as_memory_allows(sources, max(1, most // (asked.numel() * widest)), tile)
 
 
 def _rows(path: Path, index: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError, QueryError
+from ...operators.kernels.portions import at_a_time
 from ...operators.kernels.rows import Positions
 from ...operators.kernels.truths import are_noted, reached
 from ...tracing import Layer
@@ -20,8 +21,8 @@ from .taps import check_activation
 
 T = TypeVar("T")
 
-#: Queries whose rows of a map are held at a time.
-_ROWS = 256
+#: Queries whose rows of a map are held at a time, on a processor and elsewhere.
+_ROWS, _ROWS_LAUNCHED = 256, 4096
 
 
 class LatimMethod(SSMAttribution):
@@ -161,7 +162,7 @@ def weighted_rows(weights: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
         asked = torch.tensor(reached(weights), dtype=torch.long, device="cpu")
     else:
         asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
-    for tokens in torch.split(asked, _ROWS):
+    for tokens in torch.split(asked, at_a_time(_ROWS, weights.device, _ROWS_LAUNCHED)):
         found = rows(tokens.expand(batch, -1))
         out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], found)
     return out

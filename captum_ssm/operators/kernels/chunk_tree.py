@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .chunks import CHUNK, Chunk, ChunkOf, in_chunks, runs_of_chunks
+from .portions import at_a_time
 from .within_chunk import Decays
 
 #: Elements of the tiles of some heads formed at a time (1 MiB in float32).
@@ -156,7 +157,7 @@ def sums_over_channels(
     def write(rows: slice, columns: slice, reads: Tensor, writes: Tensor) -> None:
         into = out[..., _less(rows, start), columns]
         # few heads at a time: their tiles stay in the cache
-        size = max(1, _TILE_ELEMENTS // into[0].numel())
+        size = max(1, at_a_time(_TILE_ELEMENTS, into.device) // into[0].numel())
         for first in range(0, reads.shape[1], size):
             some = slice(first, first + size)
             tile = reads[:, some] @ writes[:, some].mT

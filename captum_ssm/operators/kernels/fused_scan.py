@@ -6,16 +6,18 @@ Each program takes a few channels of one example from the first token to the las
 time: within these steps are composed by a parallel prefix computation, and the state after them is
 carried on.  No state leaves the program, so that what is read and written is what the layer itself
 has: steps, vectors and values.  Gradients of coefficients are sums that hold the states of both
-ways: for these each state is a channel of its own, and is written.
+ways, g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1] being that of the outputs' gradients u: on the way
+back the states of some tokens are made again from the one before them, which is all that is kept.
 
-:takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
-    (S, B, L, H), all of which may lie anyhow in memory.
+:takes: dt (B, L, H), A (H, N), B and C (B, L, N), by group (B, L, G, N), or for every vector
+    (S, B, L, G, N), and vectors x (S, B, L, H), all of which may lie anyhow in memory.
 :gives: y (S, B, L, H) in the dtype of x, or what the adjoint makes of x.
 :cost: one launch; an exponential and a logarithm of the tile's tokens of multiplications with
-    additions for each of S B L H N states.  Gradients take two launches, eight operations, and
-    memory for six times as many numbers as there are states.
+    additions for each of S B L H N states.  Gradients take two launches and two sums, three times
+    the arithmetic, and memory for one in 16 states and what each 16th channel adds to B and C.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990, by which Gu and Dao, Mamba:
-    Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU.
+    Linear-Time Sequence Modeling with Selective State Spaces, 2023, compute the scan on a GPU, and
+    its gradients from states made again.
 :naive version: ``kernels.selective_scan``
 """
 
@@ -26,15 +28,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import gpu
 from .arithmetic import BINARY
-from .gpu import jitted, power_of_two
+from .gpu import composed, jitted, power_of_two
 from .token_loop import Coefficients
 
 #: Tokens, and channels times states, of what a program holds at a time.
 _TOKENS, _COLUMNS = 32, 64
+#: The same for gradients: the more channels, the fewer sums over some of them are written.
+_PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
 #: What the names stand for in the functions that Triton compiles, which look for them here.
 tl: Any = None
@@ -49,38 +52,27 @@ def serves(scan: Coefficients) -> bool:
     return gpu.has_triton() and 0 < scan.a.shape[1] <= _COLUMNS
 
 
-def run(
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    x: Tensor,
-    *,
-    transposed: bool,
-    scaled: bool = True,
-) -> Tensor:
+def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     """alpha x, or alpha-transposed x, for S stacked vectors x (S, B, L, H).
 
     Args:
         dt, a, b, c: the scan, as above.
         x: the vectors.
         transposed: whether it is the adjoint.
-        scaled: whether the adjoint ends with the steps as a factor. Default: True.
     """
     stack, batch, tokens, heads = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    b, c = (v[:, :, None] if v.dim() == 3 else v for v in (b, c))
+    b, c = by_vector(b, stack), by_vector(c, stack)
     key, read = (c, b) if transposed else (b, c)
     states = power_of_two(a.shape[1])
     block = min(_COLUMNS // states, power_of_two(heads))
     compiled()[(-(-heads // block), stack * batch)](
         *(dt, a, key, read, x, out),
-        *(batch, tokens, heads, a.shape[1], heads // b.shape[2]),
+        *(batch, tokens, heads, a.shape[1], heads // b.shape[3]),
         *(*dt.stride(), *a.stride(), *key.stride(), *read.stride(), *x.stride()),
         TRANSPOSED=transposed,
-        SCALED=scaled,
         WIDE=dt.dtype == torch.float64,
         BINARY=BINARY,
         T=min(_TOKENS, power_of_two(tokens)),
@@ -90,68 +82,121 @@ def run(
     return out
 
 
-def differentiable(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """The scan of x (B, L, H), which autograd differentiates once, by all but the rates.
+def by_vector(shared: Tensor, stack: int) -> Tensor:
+    """B or C for each of S vectors and by group, (S, B, L, G, N), without a copy.
 
     Args:
-        dt, a, b, c: the scan, as above, B and C without groups.
-        x: the values.
+        shared: B or C, as above.
+        stack: S.
     """
-    found: Tensor = _Differentiable.apply(dt, a, b, c, x)  # type: ignore[no-untyped-call]
-    return found
+    if shared.dim() == 3:
+        shared = shared[:, :, None]
+    return shared.expand(stack, *shared.shape[-4:])
 
 
-class _Differentiable(torch.autograd.Function):
-    """With g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1], which are the states' gradients by y's, u."""
+def gradients(
+    dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Those of dt, B, C (B, L, G, N) and x: the first three summed over the vectors.
 
-    @staticmethod
-    def forward(ctx: Any, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(dt, a, b, c, x)
-        return run(dt, a, b, c, x[None], transposed=False)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
-        dt, a, b, c, x = ctx.saved_tensors
-        held, pulled = _states(dt, a, b, x, False), _states(dt, a, c, up, True)
-        of_b = (pulled @ (dt * x)[..., None]).squeeze(-1)
-        of_c = (held @ up[..., None]).squeeze(-1)
-        of_written = (b[:, :, None] @ pulled).squeeze(2)
-        of_dt = x * of_written
-        decay = (dt[:, 1:, None] * a.T).exp_()
-        of_dt[:, 1:] += decay.mul_(a.T).mul_(held[:, :-1]).mul_(pulled[:, 1:]).sum(2)
-        return of_dt, None, of_b, of_c, dt * of_written
+    Args:
+        dt, a, b, c: the scan, as above.
+        x: the vectors (S, B, L, H).
+        up: the gradients of what the scan makes of them.
+    """
+    coefficients = dt, a, by_vector(b, len(x)), by_vector(c, len(x))
+    of_x, of_dt, of_shared = pulled(*coefficients, x, up, kept(*coefficients, x))
+    of_b, of_c = of_shared.sum((1, 2))
+    return (of_dt.sum(0) if len(x) > 1 else of_dt[0]), of_b, of_c, of_x
 
 
-def _states(dt: Tensor, a: Tensor, key: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """The states of all tokens (B, L, N, H), by the key with which each is written (B, L, N)."""
-    batch, tokens, heads = x.shape
-    count = a.shape[1]
-    keys, ones = key[..., None], key.new_ones(()).expand(*key.shape, 1)
-    b, c = (ones, keys) if transposed else (keys, ones)
-    dt, x = (y.repeat(1, 1, count) for y in (dt, x))
-    rates = a.T.reshape(-1, 1)
-    found = run(dt, rates, b, c, x[None], transposed=transposed, scaled=False)
-    return found.view(batch, tokens, count, heads)
+def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+    """The states before each few tokens, by program.
+
+    Args:
+        dt, a: the scan, as above.
+        b, c: for each vector, (S, B, L, G, N).
+        x: the vectors.
+    """
+    block, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
+    runs = -(-x.shape[2] // _PULLED_TOKENS)
+    columns = block * power_of_two(a.shape[1])
+    states = dt.new_empty(b.shape[3] * blocks, x.shape[0] * x.shape[1], runs, columns)
+    _launch((dt, a, b, c, x, x, states, x, states, states), back=False)
+    return states
+
+
+def pulled(
+    dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of dt for each vector, and of B and C by some channels.
+
+    Args:
+        dt, a, b, c, x: as in :func:`kept`.
+        up: the gradients (S, B, L, H) of what the scan makes of the vectors.
+        states: what :func:`kept` returned.
+
+    Returns:
+        Two tensors (S, B, L, H), and one (2, blocks, S, B, L, G, N) in the dtype of dt.
+    """
+    _, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
+    of_x, of_dt = x.new_empty(x.shape), dt.new_empty(x.shape)
+    of_shared = dt.new_empty(2, blocks, *b.shape)
+    _launch((dt, a, b, c, x, up, states, of_x, of_dt, of_shared), back=True)
+    return of_x, of_dt, of_shared
+
+
+def blocks_of(heads: int, states: int) -> tuple[int, int]:
+    """Channels of a program that finds gradients, and how many such programs a group takes.
+
+    Args:
+        heads: of a group.
+        states: N.
+    """
+    block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
+    return block, -(-heads // block)
+
+
+def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
+    """One way of :func:`_pull` over its tensors."""
+    dt, a, b, c, x, up, *_ = tensors
+    stack, batch, tokens, heads = x.shape
+    groups, states = b.shape[3:]
+    block, blocks = blocks_of(heads // groups, states)
+    if not x.numel():
+        return
+    compiled_gradients()[(groups * blocks, stack * batch)](
+        *tensors,
+        *(batch, tokens, heads, states, heads // groups, blocks),
+        *(*dt.stride(), *a.stride(), *b.stride(), *c.stride(), *x.stride(), *up.stride()),
+        BACK=back,
+        WIDE=dt.dtype == torch.float64,
+        BINARY=BINARY,
+        T=_PULLED_TOKENS,
+        BLOCK=block,
+        STATES=power_of_two(states),
+        num_warps=8,
+    )
 
 
 @functools.cache
 def compiled() -> Any:
     """The kernel as Triton runs it."""
-    return jitted(_scan, _composed)
+    return jitted(_scan, composed)
 
 
-def _composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
-    """Two steps as one."""
-    return decay * next_decay, next_decay * state + next_state
+@functools.cache
+def compiled_gradients() -> Any:
+    """The kernel of gradients as Triton runs it."""
+    return jitted(_pull, composed)
 
 
 def _scan(  # type: ignore[no-untyped-def]
     dt, a, key, read, x, out,
     batch, tokens, heads, states, per_group,
     dt_b, dt_l, dt_h, a_h, a_n,
-    key_b, key_l, key_g, key_n, read_b, read_l, read_g, read_n, x_s, x_b, x_l, x_h,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
+    key_s, key_b, key_l, key_g, key_n, read_s, read_b, read_l, read_g, read_n, x_s, x_b, x_l, x_h,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of one example, T tokens at a time; a column is a channel and a state of it.
@@ -160,15 +205,15 @@ def _scan(  # type: ignore[no-untyped-def]
     it comes from.
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
-    example = row % batch
+    vector, example = row // batch, row % batch
     column, place = tl.arange(0, BLOCK * STATES), tl.arange(0, T)
     head, state = first + column // STATES, column % STATES
     is_there = ((head < heads) & (state < states))[None, :]
     dt += example * dt_b
-    x += row // batch * x_s + example * x_b
+    x += vector * x_s + example * x_b
     out += row * tokens * heads
-    key += example * key_b + head // per_group * key_g + state * key_n
-    read += example * read_b + head // per_group * read_g + state * read_n
+    key += vector * key_s + example * key_b + head // per_group * key_g + state * key_n
+    read += vector * read_s + example * read_b + head // per_group * read_g + state * read_n
     wide = tl.float64 if WIDE else tl.float32
     rate = tl.load(a + (head * a_h + state * a_n)[None, :], mask=is_there, other=0.0)
     rate = rate.to(wide) * BINARY
@@ -189,12 +234,101 @@ def _scan(  # type: ignore[no-untyped-def]
         else:
             written *= size
         decay = tl.exp2(fading * rate)
-        faded, held = tl.associative_scan((decay, written), 0, _composed)
+        faded, held = tl.associative_scan((decay, written), 0, composed)
         held += faded * carried[None, :]
         carried = tl.sum(tl.where((place == T - 1)[:, None], held, 0.0), 0)
         held *= tl.load(read + at * read_l, mask=present, other=0.0).to(wide)
         found = tl.sum(tl.reshape(held, (T, BLOCK, STATES)), 2)
         stored = (step < tokens)[:, None] & (own < heads)[None, :]
-        if TRANSPOSED and SCALED:
+        if TRANSPOSED:
             found *= tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
         tl.store(out + at * heads + own, found.to(out.dtype.element_ty), mask=stored)
+
+
+def _pull(  # type: ignore[no-untyped-def]
+    dt, a, b, c, x, up, kept, of_x, of_dt, of_shared,
+    batch, tokens, heads, states, per_group, blocks,
+    dt_b, dt_l, dt_h, a_h, a_n, b_s, b_b, b_l, b_g, b_n, c_s, c_b, c_l, c_g, c_n,
+    x_s, x_b, x_l, x_h, up_s, up_b, up_l, up_h,
+    BACK: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of a group of one example, T tokens at a time.
+
+    On the first way the state before each T tokens is kept; on the way back, states are made again
+    from there, those after the tokens before each, so that nothing is divided by a decay.
+    """
+    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = tl.program_id(1).to(tl.int64)
+    vector, example = row // batch, row % batch
+    first, end = group * per_group + block * BLOCK, (group + 1) * per_group
+    column, place = tl.arange(0, BLOCK * STATES), tl.arange(0, T)
+    head, state = first + column // STATES, column % STATES
+    is_there = ((head < end) & (state < states))[None, :]
+    dt += example * dt_b
+    x += vector * x_s + example * x_b
+    up += vector * up_s + example * up_b
+    b += vector * b_s + example * b_b + group * b_g + state * b_n
+    c += vector * c_s + example * c_b + group * c_g + state * c_n
+    of_x += row * tokens * heads
+    of_dt += row * tokens * heads
+    groups = tl.num_programs(0) // blocks
+    rows = tl.num_programs(1)
+    size = tokens.to(tl.int64) * groups * states  # of what one program writes for B, or for C
+    of_b = of_shared + (block * rows + row) * size
+    of_c = of_b + blocks * rows * size
+    runs = tl.cdiv(tokens, T)
+    kept += (tl.program_id(0) * rows + row) * runs * BLOCK * STATES + column
+    wide = tl.float64 if WIDE else tl.float32
+    rate = tl.load(a + (head * a_h + state * a_n)[None, :], mask=is_there, other=0.0).to(wide)
+    own, one = first + tl.arange(0, BLOCK), tl.arange(0, STATES)
+    carried = tl.zeros((BLOCK * STATES,), wide)
+    for run in range(0, runs):
+        begin = (runs - 1 - run if BACK else run) * T
+        at = (begin + place)[:, None].to(tl.int64)
+        present = (at < tokens) & is_there
+        # what each token wrote, on the way back the one before it
+        source = at - 1 if BACK else at
+        wrote = present & (place > 0)[:, None] if BACK else present
+        step = tl.load(dt + source * dt_l + head * dt_h, mask=wrote, other=0.0).to(wide)
+        written = tl.load(x + source * x_l + head * x_h, mask=wrote, other=0.0).to(wide) * step
+        written *= tl.load(b + source * b_l, mask=wrote, other=0.0).to(wide)
+        faded, held = tl.associative_scan((tl.exp2(step * rate * BINARY), written), 0, composed)
+        before = kept + begin // T * (BLOCK * STATES)
+        if BACK:
+            held += faded * tl.load(before)[None, :]
+            step = tl.load(dt + at * dt_l + head * dt_h, mask=present, other=0.0).to(wide)
+            value = tl.load(x + at * x_l + head * x_h, mask=present, other=0.0).to(wide)
+            key = tl.load(b + at * b_l, mask=present, other=0.0).to(wide)
+            held *= tl.exp2(step * rate * BINARY)
+            given = tl.load(up + at * up_l + head * up_h, mask=present, other=0.0).to(wide)
+            of_read = (held + step * value * key) * given
+            # their gradients, from the last of the tokens to the first
+            late = begin + T - 1 - place[:, None].to(tl.int64)
+            asked = (late < tokens) & is_there
+            after = (late + 1 < tokens) & is_there
+            fading = tl.load(dt + (late + 1) * dt_l + head * dt_h, mask=after, other=0.0).to(wide)
+            pull = tl.load(up + late * up_l + head * up_h, mask=asked, other=0.0).to(wide)
+            pull *= tl.load(c + late * c_l, mask=asked, other=0.0).to(wide)
+            faded, pull = tl.associative_scan((tl.exp2(fading * rate * BINARY), pull), 0, composed)
+            pull += faded * carried[None, :]
+            carried = tl.sum(tl.where((place == T - 1)[:, None], pull, 0.0), 0)
+            pull = tl.trans(tl.flip(tl.trans(pull), 1))
+            of_key = tl.sum(tl.reshape(pull * step * value, (T, BLOCK, STATES)), 1)
+            of_read = tl.sum(tl.reshape(of_read, (T, BLOCK, STATES)), 1)
+            shared = (at < tokens) & (one < states)[None, :]
+            into = (at * groups + group) * states + one[None, :]
+            tl.store(of_b + into, of_key, mask=shared)
+            tl.store(of_c + into, of_read, mask=shared)
+            of_written = tl.sum(tl.reshape(pull * key, (T, BLOCK, STATES)), 2)
+            of_decay = tl.sum(tl.reshape(held * pull * rate, (T, BLOCK, STATES)), 2)
+            stored = (at < tokens) & (own < end)[None, :]
+            step = tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
+            value = tl.load(x + at * x_l + own * x_h, mask=stored, other=0.0).to(wide)
+            into = at * heads + own
+            tl.store(of_x + into, (step * of_written).to(of_x.dtype.element_ty), mask=stored)
+            tl.store(of_dt + into, value * of_written + of_decay, mask=stored)
+        else:
+            held += faded * carried[None, :]
+            tl.store(before, carried)
+            carried = tl.sum(tl.where((place == T - 1)[:, None], held, 0.0), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,9 +28,17 @@ def jitted(kernel: Callable[..., None], *helpers: Callable[..., Any]) -> Any:
     """
     triton, names = import_module("triton"), kernel.__globals__
     names["tl"] = import_module("triton.language")
-    for helper in helpers:
+    for helper in filter(inspect.isfunction, helpers):  # and not one that another kernel calls, too
         names[helper.__name__] = triton.jit(helper)
     return triton.jit(kernel)
+
+
+def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
+    """Two steps of a recurrence, each from a state to its decay times it and what is added, as one.
+
+    For kernels, as a helper: Triton compiles it.
+    """
+    return decay * next_decay, next_decay * state + next_state
 
 
 def power_of_two(number: int) -> int:

@@ -38,7 +38,7 @@ from torch import Tensor
 from .arithmetic import doubled
 from .bands import Band
 from .pivot_tree import forgotten
-from .portions import Heads, gather_heads
+from .portions import Heads, at_a_time, gather_heads
 from .rows import Strip
 
 #: Fewest tokens before a strip from which to cut it is worth while.
@@ -129,7 +129,7 @@ def _add_earlier(out: Tensor, recurrence: Fading, left: Tensor, band: Band, rows
     times = range(max(0, last), min(rows.start, tokens + last))
     states = recurrence.writes(slice(1), slice(1)).shape[2]
     longest = batch * max(len(rows), min(_COLUMNS, rows.start))
-    size = max(1, _ELEMENTS // (longest * states))
+    size = max(1, at_a_time(_ELEMENTS, left.device) // (longest * states))
     here = slice(rows.start, rows.stop)
     row = gather_heads(left.expand(recurrence.shape)[:, here, :, 0], order)[:, :, None]
     for start in range(0, len(order), size):

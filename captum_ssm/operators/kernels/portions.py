@@ -95,6 +95,21 @@ def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor
 
 # --- memory ------------------------------------------------------------------------------------
 
+#: Elements that are taken at a time where launches cost more than memory (64 MiB in float32).
+LAUNCHED = 2**24
+
+
+def at_a_time(cached: int, device: torch.device, launched: int = LAUNCHED) -> int:
+    """How many elements are best held at a time: more where each part costs launches.
+
+    Args:
+        cached: as many as stay in a processor's cache.
+        device: what holds them.
+        launched: as many as are held on other devices. Default: 2**24.
+    """
+    return cached if device.type == "cpu" else launched
+
+
 T = TypeVar("T")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import QueryError
+from .portions import at_a_time
 from .truths import holds
 
 # --- strips ------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
     """The rows in parts, as many at a time as a stack of vectors of so many elements holds."""
-    most = _STACK_ELEMENTS if device.type == "cpu" else _STACK_ELEMENTS_LAUNCHED
+    most = at_a_time(_STACK_ELEMENTS, device, _STACK_ELEMENTS_LAUNCHED)
     size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -21,6 +21,8 @@ from .arithmetic import unseen
 T = TypeVar("T")
 #: How often it is looked for which tokens are reached.
 _LOOKS = 2
+#: Most elements of a tensor that is kept until it is looked at with all others of its kind.
+_SMALL = 2**16
 
 
 class _Noted(NamedTuple):
@@ -36,8 +38,9 @@ class _Noted(NamedTuple):
         return (self.number,) if self.size is None else (self.number, self.size)
 
 
-#: What was noted; None where every question is answered at once.
-_noted: ContextVar[list[_Noted] | None] = ContextVar("captum_ssm_truths", default=None)
+#: What was noted, tensors among it that are to be finite; None where every question is answered at
+#: once.
+_noted: ContextVar[list[_Noted | Tensor] | None] = ContextVar("captum_ssm_truths", default=None)
 #: What was read before in the same call, by what it is about.
 _known: ContextVar[dict[Hashable, Any]] = ContextVar("captum_ssm_known")
 #: Whether something that was noted did not hold.
@@ -52,7 +55,7 @@ def read_together(call: Callable[[], T]) -> T:
     """
     if _noted.get() is not None or _doubted.get():
         return call()
-    noted: list[_Noted] = []
+    noted: list[_Noted | Tensor] = []
     before, known = _noted.set(noted), _known.set({})
     try:
         found = call()
@@ -202,9 +205,16 @@ def all_finite(x: Tensor) -> bool:
     them all.
     """
     if are_noted(x):
-        return finite_together([x])
+        return finite_together([x]) if x.numel() > _SMALL else _finite_later(x)
     with unseen():
         return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
+def _finite_later(x: Tensor) -> bool:
+    noted = _noted.get()
+    assert noted is not None
+    noted.append(x.detach())
+    return True
 
 
 def finite_together(tensors: Iterable[Tensor]) -> bool:
@@ -234,10 +244,20 @@ def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [found[place] for place in sorted(found)]
 
 
-def _all_hold(noted: list[_Noted]) -> bool:
-    """Whether no number exceeds its limit; each device is waited for once."""
+def _all_hold(noted: list[_Noted | Tensor]) -> bool:
+    """Whether no number exceeds its limit, and all is finite; each device is waited for once."""
+    together: list[_Noted] = []
+    small: dict[torch.device, list[Tensor]] = {}
+    for each in noted:
+        if isinstance(each, Tensor):
+            small.setdefault(each.device, []).append(each)
+        else:
+            together.append(each)
+    for tensors in small.values():
+        sizes = largest(x for x in tensors if x.numel() and x.is_floating_point())
+        together += [_Noted(size, torch.finfo(size.dtype).max) for size in sizes]
     alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
-    for x in (x for each in noted for x in each.read):
+    for x in (x for each in together for x in each.read):
         alike.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
     known: dict[int, float] = {}
     with unseen():
@@ -251,4 +271,4 @@ def _all_hold(noted: list[_Noted]) -> bool:
         number, *size = (known[id(x)] for x in each.read)
         return number <= (each.limit * size[0] if size else each.limit)
 
-    return all(map(holds_now, noted))
+    return all(map(holds_now, together))

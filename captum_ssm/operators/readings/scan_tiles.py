@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.arithmetic import BINARY, doubled, sum_tensors
-from ..kernels.portions import as_memory_allows, parts
+from ..kernels.portions import as_memory_allows, at_a_time, parts
 from ..recurrences.selective_scan import SelectiveScan
 
 #: Sources whose states are held at a time, and elements of a tile (4 MiB in float32).
 _SOURCES = 32
 _TILE_ELEMENTS = 2**20
+#: Tokens whose matrices are made where launches cost more: sources, and those that reach them.
+_TOKENS_LAUNCHED = 64
 
 
 class ScanTile(NamedTuple):
@@ -66,13 +68,26 @@ class ScanRows:
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         batch, _, heads, _ = self.shape = scan.shape
-        self._outputs = front.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
+        #: How many sources are taken at a time.
+        launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
+        self.width = at_a_time(_SOURCES, scan.device, launched)
+        self._outputs: Tensor | None = None
+        if scan.device.type == "cpu":
+            self._outputs = front.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._scan.device
 
     def sent(self, sources: slice) -> Sent:
         """What some tokens send to those behind them; valid until this is asked for again."""
         end = min(sources.stop + self._reach, self.shape.tokens)
-        states = self._made(sources, end, self._outputs)
-        near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
+        if self._outputs is None:
+            near, states = self._near(sources, end), self._left(sources, end)
+        else:
+            states = self._made(sources, end, self._outputs)
+            near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
         return Sent(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
@@ -106,6 +121,39 @@ class ScanRows:
             out[:, :count] += (scan.c[:, t, None, None] @ begun).squeeze(2)
             out *= self._front[:, t, None]
         return states.permute(0, 3, 2, 1).contiguous()
+
+    # The same two where a launch for each token would cost more than all its arithmetic.
+
+    def _near(self, sources: slice, end: int) -> Tensor:
+        """What is read until ``end``, (B, T, S, H), by the matrices of these tokens alone."""
+        some, tokens = slice(sources.start, end), end - sources.start
+        front, skip = self._front[:, some], self._skip[:, some]
+        shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
+        width = sources.stop - sources.start
+        if not shares:
+            return front.new_zeros(*front.shape[:2], width, front.shape[2])
+        band = {lag: share[..., None] for lag, share in shares.items()}
+        read = self._scan.cut(some).heads_of_product(front[..., None], band)  # (B, H, T, T)
+        for lag, share in shares.items():
+            beside = (front * skip * share)[:, lag:].transpose(1, 2)
+            read.diagonal(-lag, 2, 3).add_(beside)
+        return read[..., :width].permute(0, 2, 3, 1)
+
+    def _left(self, sources: slice, end: int) -> Tensor:
+        """The states (B, H, N, S) left before ``end``, each by its decay since it was written."""
+        scan, width = self._scan, sources.stop - sources.start
+        batch, _, heads, _ = scan.shape
+        states = self._front.new_zeros(batch, width, scan.a.shape[-1], heads)
+        rates = BINARY * scan.a.T
+        for lag, share in self._shares.items():
+            at = slice(sources.start + lag, min(sources.stop + lag, end))
+            if (count := at.stop - at.start) <= 0:
+                continue
+            elapsed = (self._clock[:, end - 1, None] - self._clock[:, at]).to(states.dtype)
+            decay = (elapsed[:, :, None] * rates).exp2_()  # (B, S, N, H)
+            written = (scan.dt[:, at] * share[:, at])[:, :, None]
+            states[:, :count].addcmul_(decay, scan.b[:, at, :, None] * written)
+        return states.permute(0, 3, 2, 1)
 
 
 class Sent(NamedTuple):
@@ -142,8 +190,9 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
     """
     batch, tokens, heads, _ = ahead.shape
     asked = torch.as_tensor(positions)
-    count = max(1, _TILE_ELEMENTS // (batch * heads * _SOURCES))
-    for sources in parts(tokens, _SOURCES, backwards=False):
+    most, width = at_a_time(_TILE_ELEMENTS, ahead.device), ahead.width
+    count = max(1, most // (batch * heads * width))
+    for sources in parts(tokens, width, backwards=False):
         first, behind = (int((asked < at).sum()) for at in (sources.start, sources.stop))
         # of rows before the sources, far and near, of their own, and of those behind, near and far
         edges, sent, returned = [first, behind], None, None

@@ -19,6 +19,7 @@ from ..chain import Chain
 from ..combine import Sum
 from ..conv import ShortConv
 from ..diagonal import Diagonal
+from ..kernels import fused_fading
 from ..kernels.arithmetic import (
     Scratch,
     doubled,
@@ -34,7 +35,7 @@ from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import Heads, Stream, parts, some_heads
+from ..kernels.portions import Heads, Stream, at_a_time, parts, some_heads
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Tokens mapped at a time.
@@ -105,6 +106,9 @@ class ElementwiseRecurrence(FadingRecurrence):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        if x.is_cuda and fused_fading.serves():
+            stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
+            return fused_fading.run(self.decay, stacked, transposed=transposed).view(x.shape)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = self._steps(transposed)
         for part in parts(self.shape.tokens, _TOKENS, transposed):
@@ -138,7 +142,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         def copied(name: Hashable, x: Tensor) -> Tensor:
             return scratch(name, *x.shape).copy_(x)
 
-        size = max(TREE_LEAST, TREE_ELEMENTS // (batch * rows.stop))
+        size = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, decay.device) // (batch * rows.stop))
         for start in range(0, heads, size):
             part = slice(start, min(start + size, heads))
             v = [

@@ -30,6 +30,7 @@ from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import (
     Heads,
     Stream,
+    at_a_time,
     evenly,
     gather_heads,
     parts,
@@ -121,9 +122,10 @@ class SelectiveScan(FadingRecurrence):
         return of_values[0], found
 
     def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
+        if values.is_cuda and fused_scan.serves(self):
+            return self._vjp_on_gpu(values, coefficients)
         stack, batch = values.shape[:2]
         groups = self.b.shape[2] if self.b.dim() == 4 else 1
-        is_fused = values.is_cuda and fused_scan.serves(self)
         given = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
         for name, own in (("B", self.b), ("C", self.c)):
             vectors = coefficients.get(name, own).expand(stack, *own.shape)
@@ -134,10 +136,6 @@ class SelectiveScan(FadingRecurrence):
             pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
             out = list[Tensor]()
             for x, dt, rates, b, c in zip(*each, *pairs, strict=True):
-                if is_fused:
-                    steps = dt.expand(stack, *dt.shape).flatten(0, 1)
-                    out.append(fused_scan.differentiable(steps, rates.T, b, c, x))
-                    continue
                 scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
                 assert isinstance(scanned, Tensor)
                 out.append(scanned.mT)
@@ -152,6 +150,23 @@ class SelectiveScan(FadingRecurrence):
             return of.pop("x").view(values.shape), of
 
         return whole.detach().view(values.shape), pull
+
+    def _vjp_on_gpu(
+        self, values: Tensor, coefficients: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Pull]:
+        x, owns = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
+        each = (coefficients.get(name, own[None]).detach() for name, own in owns.items())
+        # of each vector and group, (S, B, L, G, N)
+        b, c = (t[..., None, :] if t.dim() == 4 else t for t in each)
+
+        def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            up = gradient.detach().squeeze(-1).expand(x.shape)
+            of_dt, *of_shared, of_x = fused_scan.gradients(self.dt, self.a, b, c, x, up)
+            pairs = zip(owns.items(), of_shared, strict=True)
+            found = {name: of.view(own.shape) for (name, own), of in pairs}
+            return of_x[..., None], {"dt": of_dt, **found}
+
+        return fused_scan.run(self.dt, self.a, b, c, x, transposed=False)[..., None], pull
 
     # --- reads, writes, carry --------------------------------------------------------------
 
@@ -256,7 +271,7 @@ class SelectiveScan(FadingRecurrence):
         columns = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
         scratch = Scratch(self.dt)
         order = self.by_memory(until) if rows.stop >= _ORDERED else None
-        for place, groups in _blocks(heads, states, batch * rows.stop):
+        for place, groups in _blocks(heads, states, batch * rows.stop, self.device):
             part, width = place if order is None else order[place], place.stop - place.start
             # contiguous, because a factor common to all channels would be multiplied one by one
             dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
@@ -340,9 +355,12 @@ def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _blocks(heads: int, states: int, tokens: int) -> Iterator[tuple[slice, list[slice]]]:
+def _blocks(
+    heads: int, states: int, tokens: int, device: torch.device
+) -> Iterator[tuple[slice, list[slice]]]:
     """Heads, and groups of their states, whose factors make blocks of the tree."""
-    width = min(_TREE_MOST, max(TREE_LEAST, TREE_ELEMENTS // tokens))
+    width = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, device) // tokens)
+    width = min(at_a_time(_TREE_MOST, device), width)
     each = evenly(heads, width)
     some = min(states, max(1, width // each))
     for head in range(0, heads, each):

@@ -21,7 +21,7 @@ from ..kernels.arithmetic import Scratch, exponential, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
-from ..kernels.portions import evenly, parts
+from ..kernels.portions import at_a_time, evenly, parts
 from ..kernels.rows import sum_strips
 from ..kernels.vector_decay_backward import vector_decay
 from ..kernels.within_chunk import decayed
@@ -181,8 +181,8 @@ class VectorDecayHeads(ChunkedHeads):
     def _parts(self, stack: int, backwards: bool = False) -> Iterator[slice]:
         """Tokens whose states are held at a time, of so many vectors."""
         batch, tokens, heads, state = self.key.shape
-        size = evenly(tokens, max(1, _STATE_ELEMENTS // (stack * batch * heads * state)))
-        return parts(tokens, size, backwards)
+        most = at_a_time(_STATE_ELEMENTS, self.device) // (stack * batch * heads * state)
+        return parts(tokens, evenly(tokens, max(1, most)), backwards)
 
     # --- its matrices ----------------------------------------------------------------------
 

@@ -13,24 +13,33 @@ from zoo import triton_interpreter
 
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
-from captum_ssm.operators import Operator, SelectiveScan, Shape, ShortConv
-from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
+from captum_ssm.operators import ElementwiseRecurrence, Operator, SelectiveScan, Shape, ShortConv
+from captum_ssm.operators.kernels import fused_fading, fused_scan, fused_taps, gpu
 
-#: What each kernel is made for, and the tensors of coefficients that it reads.
-KERNELS: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {
-    fused_scan: (
-        {"BINARY": fused_scan.BINARY, "SCALED": True, "T": 32, "BLOCK": 4, "STATES": 16},
+BINARY = {"BINARY": fused_scan.BINARY}
+#: What each kernel is made for, its flag, and the tensors that are no values.
+KERNELS: dict[Callable[[], Any], tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    fused_scan.compiled: (
+        {**BINARY, "T": 32, "BLOCK": 4, "STATES": 16},
+        "TRANSPOSED",
         ("dt", "a", "key", "read"),
     ),
-    fused_taps: ({"TAPS": 4, "T": 16, "BLOCK": 64}, ("weight",)),
+    fused_scan.compiled_gradients: (
+        {**BINARY, "T": 16, "BLOCK": 16, "STATES": 16},
+        "BACK",
+        ("dt", "a", "b", "c", "kept", "of_dt", "of_shared"),
+    ),
+    fused_fading.compiled: ({"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
+    fused_taps.compiled: ({"TAPS": 4, "T": 16, "BLOCK": 64}, "TRANSPOSED", ("weight",)),
 }
+NAMES = ["scan", "gradients", "fading", "taps"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("values", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("module", KERNELS)
-def test_it_compiles(module: Any, values: str, transposed: bool) -> None:
+@pytest.mark.parametrize("compiled", KERNELS, ids=NAMES)
+def test_it_compiles(compiled: Callable[[], Any], values: str, turned: bool) -> None:
     """For the oldest and a later generation of GPUs that packages' own kernels are made for."""
     triton = pytest.importorskip("triton")
     if triton_interpreter.is_on():
@@ -39,13 +48,14 @@ def test_it_compiles(module: Any, values: str, transposed: bool) -> None:
     from triton.compiler import ASTSource
 
     wide = values == "fp64"
-    own, coefficients = KERNELS[module]
-    constants = {**own, "TRANSPOSED": transposed, "WIDE": wide}
-    kernel = module.compiled()
+    own, flag, coefficients = KERNELS[compiled]
+    constants = {**own, flag: turned, "WIDE": wide}
+    kernel = compiled()
     names = list(inspect.signature(kernel.fn).parameters)
     kinds = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(coefficients, "*fp64" if wide else "*fp32")
-    kinds |= dict.fromkeys(("x", "out"), f"*{values}")
+    of_values = {"x", "out", "up", "of_x"}.intersection(names)
+    kinds |= dict.fromkeys(of_values, f"*{values}")
     places = {(names.index(name),): value for name, value in constants.items()}
     for generation in (80, 90):
         source = ASTSource(fn=kernel, signature=kinds, constexprs=places)
@@ -62,9 +72,20 @@ def conv() -> ShortConv:
     return ShortConv(torch.randn(3, 1, 4), Shape(2, 40, 3, 1))
 
 
-@pytest.mark.parametrize("make", [lambda: scan(4), conv], ids=["scan", "conv"])
-def test_on_a_device_it_is_one_launch(make: Callable[[], Operator]) -> None:
-    """What is read and written are coefficients and values, and what is computed all the same."""
+def recurrence() -> ElementwiseRecurrence:
+    return ElementwiseRecurrence(torch.rand(2, 40, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "each"),
+    [(lambda: scan(4), 4), (conv, 4), (recurrence, 1)],
+    ids=["scan", "conv", "recurrence"],
+)
+def test_on_a_device_it_is_one_launch(make: Callable[[], Operator], each: int) -> None:
+    """What is read and written are coefficients and values, and what is computed all the same.
+
+    For each state or tap of a number more than one operation.
+    """
     x, here = torch.randn(2, 40, 3, 1), make()
     with StandIn() as device:
         there = copy.copy(here)
@@ -76,8 +97,7 @@ def test_on_a_device_it_is_one_launch(make: Callable[[], Operator]) -> None:
             device.counts = Counts()
             found = getattr(there, way)(given)
             assert device.counts.launches == 1
-            # for each of four states or taps of a number more than one operation
-            assert device.counts.flops >= 4 * x.numel()
+            assert device.counts.flops >= each * x.numel()
             moved = sum(y.nbytes for y in (*here.tensors().values(), x, x))
             assert device.counts.bytes == moved
             torch.testing.assert_close(found.cpu(), getattr(here, way)(x))

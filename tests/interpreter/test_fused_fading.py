@@ -1,0 +1,53 @@
+"""The package's own kernel: the recurrence in one launch is that token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import kernels as naive
+from oracles import relative_error
+from torch import Tensor
+
+from captum_ssm.operators.kernels import fused_fading
+
+#: Examples, tokens and channels; of tokens and channels the last block is not whole.
+SIZES = [(1, 1, 3), (3, 3, 5), (1, 65, 33), (2, 127, 2)]
+
+
+def drawn(size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Decays from all to nothing, and two vectors, laid out as views."""
+    batch, tokens, channels = size
+    decay = torch.rand(batch, channels, tokens).mT.pow(0.2)
+    decay[:, tokens // 2] = 0
+    return decay, torch.randn(2, batch, tokens, 2 * channels)[..., ::2]
+
+
+def by_loop(decay: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """In float64 (S, B, L, H)."""
+    return naive.recurrence(decay.double(), x.double(), transposed)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_recurrences(size: tuple[int, int, int], transposed: bool) -> None:
+    decay, x = drawn(size)
+    found = fused_fading.run(decay, x, transposed=transposed)
+    assert found.dtype == torch.float32
+    assert relative_error(found, by_loop(decay, x, transposed)) <= 1e-6
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_precisions(dtype: torch.dtype, transposed: bool) -> None:
+    """Float64 is kept, and half precision computed in float32: only what comes out is rounded."""
+    decay, x = drawn((1, 17, 3))
+    decay, x = decay.double() if dtype == torch.float64 else decay, x.to(dtype)
+    found = fused_fading.run(decay, x, transposed=transposed)
+    assert found.dtype == dtype
+    bound = {torch.float64: 1e-14, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert relative_error(found.double(), by_loop(decay, x, transposed)) <= bound
+
+
+def test_nothing_is_mapped() -> None:
+    decay, none = torch.rand(1, 3, 2), torch.randn(0, 1, 3, 2)
+    assert fused_fading.run(decay, none, transposed=False).shape == none.shape
