@@ -168,7 +168,7 @@ CALLS: dict[str, Callable[[Model, Tensor], Any]] = {
     "LatimALTI": lambda model, ids: LatimALTI(model).attribute(ids, TARGET),
 }
 #: Those beside f+b that are to take about as long.
-NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen")
+NEAR = ("ImplicitAttentionRollout", "LatimFlow, frozen", "LatimFlow, centred")
 
 
 def counted(model: Model, length: int, calls: tuple[str, ...]) -> dict[str, Row]:

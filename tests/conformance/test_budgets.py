@@ -28,7 +28,10 @@ WAITS = 4
 #: Those of a model whose blocks add two mixers to one stream wait for each, to tell that it is one.
 PARALLEL = ("softmax", "LatimALTI")
 #: Launches for 64 tokens and a layer at most; gradients of coefficients take a scan three times.
-FOR_A_CHUNK = {"LatimFlow, centred": 96}
+FOR_A_CHUNK = {"LatimFlow, centred": 80}
+#: The same of what makes the vectors of all pairs of tokens, of which some queries are taken at a
+#: time.
+OF_PAIRS_FOR_A_CHUNK = 256
 #: Sums of logarithms of many tokens, in which errors would add up.
 IN_DOUBLE = ("RWKV-4",)
 
@@ -104,10 +107,33 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
         assert more <= FOR_A_CHUNK.get(call, 32) * budgets.LAYERS * chunks, call
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["Mamba", "RG-LRU"])
+def test_pairs_of_tokens_take_no_launch_each(family: str) -> None:
+    """Of those, and of tokens, there are four and two times as many."""
+    (call,), lengths = budgets.OF_PAIRS, (128, 256)
+    few, many = (
+        budgets.counted(budgets.FAMILIES[family](budgets.LAYERS), length, (call,))[call]["launches"]
+        for length in lengths
+    )
+    assert many - few <= OF_PAIRS_FOR_A_CHUNK * budgets.LAYERS * (lengths[1] - lengths[0]) / 64
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("call", ["MambaAttribution", "LatimFlow, centred"])
+def test_wide_models_take_no_more_launches(call: str) -> None:
+    """Small parts, which stay in a processor's cache, would each be a few launches."""
+    narrow, wide = (
+        budgets.counted(budgets._mamba(width, 2), 512, (call,))[call]["launches"]
+        for width in (32, 256)
+    )
+    assert wide <= 1.05 * narrow
+
+
 def test_mamba_takes_few_launches() -> None:
     """A layer of those of a deep model, in which what a call takes once counts for little."""
     layers = budgets.LARGE[1]
-    most = {"ImplicitAttentionRollout": 50, "LatimFlow, frozen": 120}
+    most = {"ImplicitAttentionRollout": 50, "LatimFlow, frozen": 120, "LatimFlow, centred": 150}
     for call, launches in most.items():
         assert TABLE["large"][call]["launches"] <= launches * layers, call
 

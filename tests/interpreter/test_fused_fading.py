@@ -8,7 +8,7 @@ from oracles import kernels as naive
 from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm.operators.kernels import fused_fading
+from captum_ssm.operators.kernels import chunks, fused_fading
 
 #: Examples, tokens and channels; of tokens and channels the last block is not whole.
 SIZES = [(1, 1, 3), (3, 3, 5), (1, 65, 33), (2, 127, 2)]
@@ -51,3 +51,20 @@ def test_other_precisions(dtype: torch.dtype, transposed: bool) -> None:
 def test_nothing_is_mapped() -> None:
     decay, none = torch.rand(1, 3, 2), torch.randn(0, 1, 3, 2)
     assert fused_fading.run(decay, none, transposed=False).shape == none.shape
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("carried", [1, 3])
+def test_states_of_chunks(carried: int, backwards: bool, begun: bool) -> None:
+    """They are those that one chunk after the other leaves, whose carries are numbers or vectors.
+
+    Of two examples, two groups, four chunks, three states, two vectors, two heads, four channels.
+    """
+    written = torch.randn(2, 2, 4, 3, 2, 2, 4)
+    carry = torch.rand(2, 2, 4, carried, 1, 2, 1)
+    state = torch.randn(2, 2, 3, 2, 2, 4) if begun else None
+    given = written.clone(), carry, state, backwards
+    found, wanted = chunks._states_together(*given), chunks._states(written, *given[1:])
+    for own, other in zip(found, wanted, strict=True):
+        assert relative_error(own, other) <= 1e-6
