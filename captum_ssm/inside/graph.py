@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,25 +124,14 @@ class Graph:
                 and the target stay. Default: 0.8.
             keep_edges: the share of that of the edges; others become 0. Default: 0.98.
         """
-        for name, value in (("keep", keep), ("keep_edges", keep_edges)):
-            if isinstance(value, bool) or not 0 < value <= 1:
-                raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
-        inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in self.nodes])
-        strength = torch.tensor([node.influence for node in self.nodes], dtype=torch.double)
-        stays = ~inner | _greatest(strength * inner, keep)
-        kept = float((strength * inner * stays).sum() / (strength * inner).sum().clamp_min(1e-30))
-        which = stays.nonzero()[:, 0]
+        check_share("keep", keep)
+        check_share("keep_edges", keep_edges)
+        which, kept = strongest(self.nodes, keep)
         edges = self.edges[which][:, which]
         nodes = tuple(self.nodes[i] for i in which.tolist())
-        told = _told(nodes)
-        weights, through = influences(edges, told)
-        by_edge = weights * (through + _at_target(through))[:, None]
-        stays = _greatest(by_edge.flatten(), keep_edges).view_as(edges)
-        stays |= ~told  # constants are no influence, and stay
-        edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
-        found = {**scores(edges, told, _errors(nodes), _tokens(nodes)), "kept": kept}
         writes = tuple(self.writes[i] for i in which.tolist()) if self.writes else ()
-        return Graph(nodes, edges, self.tokens, found, writes)
+        fewer = Graph(nodes, edges, self.tokens, {"kept": kept}, writes)
+        return with_strongest_edges(fewer, keep_edges)
 
     def path(self, start: int | None = None) -> list[Node]:
         """The nodes on the path that carries most from the tokens to the target, token first.
@@ -183,6 +172,48 @@ class Graph:
 _ENTERED = ("feature", "direction", "whole")
 #: Kinds of nodes that may be pruned.
 _INNER = (*_ENTERED, "error")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise for what is no share that may be kept.
+
+    Args:
+        name: of the option.
+        value: what the user passed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise OptionError(f"{name}={value!r} must be a share: above 0, at most 1.")
+
+
+def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
+    """A graph with only the edges of the greatest influence, and its scores anew.
+
+    Args:
+        graph: it.
+        keep: the share of the edges' influence that is kept; others become 0. Default: 0.98.
+    """
+    edges, told = graph.edges, _told(graph.nodes)
+    weights, through = influences(edges, told)
+    by_edge = weights * (through + _at_target(through))[:, None]
+    stays = _greatest(by_edge.flatten(), keep).view_as(edges)
+    stays |= ~told  # constants are no influence, and stay
+    edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
+    found = scores(edges, told, _errors(graph.nodes), _tokens(graph.nodes))
+    return replace(graph, edges=edges, scores={**graph.scores, **found})
+
+
+def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
+    """Which nodes stay when a graph is pruned (k,), and what share of the influence they have.
+
+    Args:
+        nodes: of the graph.
+        keep: the share of the influence of features and errors that is kept.
+    """
+    inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in nodes])
+    strength = torch.tensor([node.influence for node in nodes], dtype=torch.double) * inner
+    stays = ~inner | _greatest(strength, keep)
+    kept = float((strength * stays).sum() / strength.sum().clamp_min(1e-30))
+    return stays.nonzero()[:, 0], kept
 
 
 def _told(nodes: Sequence[Node]) -> Tensor:

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 
-def influences(edges: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of what enters each node (n, n), and the influence of each on the last one (n,).
+def influences(edges: Tensor, told: Tensor, entered: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Shares of what enters nodes (m, n), and the influence of each node on the last one (n,).
 
     Args:
-        edges: what each node adds to each, (n, n), targets in rows; without cycles.
+        edges: what each node adds to some, (m, n), targets in rows, the last of them the last node;
+            without cycles.
         told: which nodes have influence (n,).
+        entered: the nodes that the rows are of (m,); into all others nothing goes. Default: None,
+            all n.
 
     Example:
         >>> import torch
@@ -34,23 +37,25 @@ def influences(edges: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(row.any()):
             break
         through = through + row
-        row = row @ weights
+        row = (row if entered is None else row[entered]) @ weights
     return weights, through
 
 
-def scores(edges: Tensor, told: Tensor, errors: Tensor, tokens: Tensor) -> dict[str, float]:
+def scores(
+    edges: Tensor, told: Tensor, errors: Tensor, tokens: Tensor, entered: Tensor | None = None
+) -> dict[str, float]:
     """How much of a graph is told apart, not an error.
 
     Args:
-        edges, told: as for :func:`influences`.
+        edges, told, entered: as for :func:`influences`.
         errors: which nodes are errors (n,).
         tokens: which are tokens (n,).
 
     Returns:
         ``completeness`` and ``replacement``, both 0 to 1.
     """
-    weights, through = influences(edges, told)
-    reached = through.clone()
+    weights, through = influences(edges, told, entered)
+    reached = through.clone() if entered is None else through[entered]
     reached[-1] += 1.0
     reached = reached * (weights.sum(1) > 0)
     known = 1 - weights[:, errors].sum(1)

@@ -19,7 +19,7 @@ from ..errors import InputError, OptionError
 from ..linear import Rule, find_site
 from ..tracing import find_model
 from .features import Dictionary, Feature
-from .graph import Graph
+from .graph import Graph, check_share
 from .layer import Layer
 from .parts import Parts
 
@@ -97,6 +97,8 @@ def attribution_graph(
     checks.flags(show_progress=show_progress)
     if checks.count("top", top) is None:
         raise OptionError("top=None must be an integer, at least 1.")
+    if keep is not None:
+        check_share("keep", keep)
     tensor, _ = single_input(inputs)
     if len(tensor) != 1:
         raise InputError(
@@ -110,8 +112,7 @@ def attribution_graph(
     parts = maker.parts(
         tensor, asked, additional_forward_args, taken, rules, start, top, show_progress
     )
-    graph = parts.graph(tokens, tensor)
-    return graph if keep is None else graph.pruned(keep)
+    return parts.graph(tokens, tensor, keep)
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:

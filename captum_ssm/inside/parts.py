@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..linear import Network, Site
 from ..operators.kernels.arithmetic import unseen
 from .features import Readings, of_dictionary, of_directions, tokens_of, whole
-from .graph import Graph, Kind, Node
+from .graph import Graph, Kind, Node, strongest, with_strongest_edges
 from .influence import influences, scores
 
 
@@ -80,12 +80,18 @@ class Parts:
                 self.edges.append(self._row(number, constant, activation))
         return self
 
-    def graph(self, tokens: Sequence[str] | None, inputs: Tensor) -> Graph:
-        """The graph.
+    def graph(
+        self, tokens: Sequence[str] | None, inputs: Tensor, keep: float | None = None
+    ) -> Graph:
+        """The graph, of which edges between nodes that are left out are never held.
+
+        There is an error for each token at each place, and nothing enters errors.
 
         Args:
             tokens: a text for each token that the user gave, or None.
             inputs: what was explained.
+            keep: the share of the influence that is kept, see :meth:`Graph.pruned`. Default: None,
+                all nodes and edges.
         """
         texts, ids = self._texts(tokens, inputs)
         image = inputs.dim() == 4
@@ -102,23 +108,37 @@ class Parts:
         label = "target" if predicted is None else known.get(predicted, str(predicted))
         at = self.target[0] if len(self.target) == 2 else None
         nodes.append(Node("target", "", last, at, predicted, value, 0.0, label))
-        edges = torch.zeros(len(nodes), len(nodes), dtype=self.edges[-1].dtype)
         rows = [i for i, node in enumerate(nodes) if node.kind in ("feature", "direction", "whole")]
-        for row, found in zip([*rows, len(nodes) - 1], self.edges, strict=True):
-            edges[row, :-1] = found
+        entered = torch.tensor([*rows, len(nodes) - 1])
+        found = torch.stack(self.edges)
+        found = torch.cat([found, torch.zeros_like(found[:, :1])], 1)  # the target adds to none
         kinds = [node.kind for node in nodes]
         told, errors, given = (
             torch.tensor([kind in which for kind in kinds])
             for which in (set(kinds) - {"constants"}, {"error"}, {"token"})
         )
-        _, through = influences(edges, told)
+        _, through = influences(found, told, entered)
         counted = [
             replace(node, influence=share)
             for node, share in zip(nodes, through.tolist(), strict=True)
         ]
-        counts = {**scores(edges, told, errors, given), "kept": 1.0}
-        writes = (*([None] * len(texts)), *self._writes(), None, None)
-        return Graph(tuple(counted), edges, tuple(texts), counts, writes)
+        writes = [*([None] * len(texts)), *self._writes(), None, None]
+        which, kept = torch.arange(len(nodes)), 1.0
+        if keep is not None:
+            which, kept = strongest(counted, keep)
+        place = torch.full((len(nodes),), -1)
+        place[which] = torch.arange(len(which))
+        edges, at = found.new_zeros(len(which), len(which)), place[entered]
+        edges[at[at >= 0]] = found[at >= 0][:, which]
+        chosen = which.tolist()
+        graph = Graph(
+            tuple(counted[i] for i in chosen),
+            edges,
+            tuple(texts),
+            {**scores(found, told, errors, given, entered), "kept": kept},
+            tuple(writes[i] for i in chosen),
+        )
+        return graph if keep is None else with_strongest_edges(graph)
 
     def _read(self) -> dict[Site, Tensor]:
         """What each node adds to the target on all paths, from the last place to the first."""

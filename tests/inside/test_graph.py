@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import frozen_network
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.small import VOCABULARY, WIDTH, classifier, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
@@ -311,6 +312,34 @@ def test_pruning_keeps_the_fewest_that_have_the_share(keep):
     ]
     fewer = graph.pruned(keep, keep_edges=0.5)
     assert 0 < int((fewer.edges != 0).sum()) <= int((pruned.edges != 0).sum())
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that is made."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.found = max(self.found, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def test_what_is_pruned_is_never_held():
+    """Of long inputs there are many errors, and edges between all nodes would fill the memory."""
+    model, ids = mamba_lm(), token_ids(1, 300)
+    asked = {"target": (-1, 3), "nodes": BLOCKS, "top": 3}
+    whole = attribution_graph(model, ids, **asked, keep=None)
+    with Largest() as largest:
+        graph = attribution_graph(model, ids, **asked, keep=0.2)
+    assert len(whole.nodes) > 3 * ids.numel()
+    assert largest.found < len(whole.nodes) ** 2 / 3
+    pruned = whole.pruned(0.2)
+    assert graph.nodes == pruned.nodes and graph.scores == pytest.approx(pruned.scores)
+    torch.testing.assert_close(graph.edges, pruned.edges)
+    for own, other in zip(graph.writes, pruned.writes, strict=True):
+        assert (own is None) == (other is None) and (own is None or torch.equal(own, other))
 
 
 # --- interventions -------------------------------------------------------------------------------
