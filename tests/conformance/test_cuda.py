@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import NAMES, OF_TEXTS, call
+from helpers.every_method import INSIDE, NAMES, OF_TEXTS, call
 from oracles import relative_error
 from torch import Tensor
 from zoo import architectures, extreme
@@ -71,6 +71,14 @@ def test_every_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = called(name, moved(case, DEVICE))
         assert name in OF_TEXTS or {tensor.device.type for tensor in found} == {DEVICE}
         assert close(found, called(name, case))
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the centred rule, whose gradients have kernels of their own, and what is no method."""
+    for make in (architectures.mamba, architectures.mamba2, architectures.qwen3_next):
+        case = make(monkeypatch)
+        assert close(called(name, moved(case, DEVICE)), called(name, case))
 
 
 @architectures.every()

@@ -15,8 +15,23 @@ from torch import Tensor, nn
 from zoo import architectures
 from zoo.language import word_tokenizer
 
-from captum_ssm import ImplicitAttention, LatimLogit, LatimNorm, SSMLLMAttribution, compare, report
+from captum_ssm import (
+    EdgeEffects,
+    Edges,
+    ImplicitAttention,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    LayerLatimFlow,
+    SSMLLMAttribution,
+    StateMemory,
+    attribution_graph,
+    compare,
+    knock_out,
+    report,
+)
 from captum_ssm.attr import catalogue
+from captum_ssm.tracing import find_mixers
 from helpers.pages import read_page
 
 #: The model, its input and the target in; what is found out.
@@ -78,6 +93,50 @@ def texts(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
     return [found.seq_attr, found.token_attr]
 
 
+# --- by other rules, on single messages, and inside the model -------------------------------------
+
+
+def roles(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    found = LatimFlow(model).decompose(inputs, target, rule="centred")
+    return [found.tokens, *(found.roles or {}).values()]
+
+
+def effects(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    found = EdgeEffects(model).attribute(inputs, target)
+    return [found.matrix(layer) for layer in range(len(found.layers))]
+
+
+def cut(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    with knock_out(model, Edges(sources=[0], targets=slice(1, None))), torch.no_grad():
+        found = model(inputs)
+    return [getattr(found, "logits", found)]
+
+
+def at_a_layer(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    layer = LayerLatimFlow(model, find_mixers(model)[-1].module)
+    found = layer.attribute(inputs, target, attribute_to_layer_input=True)
+    return [*found] if isinstance(found, tuple) else [found]  # of each of several inputs
+
+
+def memory(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    return [layer.held(-1) for layer in StateMemory(model).of(inputs)]
+
+
+def graph(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
+    nodes = [mixer.name for mixer in find_mixers(model)]
+    return [attribution_graph(model, inputs[:1], target, nodes=nodes, top=4, keep=None).edges]
+
+
+#: By name, what is no method of tokens.
+INSIDE: dict[str, Call] = {
+    "roles": roles,
+    "effects": effects,
+    "cut": cut,
+    "layer": at_a_layer,
+    "memory": memory,
+    "graph": graph,
+}
+
 #: By name, those that take texts alone apart.
 CALLS: dict[str, Call] = {
     "matrices": matrices,
@@ -113,7 +172,7 @@ CASES = [
 
 def call(name: str, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
     """What the method of a name finds, detached and on the CPU."""
-    calls = CALLS | OF_TEXTS
+    calls = CALLS | OF_TEXTS | INSIDE
     if name in calls:
         found = calls[name](model, inputs, target)
     else:
