@@ -27,7 +27,10 @@ FIRST = "recurrences"
 PARTS = {FIRST: "Recurrences alone", "matrices": "Matrix states and attention alone"}
 IN_MODELS = ("Mamba", "Vim-S", "Mamba-2", "RG-LRU", "RWKV-4")
 #: What a user calls, and the length at which the first table compares it.
-CALLS = ("ImplicitAttentionRollout", "MambaAttribution", "LatimFlow", "LatimLogit, projection")
+CALLS = (
+    *("ImplicitAttentionRollout", "MambaAttribution"),
+    *("LatimFlow", "LatimFlow, centred", "LatimLogit, projection"),
+)
 OF_DEEP = ("rollout row, unified", *CALLS)
 LENGTH = 1024
 
@@ -75,7 +78,9 @@ for a page the more there are.
 {long}
 
 A growth exponent is that of a time between the two lengths; errors are against float64, at some
-columns, relative to the greatest entry.
+columns, relative to the greatest entry. What rollout reads of a run is kept while it takes at most
+a quarter of the free memory, as it does at the lesser length; else it is made a second time, which
+adds a quarter to its time.
 
 Where Linux has transparent huge pages, `THP_MEM_ALLOC_ENABLE=1` in the environment lets torch take
 large tensors' memory in few large pages. Measured so, the first method took a seventh less time at
@@ -302,7 +307,7 @@ def draw_calls(table: Sequence[Row], path: Path) -> None:
     figure, axis = new_figure(7.2, 0.34 * len(table) + 1.2)
     for number, call in enumerate(CALLS):
         points = [(row[call], y) for y, row in enumerate(table) if row[call] is not None]
-        style = {"marker": "osD^"[number], "linestyle": "", "color": LINES[number], "label": call}
+        style = {"marker": "osD^v"[number], "linestyle": "", "color": LINES[number], "label": call}
         axis.plot(*zip(*points, strict=True), **style)
     axis.axvline(1, color="0.6", linewidth=0.8)
     axis.set_yticks(range(len(table)), [row["model"] for row in table])
