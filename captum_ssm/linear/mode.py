@@ -96,6 +96,11 @@ class Linearising(TorchFunctionMode):
         return self.rule not in ("frozen", "half")
 
     @property
+    def knows_root(self) -> bool:
+        """Whether the network begins at the explained input, and not at ids of whatever tokens."""
+        return self.root is not None and (self._ids is None or self._found)
+
+    @property
     def tokens(self) -> int:
         """How many ids are explained, L."""
         return 0 if self._ids is None else self._ids.shape[1]
@@ -287,8 +292,8 @@ class Linearising(TorchFunctionMode):
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
 
-        A function that makes up the ids itself never looks up those it was given; then the network
-        begins at the first ids of all.
+        Until they are looked up the network begins at the first ids of all, which may be those of
+        a prompt that the function holds; see :attr:`knows_root`.
         """
         explained = self._ids
         if explained is None:
