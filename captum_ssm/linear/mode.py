@@ -308,11 +308,16 @@ class Linearising(TorchFunctionMode):
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
             self._found, self._table = True, table.data_ptr()
-            if self.start is not None:  # what came before was not the input
-                self.ledger.noted(self.start, self.start.detach())
+            self._begin_anew()
             return self.begin(out)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
+
+    def _begin_anew(self) -> None:
+        """What was looked up before was not the input, but a constant."""
+        if self.root is not None and self.start is not None:
+            self.ledger.noted(self.start, self.start.detach())
+            self.ledger.leaves.append(self.root)
 
     def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns that looks up explained ids, each in any place.
@@ -328,8 +333,7 @@ class Linearising(TorchFunctionMode):
         if not self._found:
             self._found, self._table = True, table.data_ptr()
             self.given = None if is_same else given
-            if self.start is not None:  # what came before was not the input
-                self.ledger.noted(self.start, self.start.detach())
+            self._begin_anew()
             return self.begin(out)
         if self.root is None or table.data_ptr() != self._table:
             return out

@@ -303,7 +303,7 @@ def account(
         entry = _per_example(contribution(gradient, value), len(output))
         biases[where] = biases.get(where, 0) + entry.to(output)
 
-    live = [x for x in wanted if x.requires_grad]
+    live = [x for x in (*wanted, *ledger.leaves) if x.requires_grad]
     with ledger.entries_to(write):
         try:
             found = torch.autograd.grad(output.sum(), live, retain_graph=True, allow_unused=True)
