@@ -35,6 +35,10 @@ class Ledger:
         kept: whether constants stay in the network; masks and plain numbers, such as the one
             added to a variance, always do. Default: True.
 
+    Attributes:
+        leaves: constants that are leaves of the graph themselves: a backward pass has to go on to
+            them, or it does not meet them.
+
     Example:
         >>> import torch
         >>> from captum_ssm.linear import Ledger
@@ -49,6 +53,7 @@ class Ledger:
 
     def __init__(self, where: Callable[[], str], kept: bool = True) -> None:
         self.kept = kept
+        self.leaves: list[Tensor] = []
         self._where = where
         self._entry: Entry | None = None
 

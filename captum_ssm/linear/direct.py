@@ -86,7 +86,7 @@ class DirectPaths(Watcher):
                 return x  # an image, or a mask
             leaf = self.mode.leaf(x)
             self.entries.append(Local(leaf, 0, self._origin(leaf)))
-            return leaf
+            return leaf.clone()  # the model may write to it
 
         changed: Arguments = swap_first(given, cut)[0]
         return changed
@@ -107,7 +107,7 @@ class DirectPaths(Watcher):
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
         self.outputs.append(self.mode.leaf(call.output_tensor))
-        return self.outputs[-1]
+        return self.outputs[-1].clone()  # hooks and the model may write to it
 
     def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
         """Cut what ``part`` returns from its input if anything in it is not linear.
@@ -129,7 +129,7 @@ class DirectPaths(Watcher):
             def keep(x: Tensor) -> Tensor:
                 leaf = self.mode.leaf(x)
                 self.locals.append(Local(leaf, mixers, self._origin(leaf)))
-                return leaf
+                return leaf.clone()
 
             return swap_first(output, keep)[0]
 

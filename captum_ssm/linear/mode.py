@@ -96,6 +96,11 @@ class Linearising(TorchFunctionMode):
         return self.rule not in ("frozen", "half")
 
     @property
+    def knows_root(self) -> bool:
+        """Whether the network begins at the explained input, and not at ids of whatever tokens."""
+        return self.root is not None and (self._ids is None or self._found)
+
+    @property
     def tokens(self) -> int:
         """How many ids are explained, L."""
         return 0 if self._ids is None else self._ids.shape[1]
@@ -287,8 +292,8 @@ class Linearising(TorchFunctionMode):
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
 
-        A function that makes up the ids itself never looks up those it was given; then the network
-        begins at the first ids of all.
+        Until they are looked up the network begins at the first ids of all, which may be those of
+        a prompt that the function holds; see :attr:`knows_root`.
         """
         explained = self._ids
         if explained is None:
@@ -303,11 +308,16 @@ class Linearising(TorchFunctionMode):
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
             self._found, self._table = True, table.data_ptr()
-            if self.start is not None:  # what came before was not the input
-                self.ledger.noted(self.start, self.start.detach())
+            self._begin_anew()
             return self.begin(out)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
+
+    def _begin_anew(self) -> None:
+        """What was looked up before was not the input, but a constant."""
+        if self.root is not None and self.start is not None:
+            self.ledger.noted(self.start, self.start.detach())
+            self.ledger.leaves.append(self.root)
 
     def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns that looks up explained ids, each in any place.
@@ -323,8 +333,7 @@ class Linearising(TorchFunctionMode):
         if not self._found:
             self._found, self._table = True, table.data_ptr()
             self.given = None if is_same else given
-            if self.start is not None:  # what came before was not the input
-                self.ledger.noted(self.start, self.start.detach())
+            self._begin_anew()
             return self.begin(out)
         if self.root is None or table.data_ptr() != self._table:
             return out

@@ -115,7 +115,8 @@ class Network(Watcher):
         """Where the network begins: embeddings (B, L, E), the floating input, or an activation.
 
         Raises:
-            InputError: when token ids were given, and no embedding layer has looked them up.
+            InputError: when token ids were given, and no embedding layer has looked them up, or
+                others of which nothing tells how they follow from these.
             LayerError: when it begins at an activation, and there was none.
         """
         if self.begins is not None:
@@ -126,6 +127,13 @@ class Network(Watcher):
             raise InputError(
                 "No embedding layer of the model looked up the token ids given as inputs, so they "
                 "have no embeddings to attribute to. Pass embeddings (B, L, E) as inputs."
+            )
+        if not self.mode.knows_root:
+            raise InputError(
+                "The token ids that the model looked up are not those given as inputs, and torch's "
+                "functions do not tell how they follow from them, nor which token is which. Does "
+                "forward_func make up ids anew, from a list or by arithmetic? Pass what the model "
+                "reads as inputs, or embeddings (B, L, E)."
             )
         return self.mode.root
 

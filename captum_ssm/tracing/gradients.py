@@ -73,10 +73,9 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
 def in_graph(x: Tensor) -> Tensor:
     """The same values as part of an autograd graph.
 
-    A frozen model on token ids records nothing by itself; a new leaf does not change what is
-    computed.
+    A frozen model on token ids records nothing by itself.
     """
-    return x if x.requires_grad else x.detach().clone().requires_grad_()
+    return x if x.requires_grad else begun(x)
 
 
 def begun(x: Tensor) -> Tensor:

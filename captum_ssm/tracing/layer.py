@@ -122,6 +122,18 @@ class Layer:
         """
         return self._left
 
+    def hook_factor(self, left: Tensor) -> Tensor | None:
+        """What hooks have multiplied the mixer's output with; see :func:`hook_factor`.
+
+        Nothing (0,) where a hook has written to the output, so that none remembers what it was.
+
+        Args:
+            left: what hooks have made of it.
+        """
+        if self._versions != self._versions_of(self.call.hidden_states, self.call.output_tensor):
+            return left.new_empty(0)
+        return hook_factor(self.call.output_tensor, left)
+
     def leave(self, left: Tensor, factor: Tensor | None) -> None:
         """Note what left the mixer.
 
@@ -146,9 +158,9 @@ class Layer:
         if self._factor is not None and not len(self._factor):
             raise InputError(
                 f"Layer {self.name!r}: a forward hook changes what the mixer returns, by more than "
-                "a factor for each token or for each feature, so that it is no longer what its "
-                "operator returns. Use LatimFlow, which explains the hook as well, or leave the "
-                "hook out."
+                "a factor for each token or for each feature, or in place, so that it is no longer "
+                "what its operator returns. Use LatimFlow, which explains the hook as well, let "
+                "the hook return such a factor times what it is given, or leave it out."
             )
         return self._factor
 

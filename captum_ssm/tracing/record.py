@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 
 from ..errors import NoMixerError, NonFiniteError
 from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
-from ..operators.kernels.arithmetic import full_precision, unseen_by
+from ..operators.kernels.arithmetic import full_precision, unseen, unseen_by
 from ..operators.kernels.truths import all_finite, are_noted
 from .find import Mixer, find_mixers, find_model
 from .gradients import begun, in_graph
 from .hooks import detached, hooked, swap_first
-from .layer import Layer, hook_factor
+from .layer import Layer
 from .memory import bytes_of, free_memory
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
@@ -390,6 +391,8 @@ class Recorder(Watcher):
                 stack.enter_context(context)
             record.recorded(layer)
         self._pending.append(layer)
+        if self.follow is not None:  # through the hooks of others, which may move tokens
+            self.follow.declare(first_tensor(call.output), len(record.layers))
 
     def _run_of(self, mixer: Mixer) -> tuple[nn.Module, int] | None:
         """The outermost module around a mixer that was entered, and how often it was."""
@@ -402,6 +405,9 @@ class Recorder(Watcher):
     def left(self, mixer: Mixer, output: Any) -> Any:
         layer, left = self._pending.pop(), in_batch(first_tensor(output))
         graph, is_last = self.graph, mixer is self.last
+        number = self.record.layers.index(layer) + 1
+        followed = first_tensor(output)
+        stays = self.follow is None or _stays(self.follow.origin(followed), number)
         if graph == "tail" and is_last:
             torch.set_grad_enabled(True)  # undone when the trace ends
         joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
@@ -410,13 +416,32 @@ class Recorder(Watcher):
             swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
             output, _ = swap_first(output, swap)
         kept = in_batch(first_tensor(output)) if joins else left.detach()
-        layer.leave(kept, hook_factor(layer.call.output_tensor, left))
+        layer.leave(kept, layer.hook_factor(left))
         if self.follow is not None:
-            number = self.record.layers.index(layer) + 1
-            self.follow.declare(first_tensor(output), number)
+            if stays:
+                self.follow.declare(first_tensor(output), number)
+            elif joins:
+                self.follow.through(first_tensor(output), followed)
             if self.sums is not None:
                 self.sums.left(number)
         return output if joins else None
+
+
+def _stays(origin: Origin | None, number: int) -> bool:
+    """Whether hooks have left a mixer's output, or what is in its place, at the mixer's tokens.
+
+    Args:
+        origin: of what left the mixer; None for what comes from nothing that is followed.
+        number: of the mixer among the sources.
+    """
+    if origin is None or not (origin.blend or origin.sources):
+        return True
+    places = None if origin.blend else origin.tokens(number)
+    if not places:
+        return False
+    own = torch.arange(math.prod(origin.sizes[number]), device="cpu").view(origin.sizes[number])
+    with unseen():
+        return all(p.shape == own.shape and not bool(((p != own) & (p >= 0)).any()) for p in places)
 
 
 #: Parts of blocks that read the token before as well.  The papers count them, as MLPs, among what

@@ -282,6 +282,140 @@ def test_a_hook_that_adds_is_explained_or_refused_by_name(method: Any) -> None:
         method(model).attribute(ids, target=TARGET)
 
 
+FOLLOW = ("LatimFlow", "MambaLRP")
+#: What hooks make of a mixer's output besides scaling it, and the refusal of what folds layers.
+MOVES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "flip": (lambda out: out.flip(1), "in another order of the tokens"),
+    "shift": (lambda out: out.roll(1, 1), "in another order of the tokens"),
+    "centre": (lambda out: out - out.mean(1, keepdim=True), r"mean has mixed .*layers\.\d\.mixer"),
+    "sums": (lambda out: out.cumsum(1), r"cumsum has mixed .*layers\.\d\.mixer"),
+}
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_hook_that_moves_tokens_is_followed_or_refused(
+    method: Any, move: str, where: int
+) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    change, complaint = MOVES[move]
+    model.backbone.layers[where].mixer.register_forward_hook(lambda module, args, out: change(out))
+    if method.__name__ in FOLLOW:
+        found = method(model).decompose(ids, TARGET)
+        torch.testing.assert_close(found.output, model(ids).logits[:, -1, 3])
+        assert found.delta.abs().max() < 1e-5
+        return
+    if method.__name__ == "LatimLogit" and where == 1 and "order" in complaint:
+        # of the last mixer it reads no more than gradients, which pass the hook
+        _, delta = method(model).attribute(ids, target=TARGET, return_convergence_delta=True)
+        assert delta.abs().max() < 1e-5
+        return
+    with pytest.raises(InputError, match=complaint):
+        method(model).attribute(ids, target=TARGET)
+
+
+def test_a_hook_that_drops_some_tokens_is_not_taken_for_one_that_moves_them(method: Any) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    same = copy.deepcopy(model)
+
+    def put_together(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(out[:, :3]), out[:, 3:]], 1)
+
+    def multiplied(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * (torch.arange(out.shape[1]) >= 3)[None, :, None]
+
+    model.backbone.layers[0].mixer.register_forward_hook(put_together)
+    same.backbone.layers[0].mixer.register_forward_hook(multiplied)
+    found, expected = (method(m).attribute(ids, target=TARGET) for m in (model, same))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_hook_that_writes_to_the_output(method: Any) -> None:
+    """Nobody remembers what the mixer had returned."""
+    model, ids = transformers_model("mamba"), tokens()
+    same = copy.deepcopy(model)
+
+    def silenced(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.mul_(0)
+
+    model.backbone.layers[1].mixer.register_forward_hook(silenced)
+    same.backbone.layers[1].mixer.register_forward_hook(zeroed)
+    torch.testing.assert_close(model(ids).logits, same(ids).logits)
+    if method.__name__ in ("LatimALTI", "LatimNorm", "TransformerAttribution"):
+        with pytest.raises(InputError, match=r"layers\.1\.mixer.*in place.*let the hook return"):
+            method(model).attribute(ids, target=TARGET)
+        return
+    found, expected = (method(m).attribute(ids, target=TARGET) for m in (model, same))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- models that write to their tensors --------------------------------------------------------
+
+
+class Written(nn.Module):
+    """A Mamba whose blocks add in place: the stream to the output, or the output to the stream."""
+
+    def __init__(self, onto: str) -> None:
+        super().__init__()
+        self.model, self.onto = transformers_model("mamba"), onto
+
+    def forward(self, ids: Tensor) -> Tensor:
+        backbone = self.model.backbone
+        x = backbone.embeddings(ids).clone()
+        for block in backbone.layers:
+            out = block.mixer(block.norm(x))
+            if self.onto == "output":
+                out += x
+                x = out
+            else:
+                x += out
+        logits: Tensor = self.model.lm_head(backbone.norm_f(x))
+        return logits
+
+
+def test_sums_in_place_are_explained_or_refused_with_the_remedy(method: Any) -> None:
+    ids = tokens()
+    for onto in ("output", "stream"):
+        model = Written(onto).eval()
+        expected = method(model.model).attribute(ids, target=TARGET)
+        try:
+            found = method(model).attribute(ids, target=TARGET)
+        except CaptumSSMError as error:
+            assert method.__name__ not in FOLLOW
+            assert "Use the out-of-place form" in str(error)
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- ids that forward_func makes up --------------------------------------------------------------
+
+#: What a function makes of rows of ids, as lists.
+LISTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "reversed": lambda row: row[::-1],
+    "with a first token": lambda row: [1, *row],
+    "cut": lambda row: row[2:],
+}
+
+
+@pytest.mark.parametrize("change", LISTS)
+def test_ids_made_of_lists_are_refused(method: Any, change: str) -> None:
+    """Nothing tells which of the given tokens each of them is."""
+    model, change_row = transformers_model("mamba"), LISTS[change]
+
+    def forward(ids: Tensor) -> Tensor:
+        found: Tensor = model(torch.tensor([change_row(row) for row in ids.tolist()])).logits
+        return found
+
+    with pytest.raises(InputError, match="make up ids"):
+        method(forward, model).attribute(tokens(), target=TARGET)
+
+
+def test_the_same_ids_made_of_a_list_are_those_given(method: Any) -> None:
+    model, ids = transformers_model("mamba"), tokens()
+    found = method(lambda x: model(torch.tensor(x.tolist())), model).attribute(ids, target=TARGET)
+    torch.testing.assert_close(found, method(model).attribute(ids, target=TARGET))
+
+
 # --- what cannot be explained ------------------------------------------------------------------
 
 
@@ -294,6 +428,19 @@ def test_a_random_model_is_sent_to_eval(method: Any) -> None:
     with pytest.raises(CaptumSSMError, match=r"lora_dropout.*model\.eval\(\)"):
         method(model.train()).attribute(tokens(), target=TARGET)
     method(model.eval()).attribute(tokens(), target=TARGET)
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_examples_that_mix_are_not_blamed_on_functions(name: str) -> None:
+    model = transformers_model("mamba")
+
+    def centred(ids: Tensor) -> Tensor:
+        logits: Tensor = model(ids).logits
+        return logits - logits.mean(0, keepdim=True)
+
+    with pytest.raises(NotLinearError, match=r"examples of the batch mix.*one by one") as refused:
+        getattr(captum_ssm, name)(centred, model).attribute(tokens(), target=TARGET)
+    assert "functions of its own" not in str(refused.value)
 
 
 def test_a_target_at_padding_names_the_remedy(method: Any) -> None:

@@ -90,6 +90,34 @@ def test_virtual_tokens_have_no_place(method: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=19,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return randomise(LlamaForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("make", [llama, lambda: transformers_model("mamba")])
+def test_a_first_token_that_is_looked_up_by_itself(method: Any, make: Callable[[], Any]) -> None:
+    """What the model looks up before the given tokens is a constant, which is met as others are."""
+    model, ids = make(), torch.randint(0, 19, (2, 9))
+    embed, first = model.get_input_embeddings(), torch.full((2, 1), 7)
+
+    def forward(ids: Tensor) -> Tensor:
+        logits: Tensor = model(inputs_embeds=torch.cat([embed(first), embed(ids)], 1)).logits
+        return logits
+
+    found = method(forward, model).attribute(ids, target=TARGET)
+    expected = method(model).attribute(torch.cat([first, ids], 1), target=TARGET)[:, 1:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("more", [0, 2])
 def test_ids_made_up_anew_are_known_by_their_values(method: Any, more: int) -> None:
     model, ids = transformers_model("mamba"), torch.randint(0, 19, (1, 9))

@@ -303,7 +303,7 @@ def account(
         entry = _per_example(contribution(gradient, value), len(output))
         biases[where] = biases.get(where, 0) + entry.to(output)
 
-    live = [x for x in wanted if x.requires_grad]
+    live = [x for x in (*wanted, *ledger.leaves) if x.requires_grad]
     with ledger.entries_to(write):
         try:
             found = torch.autograd.grad(output.sum(), live, retain_graph=True, allow_unused=True)
@@ -416,6 +416,10 @@ def not_reached() -> GradientModeError:
     )
 
 
+#: Where the package's own functions are.
+_OURS = f"{__name__.split('.', 1)[0]}."
+
+
 def not_linear(output: Tensor) -> NotLinearError:
     """The error for a network whose graph is not linear; names functions that may be to blame."""
     found: set[str] = set()
@@ -428,11 +432,14 @@ def not_linear(output: Tensor) -> NotLinearError:
         seen.add(node)
         todo += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.add(type(node).__name__.removesuffix("Backward"))
-    own = sorted(found - {"_LinearMap"})
-    blame = f" It runs functions of its own ({', '.join(own)}), which cannot be seen into." * bool(
-        own
-    )
+            function = node._forward_cls  # type: ignore[attr-defined]
+            if not function.__module__.startswith(_OURS):  # those are linear maps
+                found.add(function.__name__)
+    own, blame = sorted(found), ""
+    if own:
+        blame = f" It runs functions of its own ({', '.join(own)}), which cannot be seen into."
+    elif len(output) > 1:
+        blame = " Do examples of the batch mix, as in x - x.mean(0)? Then explain them one by one."
     return NotLinearError(
         f"The model's output is not the sum of what its inputs and biases contribute.{blame} Run "
         "it with torch's own functions in place of fused kernels, without torch.utils.checkpoint, "

@@ -266,9 +266,18 @@ class Run:
         taken: Taken = {} if shared is None else shared
         wanted = [x for x in tensors if x not in taken]
         if wanted:
-            found = torch.autograd.grad(
-                selected.sum(), wanted, retain_graph=again, allow_unused=True
-            )
+            try:
+                found = torch.autograd.grad(
+                    selected.sum(), wanted, retain_graph=again, allow_unused=True
+                )
+            except RuntimeError as error:
+                if "inplace" not in str(error):
+                    raise
+                raise GradientModeError(
+                    "The model changes a tensor in place that its own backward pass needs, so that "
+                    "it has no gradients. Use the out-of-place form, x = x + y in place of x += y, "
+                    "or a method without them: LatimFlow, LatimALTI, ImplicitAttentionRollout."
+                ) from error
             taken.update(zip(wanted, found, strict=True))
         gradients = [taken[x] for x in tensors]
         for name, gradient in zip(names, gradients, strict=True):
