@@ -78,6 +78,7 @@ class Layer:
         self._is_ordered = False
         self.residual: Tensor | None = None
         self._scale: float | Tensor | None = None
+        self._is_changed = False
         self._holder: Layer | None = None
         self.mixer = mixer
         self.name = mixer.name
@@ -258,7 +259,9 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
-    def join(self, holder: Layer | None, scale: float | Tensor | None) -> None:
+    def join(
+        self, holder: Layer | None, scale: float | Tensor | None, *, is_changed: bool = False
+    ) -> None:
         """Note what the mixer's output was added to.
 
         Args:
@@ -266,8 +269,15 @@ class Layer:
                 is, by its own tokens; None if that was not seen.
             scale: what the output was multiplied with before, a number or one for each feature
                 (E,); None if that is not known.
+            is_changed: whether it was seen to be something else than a multiple of the output, as
+                behind a norm or a gate. Default: False.
         """
-        self._holder, self._scale = holder, scale
+        self._holder, self._scale, self._is_changed = holder, scale, is_changed
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether what joins the residual stream is no multiple of what the mixer returned."""
+        return self._is_changed and self.linear.branch_scale == 1
 
     @property
     def scale(self) -> float | Tensor:
