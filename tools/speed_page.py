@@ -1,6 +1,6 @@
 """Make docs/speed.md and its picture anew, from what the benchmarks have measured.
 
-Usage: python tools/speed_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
+Usage: python -m tools.speed_page RESULTS [DOCS], where RESULTS is the folder that was given as
 ``--out`` to ``python -m benchmarks`` and ``python -m benchmarks.long_context``, and DOCS the one to
 write to; by default that of this checkout.
 """
@@ -115,7 +115,7 @@ python -m benchmarks.long_context --out results
 # needs a few minutes of any machine
 python -m benchmarks.budgets
 # needs what these five have found
-python tools/speed_page.py results
+python -m tools.speed_page results
 ```
 """
 
