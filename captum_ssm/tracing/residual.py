@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..operators.kernels.arithmetic import sum_tensors, unseen
 from ..operators.kernels.truths import are_noted, as_before, holds
 from .layer import Layer, same_memory
+from .offload import brought_in
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
@@ -47,7 +48,8 @@ def residual_stream(
     for name in _OPENING_NORMS:
         norm = getattr(block, name, None)
         if norm is not None:
-            stream = norm(stream)
+            with brought_in(block):
+                stream = norm(stream)
     return stream
 
 
