@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -209,15 +210,16 @@ def size_of(x: Tensor) -> int:
 
 
 def place() -> str:
-    """Where the code stands that runs now, that of torch and of what counts aside."""
+    """Where the code stands that runs now, that of torch, of modes and of what counts aside."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_aside(frame.f_code):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _is_ours(path: str) -> bool:
-    return path in _OURS or path.startswith(_TORCH)
+def _is_aside(code: CodeType) -> bool:
+    path = code.co_filename
+    return code.co_name == "__torch_function__" or path in _OURS or path.startswith(_TORCH)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

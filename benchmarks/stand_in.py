@@ -3,7 +3,8 @@
 Tensors lie in a processor's memory, and those that were sent to the device answer that they are
 on ``cuda:0``, so that code takes the paths that it takes on a GPU.  Operations on tensors of the
 device and of the host are refused as CUDA refuses them.  A tensor is where its storage is, which
-views, detached copies and what autograd has saved share.
+views, detached copies and what autograd has saved share.  What is sent to ``cuda:1`` is on another
+such device, which is counted with the first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
 NAME = "cuda:0"
+#: The number of the host among devices, as of ``Tensor.get_device``.
+_HOST = -1
 #: Functions that make tensors on a device that is named to them.
 _MAKING = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
@@ -77,10 +80,10 @@ class StandIn(TorchDispatchMode):
         self.copied = 0
         self._watched: set[int] = set()
         self._copies: list[tuple[StorageWeakRef, int]] = []
-        self._there: dict[int, StorageWeakRef] = {}
+        self._there: dict[int, tuple[int, StorageWeakRef]] = {}
         self._most = 1024
         self._adrift: dict[int, StorageWeakRef] = {}
-        self._making: bool | None = None
+        self._making: int | None = None
         self._in_kernel = False
         self._undo = contextlib.ExitStack()
 
@@ -102,16 +105,23 @@ class StandIn(TorchDispatchMode):
         return not self._in_kernel and self._is_there(x)
 
     def _is_there(self, x: Tensor) -> bool:
-        return x.layout == torch.strided and x.untyped_storage()._cdata in self._there
+        return self._number(x) != _HOST
 
-    def _put(self, x: Tensor) -> Tensor:
+    def _number(self, x: Tensor) -> int:
+        """Of the device on which a tensor lies; -1 of the host."""
+        if x.layout != torch.strided:
+            return _HOST
+        found = self._there.get(x.untyped_storage()._cdata)
+        return _HOST if found is None else found[0]
+
+    def _put(self, x: Tensor, number: int) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata in self._there:
             return x
         # a weak reference, for as long as it is held, keeps the address from another storage
-        self._there[storage._cdata] = StorageWeakRef(storage)
+        self._there[storage._cdata] = number, StorageWeakRef(storage)
         if len(self._there) > self._most:
-            self._there = {k: ref for k, ref in self._there.items() if not ref.expired()}
+            self._there = {k: at for k, at in self._there.items() if not at[1].expired()}
             self._adrift = {k: ref for k, ref in self._adrift.items() if not ref.expired()}
             self._most = 2 * len(self._there) + 1024
         return x
@@ -120,19 +130,19 @@ class StandIn(TorchDispatchMode):
         """Whether torch itself made a tensor, from nothing: autograd makes its zeros so."""
         return x.layout == torch.strided and x.untyped_storage()._cdata in self._adrift
 
-    def _fetched(self, x: Tensor) -> bool:
-        """Whether it did so for one of the device."""
-        found = self._is_adrift(x)
-        if found:
-            self._put(x)
-            self.counts.launched((), (x,))
-        return found
+    def _fetched(self, x: Tensor, number: int) -> int:
+        """The number of a device for which it did so, else that of the host."""
+        if not self._is_adrift(x):
+            return _HOST
+        self._put(x, number)
+        self.counts.launched((), (x,))
+        return number
 
     def watch(self, model: nn.Module) -> None:
         """Let copies of a model's weights, in whatever precision, be counted in :attr:`copied`.
 
         Args:
-            model: on the device.
+            model: on the device, or on the host, of which what is brought to the device counts.
         """
         self._watched = {x.untyped_storage()._cdata for x in model.parameters()}
 
@@ -162,23 +172,27 @@ class StandIn(TorchDispatchMode):
                 self.counts.flops += arithmetic(func, args, kwargs, out)
             return self._marked(out, args, kwargs)
         given = tensors_in((args, kwargs))
-        there = [self._is_there(x) for x in given]
-        if not any(there):
+        numbers = [self._number(x) for x in given]
+        first = next((n for n in numbers if n != _HOST), _HOST)
+        if first == _HOST:
+            is_made = self._making not in (None, _HOST)
             out = func(*args, **kwargs)
             for x in tensors_in(out):
-                if self._making:
-                    self._put(x)
+                if is_made:
+                    self._put(x, self._making)
                 elif self._making is None and all(map(self._is_adrift, given)):
                     self._adrift[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
-            if self._making and self.counted:
+            if is_made and self.counted:
                 self.counts.add(func, args, kwargs, out, given)
             return out
-        there = [known or self._fetched(x) for x, known in zip(given, there, strict=True)]
-        if not all(there):
-            self._require_one(func, given, there)
+        pairs = zip(given, numbers, strict=True)
+        numbers = [self._fetched(x, first) if n == _HOST else n for x, n in pairs]
+        if set(numbers) != {first}:
+            self._require_one(func, given, numbers)
+        there = [n != _HOST for n in numbers]
         out = func(*args, **kwargs)
         for x in tensors_in(out):
-            self._put(x)
+            self._put(x, first)
         if not self.counted:
             return out
         self.counts.add(func, args, kwargs, out, given)
@@ -189,25 +203,30 @@ class StandIn(TorchDispatchMode):
         return out
 
     def _marked(self, out: Any, args: Any, kwargs: Any) -> Any:
-        """What is made inside a kernel of tensors of the device is there as well."""
-        if any(map(self._is_there, tensors_in((args, kwargs)))):
+        """What is made inside a kernel of tensors of a device is there as well."""
+        numbers = (self._number(x) for x in tensors_in((args, kwargs)))
+        number = next((n for n in numbers if n != _HOST), _HOST)
+        if number != _HOST:
             for x in tensors_in(out):
-                self._put(x)
+                self._put(x, number)
         return out
 
-    def _require_one(self, func: Any, given: list[Tensor], there: list[bool]) -> None:
-        """Raise for tensors of both devices, but for what CUDA takes: numbers, and places."""
+    def _require_one(self, func: Any, given: list[Tensor], numbers: list[int]) -> None:
+        """Raise for tensors of several devices, but for what CUDA takes: numbers, and places."""
         name = func._overloadpacket.__name__
-        if name == "copy_" or (name in _BETWEEN and there[0]):
+        if name == "copy_":
             return
-        elsewhere = [x for x, is_there in zip(given, there, strict=True) if not is_there]
+        devices = {n for n in numbers if n != _HOST}
+        elsewhere = [x for x, n in zip(given, numbers, strict=True) if n == _HOST]
         takes_numbers = name == "fill_" or torch.Tag.pointwise in func.tags
-        if takes_numbers and all(x.dim() == 0 for x in elsewhere):
+        takes_numbers = takes_numbers and all(x.dim() == 0 for x in elsewhere)
+        if len(devices) == 1 and (takes_numbers or (name in _BETWEEN and numbers[0] != _HOST)):
             return
         sizes = [tuple(x.shape) for x in elsewhere]
+        where = " and ".join([*(f"cuda:{n}" for n in sorted(devices)), *(["cpu"] if sizes else [])])
         message = (
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{NAME} and cpu: {func} with {sizes} on the host at {place()}"
+            f"{where}: {func} with {sizes} on the host at {place()}"
         )
         self.mixed.append(message)
         raise MixedDevicesError(message)
@@ -264,7 +283,7 @@ class StandIn(TorchDispatchMode):
         self._set(Tensor, "device", _Property(self._device))
         self._set(Tensor, "is_cuda", _Property(lambda x: self.holds(x)))
         self._set(Tensor, "is_cpu", _Property(lambda x: not self.holds(x)))
-        self._set(Tensor, "get_device", lambda x: 0 if self.holds(x) else -1)
+        self._set(Tensor, "get_device", lambda x: self._number(x) if self.holds(x) else _HOST)
         self._set(Tensor, "to", lambda x, *args, **kwargs: self._to(x, *args, **kwargs))
         self._set(Tensor, "cpu", lambda x, **_: self._to(x, "cpu"))
         self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, NAME))
@@ -281,6 +300,9 @@ class StandIn(TorchDispatchMode):
         self._set(fused_scan, "pulled", self.kernel(_pulled))
         self._set(fused_fading, "run", self.kernel(_faded))
         self._set(fused_taps, "run", self.kernel(_convolved))
+        self._set(torch, "autocast", self._autocast(torch.autocast))
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            self._set(torch, name, self._on_host(getattr(torch, name)))
         self._set(torch.cuda, "mem_get_info", lambda device=None: (2**36, 2**37))
         self._set(torch.cuda, "default_stream", lambda device=None: None)
         for context in ("device", "stream"):
@@ -297,7 +319,7 @@ class StandIn(TorchDispatchMode):
             self._undo.callback(delattr, holder, name)
 
     def _device(self, x: Tensor) -> torch.device:
-        return torch.device(NAME) if self.holds(x) else _plain_device(x)
+        return torch.device("cuda", self._number(x)) if self.holds(x) else _plain_device(x)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.to`` in all its forms, of which only the device is ours."""
@@ -313,38 +335,44 @@ class StandIn(TorchDispatchMode):
             dtype = given.pop(0) if given else kwargs.pop("dtype", None)
         if dtype is not None:
             kwargs["dtype"] = dtype
-        now = self.holds(x)
-        sent = now if wanted is None else torch.device(wanted).type == "cuda"
+        if wanted is not None and torch.device(wanted).type not in ("cpu", "cuda"):
+            return _built_in.to(x, wanted, **kwargs)  # as to meta
+        now = self._number(x) if self.holds(x) else _HOST
+        sent = now if wanted is None else _number_of(wanted)
         kwargs.update(zip(("non_blocking", "copy"), given, strict=False))
         if sent == now:
             return _built_in.to(x, **kwargs)
-        if now:
+        if sent == _HOST:
             self.counts.synchronised(aten._to_copy.default, place())
-        else:
+        elif now == _HOST:
             self.counts.uploads += 1
+        elif torch.is_grad_enabled() and x.requires_grad:
+            out: Tensor = _Sent.apply(self, x, sent)  # type: ignore[no-untyped-call]
+            return _built_in.to(out, **kwargs)
         with self.inside_kernel():  # so that the copy is not a launch
             kwargs["copy"] = True
             out = _built_in.to(x, **kwargs)
-        if sent:
-            return self._put(out)
-        self._there.pop(out.untyped_storage()._cdata, None)
-        return out
+        self._there.pop(out.untyped_storage()._cdata, None)  # where it was made
+        if sent == _HOST:
+            return out
+        self._note_copy([x], out)
+        return self._put(out, sent)
 
     def _made(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             before = self._making
             if device is None:
-                self._making = before or False
+                self._making = _HOST if before is None else before
                 try:
                     out = make(*args, **kwargs)
                 finally:
                     self._making = before
                 if name == "new_tensor" and self.holds(args[0]):
                     self.counts.uploads += 1
-                    self._put(out)
+                    self._put(out, self._number(args[0]))
                 return out
-            there = torch.device(device).type == "cuda"
+            there = _number_of(device)
             kwargs["device"] = "cpu"
             given = args[0] if args else kwargs.get("data")
             if name in _READING and isinstance(given, Tensor):
@@ -354,8 +382,8 @@ class StandIn(TorchDispatchMode):
                 out = make(*args, **kwargs)
             finally:
                 self._making = before
-            if there:
-                self._put(out)
+            if there != _HOST:
+                self._put(out, there)
                 self.counts.uploads += name in _READING
             else:
                 self._there.pop(out.untyped_storage()._cdata, None)
@@ -363,9 +391,23 @@ class StandIn(TorchDispatchMode):
 
         return made
 
+    def _autocast(self, autocast: Callable[..., Any]) -> Callable[..., Any]:
+        """Autocast of the device is that of the host, by which its operations are computed."""
+
+        def of_host(device_type: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+            if device_type == "cuda":
+                dtype = dtype or torch.float16
+            return autocast("cpu" if device_type == "cuda" else device_type, dtype, **kwargs)
+
+        return of_host
+
+    def _on_host(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda device="cuda": ask("cpu" if device == "cuda" else device)
+
     def _read(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def told(x: Tensor) -> Any:
-            if self.holds(x):
+            # where modes of functions are on, they are told first, and call this again
+            if self.holds(x) and not torch.overrides.has_torch_function((x,)):
                 self.counts.synchronised(aten._local_scalar_dense.default, place())
             return read(x)
 
@@ -378,6 +420,12 @@ class StandIn(TorchDispatchMode):
             return function(x, *args, **kwargs)
 
         return refused
+
+
+def _number_of(device: Any) -> int:
+    """Of a device of this kind; -1 of another."""
+    named = torch.device(device)
+    return (named.index or 0) if named.type == "cuda" else _HOST
 
 
 def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
@@ -446,6 +494,19 @@ class _Property(property):
     """A property that says its name, as torch's own do."""
 
     __name__: str
+
+
+class _Sent(torch.autograd.Function):
+    """From one device to another, and the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, device: StandIn, x: Tensor, number: int) -> Tensor:
+        ctx.device, ctx.number = device, device._number(x)
+        return device._to(x.detach(), f"cuda:{number}")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, ctx.device._to(gradients[0], f"cuda:{ctx.number}"), None
 
 
 class _Kernel(torch.autograd.Function):

@@ -180,7 +180,8 @@ class Network(Watcher):
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self._inside, mixer)
-            out = through(self._took(linearize(mixer, call), mixer, call), self.mode, inside)
+            linear = self._took(linearize(mixer, call, running=True), mixer, call)
+            out = through(linear, self.mode, inside)
         if self.verify is not False:
             self._verify(mixer, call, out)
         if self.keeps_steps and self.mode.is_live(out):
@@ -250,7 +251,8 @@ class Network(Watcher):
         real = call.output_tensor
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
         with torch.no_grad(), unseen(), full_precision(real.device):
-            found = out if self.mode.ledger.kept else linearize(mixer, call).output()
+            made = functools.partial(linearize, running=True)
+            found = out if self.mode.ledger.kept else made(mixer, call).output()
             errors = output_errors(found, real)
             error = errors.strict if self.verify is True else errors.numbers
             if accepted(error, limit):
@@ -259,7 +261,7 @@ class Network(Watcher):
             overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
             if overflowed:  # it is the model's output that will be refused
                 return
-            if self.verify is True and rounding_explains(mixer, call, found, linearize):
+            if self.verify is True and rounding_explains(mixer, call, found, made):
                 return
         require_same(mixer.name, mixer.architecture, error, limit)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
+from ..operators.kernels.arithmetic import full_precision
 from ..operators.readings.coefficients import (
     Back,
     Gradients,
@@ -228,7 +229,8 @@ class _Averaged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         outer: _Outer = ctx.outer
         x, out = ctx.saved_tensors
-        of_values, of_sources = outer.followed(x, gradient)
+        with full_precision(x.device):  # whatever the caller's autocast, as in the forward pass
+            of_values, of_sources = outer.followed(x, gradient)
         if outer.labels.label is not None:  # the account is of all paths
             return None, of_values, *of_sources
         batch = len(out)

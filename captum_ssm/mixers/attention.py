@@ -32,7 +32,7 @@ from ..operators.kernels.arithmetic import unseen
 from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, padding_mask, run, working_dtype
-from .parts.softmax import softmax_attention
+from .parts.softmax import seen_pairs, softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
 _NOTING = "captum_ssm"
@@ -256,7 +256,7 @@ def _end_to_end(module: Any, noted: list[_Noted], tokens: int) -> _Noted:
         query=apart([each.query for each in noted]),
         key=apart([each.key for each in noted]),
         value=apart([each.value for each in noted]),
-        mask=None if bool(real.all()) else real[:, None, None],
+        mask=None if len(set(sizes)) == 1 else real[:, None, None],
         end_to_end=True,
     )
 
@@ -367,18 +367,19 @@ def _pairs(module: Any, noted: _Noted) -> Tensor | None:
         raise UnsupportedMixerError(
             f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)}."
         )
-    position = torch.arange(tokens, device=noted.query.device)
-    distance = position[:, None] - position
-    pairs = torch.ones_like(distance, dtype=torch.bool)
-    if noted.causal:
-        pairs = distance >= 0
-    if noted.window is not None and "flash" in implementation:
-        pairs = pairs & (distance.abs() < noted.window)
-    if mask is not None:
+    window = noted.window if "flash" in implementation else None
+    device, causal = noted.query.device, noted.causal
+    pairs = seen_pairs(tokens, device, causal=causal, window=window)
+    if mask is None:
+        return pairs
+
+    def masked() -> Tensor | None:
         keep = mask.bool()[:, None]
-        pairs = pairs & keep[..., None] & keep[..., None, :]
-    pairs = pairs.expand(1, 1, -1, -1) if pairs.dim() == 2 else pairs
-    return None if bool(pairs.all()) else pairs
+        real = keep[..., None] & keep[..., None, :]
+        found = real if pairs is None else pairs & real
+        return None if bool(found.all()) else found
+
+    return read_once(("pairs of tokens", device, causal, window), masked, of=mask)
 
 
 def _prepared(name: str, submodule: Any, dtype: torch.dtype) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..operators import Chain, Shape, ShortConv
 from .base import Call, LinearMixer
 from .parts.common import as_heads, frozen, run, working_dtype
-from .parts.softmax import softmax_attention
+from .parts.softmax import seen_pairs, softmax_attention
 
 
 def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
@@ -46,10 +46,7 @@ def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
     if module.rotary_emb_dim > 0:
         query, key = (_rotated(x, module) for x in (query, key))
     values = as_heads(value, module.num_heads_kv).repeat_interleave(groups, 2)
-    mask = None
-    if module.causal:
-        tokens = values.shape[1]
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=values.device).tril()[None, None]
+    mask = seen_pairs(values.shape[1], values.device) if module.causal else None
     query, key = query.transpose(1, 2), key.repeat_interleave(groups, 2).transpose(1, 2)
     scale = head**-0.5 if module.softmax_scale is None else module.softmax_scale
     core, _ = softmax_attention(query, key, values, scale, mask)

@@ -46,7 +46,7 @@ from .parts.common import (
     run,
     working_dtype,
 )
-from .parts.softmax import softmax_attention
+from .parts.softmax import seen_pairs, softmax_attention
 
 
 def mambapy_block(module: Any, call: Call) -> LinearMixer:
@@ -110,8 +110,7 @@ def mambapy_attention(module: Any, call: Call) -> LinearMixer:
         as_heads(run(projection, hidden), fewer).repeat_interleave(heads // fewer, 2)
         for projection in (module.k_proj, module.v_proj)
     )
-    tokens = hidden.shape[1]
-    causal = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=hidden.device).tril()
+    causal = seen_pairs(hidden.shape[1], hidden.device)
     scaling = module.head_dim**-0.5
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     core, mask = softmax_attention(query, key, values, scaling, causal)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..operators import Chain, Diagonal, LongConv, Operator, Shape, ShortConv, Sum
 from .base import Call, LinearMixer
 from .parts.common import as_heads, frozen, run, working_dtype
-from .parts.softmax import softmax_attention
+from .parts.softmax import seen_pairs, softmax_attention
 
 #: Taps of a filter that is applied one by one; longer ones take fewer operations by transforms.
 _FEW = 16
@@ -52,11 +51,9 @@ def attention(module: Any, call: Call) -> LinearMixer:
     hidden = call.hidden_states
     hidden = hidden.to(working_dtype(module, hidden))
     query, key, values = module.parts(run(module.Wqkv, hidden))
-    tokens, width = hidden.shape[1], values.shape[-1]
-    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=hidden.device).tril()
-    operator, _ = softmax_attention(
-        query.transpose(1, 2), key.transpose(1, 2), values, width**-0.5, mask[None, None]
-    )
+    query, key, width = query.transpose(1, 2), key.transpose(1, 2), values.shape[-1]
+    mask = seen_pairs(hidden.shape[1], hidden.device)
+    operator, _ = softmax_attention(query, key, values, width**-0.5, mask)
 
     def project(y: Tensor) -> Tensor:
         return run(module.out_proj, y.flatten(2))

@@ -17,7 +17,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
 from .base import Call, LinearMixer
 from .parts.common import as_heads, run, working_dtype
-from .parts.softmax import softmax_attention
+from .parts.softmax import seen_pairs, softmax_attention
 
 
 def timm_attention(module: Any, call: Call) -> LinearMixer:
@@ -37,7 +37,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
     )
     mask = call.argument("attn_mask", 1)
     if call.argument("is_causal", 2):
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=hidden.device).tril()
+        mask = seen_pairs(tokens, hidden.device)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     operator, keep = softmax_attention(query, key, values, module.scale, mask)

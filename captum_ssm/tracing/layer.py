@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -90,9 +91,10 @@ class Layer:
         self._factor: Tensor | None = None
         self.stream = stream
         self.tolerance = tolerance_for(self.output, mixer.module)
-        self._weights = list(mixer.module.parameters())
         self._versions = self._versions_of(self.call.hidden_states, self.output)
-        self._versions_of_weights = self._versions_of(*self._weights)
+        # not held: they may have been brought in for the time of the call
+        weights = [x for x in mixer.module.parameters() if not x.is_inference()]
+        self._weights = [(weakref.ref(x), x._version) for x in weights]
 
     @staticmethod
     def _versions_of(*tensors: Tensor) -> list[int]:
@@ -104,7 +106,8 @@ class Layer:
         Raises:
             InputError: when one was; the record of the call is void.
         """
-        if self._versions_of_weights != self._versions_of(*self._weights):
+        weights = ((find(), version) for find, version in self._weights)
+        if any(x is not None and x._version != version for x, version in weights):
             raise InputError(
                 f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
                 "so the record of it is void. Read the record before the change, or run again."

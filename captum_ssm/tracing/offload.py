@@ -33,17 +33,23 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
         running: whether what is around the mixer is running, with its weights loaded; then they are
             in reach until it ends. Default: False.
     """
-    hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
-    outer = set(mixer.around) if running else set()
-    with _loaded([m for m in hooked if m not in outer], mixer.module, call) as moved:
+    hooked = _hooked(mixer, running)
+    with _loaded(hooked, mixer.module, call) as moved:
         _refuse_missing(mixer)
         linear = linear_form(mixer, moved)
-    return linear if running else _loading(mixer, call, linear)
+    return _loading(hooked, mixer, call, linear)
 
 
-def _loading(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
+def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
+    """The modules that hooks bring weights in for, those aside that are loaded because they run."""
+    around = () if running else reversed(mixer.around)
+    return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m)]
+
+
+def _loading(
+    hooked: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
+) -> LinearMixer:
     """The linear mixer whose projection brings its weights in, where they are elsewhere."""
-    hooked = [m for m in (*reversed(mixer.around), *mixer.module.modules()) if _is_hooked(m)]
     if not hooked:
         return linear
 
@@ -52,6 +58,19 @@ def _loading(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
             return linear.project(y)
 
     return replace(linear, project=project)
+
+
+@contextmanager
+def brought_in(module: nn.Module) -> Iterator[None]:
+    """A context in which a module's weights are in reach, which is not running.
+
+    Args:
+        module: the module; what is loaded is what its own hook brings in.
+    """
+    with ExitStack() as stack:
+        if _is_hooked(module):
+            _load(module, stack)
+        yield
 
 
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
@@ -65,8 +84,9 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
         call: its recorded call.
         linear: what :func:`linearize` returned while it was running.
     """
-    if any(map(_is_hooked, (*mixer.around, *mixer.module.modules()))):
-        return _loading(mixer, call, linear)
+    hooked = _hooked(mixer)
+    if hooked:
+        return _loading(hooked, mixer, call, linear)
     shape = tuple(linear.operator.shape)
     projection = replace(projection_of(linear), check=partial(check_operator, mixer, shape))
     return replace(linear, project=projection)
@@ -109,7 +129,7 @@ def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterat
     The hooks are off meanwhile: run for a submodule, one would take its weights away again.
     """
     with ExitStack() as stack:
-        for module in hooked:
+        for module in filter(_is_hooked, hooked):  # none of them twice
             if module is mixer:
                 args, kwargs = _load(module, stack, *call.args, **call.kwargs)
                 call = replace(call, args=args, kwargs=kwargs)

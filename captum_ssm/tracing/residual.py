@@ -7,7 +7,7 @@ that was.  Else it is taken for what entered the block that holds the mixer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import sum_tensors, unseen
+from ..operators.kernels.truths import are_noted, as_before, holds
 from .layer import Layer, same_memory
+from .offload import brought_in
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
@@ -46,7 +48,8 @@ def residual_stream(
     for name in _OPENING_NORMS:
         norm = getattr(block, name, None)
         if norm is not None:
-            stream = norm(stream)
+            with brought_in(block):
+                stream = norm(stream)
     return stream
 
 
@@ -199,8 +202,15 @@ class Sums:
         if skips != {0} or _sources(origin) != places.keys():
             return None
         outputs = [_gathered(self._layers[n - 1].output, place) for n, place in places.items()]
-        found = _multiple(mine, torch.stack(outputs).sum(0))
+        # the sums of mixers of one kind are alike in all blocks
+        each = ((self._layers[n - 1].mixer.module, self._sums_of(n)) for n in sorted(places))
+        kinds = tuple((type(module), count) for module, count in each)
+        found = _multiple(mine, sum_tensors(x.to(mine.device) for x in outputs), kinds)
         return None if found is None else weight * found
+
+    def _sums_of(self, number: int) -> int:
+        """How many sums the output of a mixer was seen in."""
+        return len(self._found.get(number, ()))
 
     def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
         """A term of a sum without the outputs in it that no mixer has read yet, and these."""
@@ -209,16 +219,18 @@ class Sums:
             return x, frozenset()
         if self._keep:
             for number, place in places.items():
-                x = x - _skip(origin, number) * _gathered(self._layers[number - 1].output, place)
+                other = _gathered(self._layers[number - 1].output, place).to(x.device)
+                x = x - _skip(origin, number) * other
         return x, frozenset(places)
 
 
 def _stream(found: Sequence[_Sum]) -> _Sum | None:
     """The residual stream among what an output was added to; None if that is not clear."""
     known = [s for s in found if s.is_stream]
-    streams = [s for s in found if s in known or any(_alike(s.other, k.other) for k in known)]
+    streams = [s for s in found if s in known or any(_is_same(s.other, k.other) for k in known)]
     if len(streams) > 1:
-        return replace(streams[-1], other=torch.stack([s.other for s in streams]).sum(0))
+        last = streams[-1]
+        return replace(last, other=sum_tensors(s.other.to(last.other.device) for s in streams))
     streams = streams or [*found]
     return streams[0] if len(streams) == 1 else None
 
@@ -244,18 +256,36 @@ def _gathered(x: Tensor, places: Tensor) -> Tensor:
     return x.detach()[torch.arange(len(x), device=x.device)[:, None], places]
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same but for the rounding of a sum."""
-    if x.shape != y.shape or not x.numel():
+def _is_same(other: Tensor, stream: Tensor) -> bool:
+    """Whether what an output was added to is the stream, told by its numbers.
+
+    Else it is what another part of the block returned, as on a device it is taken to be.
+    """
+    if other.shape != stream.shape or not other.numel():
         return False
-    return bool((x - y).abs().max() <= 8 * torch.finfo(x.dtype).eps * x.abs().max())
+    return not holds(~_alike(other, stream.to(other.device)))
 
 
-def _multiple(x: Tensor, of: Tensor) -> float | Tensor | None:
-    """What a tensor (B, L, E) was multiplied with to give ``x``: a number, or one by feature."""
+def _alike(x: Tensor, y: Tensor) -> Tensor:
+    """Whether two tensors are the same but for the rounding of a sum."""
+    return (x - y).abs().max() <= 8 * torch.finfo(x.dtype).eps * x.abs().max()
+
+
+def _multiple(x: Tensor, of: Tensor, about: Hashable) -> float | Tensor | None:
+    """What a tensor (B, L, E) was multiplied with to give ``x``: a number, or one by feature.
+
+    Args:
+        x: the product.
+        of: the tensor.
+        about: what is the same where on a device the same kind of factor is expected.
+    """
+    if x.shape != of.shape or not x.numel():
+        return None
     products, squares = (x * of).sum((0, 1)), of.square().sum((0, 1))  # (E,)
     number = products.sum() / squares.sum().clamp_min(torch.finfo(of.dtype).tiny)
-    if _alike(x, number * of):
-        return float(number)
     features = products / squares.where(squares > 0, 1)
-    return features if _alike(x, features * of) else None
+    alike = [_alike(x, factor * of) for factor in (number, features)]
+    by_number, by_feature = as_before(("multiple", about), alike)
+    if by_number:
+        return number if are_noted(number) else float(number)
+    return features if by_feature else None

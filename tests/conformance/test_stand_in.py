@@ -12,13 +12,15 @@ import torch
 from helpers.every_method import INSIDE, METHODS, call
 from oracles import relative_error
 from torch import Tensor
-from zoo import architectures
+from torch.overrides import BaseTorchFunctionMode
+from zoo import architectures, networks
 from zoo.adapters import ADAPTERS
 
 from benchmarks.counts import Counts
 from benchmarks.stand_in import MixedDevicesError, StandIn
-from captum_ssm import LatimFlow
+from captum_ssm import LatimALTI, LatimFlow, LatimLogit, MambaAttribution
 from captum_ssm.operators import SelectiveScan
+from captum_ssm.operators.kernels import truths
 
 #: The page of a report is text, and ``compare`` calls the methods one by one.
 NAMES = [*(method.__name__ for method in METHODS), "matrices", "norms", *INSIDE]
@@ -53,6 +55,17 @@ def found_or_refused(name: str, case: architectures.Case) -> list[Tensor] | str:
         return type(refused).__name__
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether what calls have noted held, one after the other; else they were made twice."""
+    found: list[bool] = []
+    all_hold = truths._all_hold
+    monkeypatch.setattr(
+        truths, "_all_hold", lambda noted: found.append(all_hold(noted)) or found[-1]
+    )
+    return found
+
+
 def same(found: list[Tensor] | str, wanted: list[Tensor] | str) -> bool:
     if isinstance(found, str) or isinstance(wanted, str):
         return found == wanted
@@ -62,9 +75,15 @@ def same(found: list[Tensor] | str, wanted: list[Tensor] | str) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("case", ADAPTERS, indirect=True)
 def test_every_method_on_every_kind_of_mixer(
-    case: architectures.Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    case: architectures.Case,
+    held: list[bool],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It finds the same, no operation has met tensors of both devices, and results are there."""
+    """It finds the same, no operation has met tensors of both devices, and results are there.
+
+    No call is made twice but those that are refused, for all that is noted holds.
+    """
     key = request.node.callspec.params["case"]
     wanted = {name: found_or_refused(name, case) for name in NAMES}
     if key in TOLD:
@@ -74,11 +93,61 @@ def test_every_method_on_every_kind_of_mixer(
     with StandIn(counted=False) as device:
         there = moved(case)
         for name in NAMES:
+            held.clear()
             found = found_or_refused(name, there)
+            assert isinstance(found, str) or all(held), name
             assert not device.mixed, (name, device.mixed)
             assert same(found, wanted[name]), (name, found, wanted[name])
             is_there = isinstance(found, str) or {x.is_cuda for x in found} <= {name not in ON_HOST}
             assert is_there, name
+
+
+QUESTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "tokens in rising order": lambda method, ids: method.attribute_each(ids, [(2, 3), (6, 3)]),
+    "an early token": lambda method, ids: method.attribute(ids, (1, 3)),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit, MambaAttribution])
+@pytest.mark.parametrize("make", [architectures.mamba, networks.NETWORKS["gpt_neox"]])
+def test_no_question_is_answered_twice(
+    make: architectures.Make,
+    method: Any,
+    question: str,
+    held: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make(monkeypatch)
+    wanted = QUESTIONS[question](method(case.model), case.inputs)
+    held.clear()
+    with StandIn():
+        there = moved(case)
+        found = QUESTIONS[question](method(there.model), there.inputs)
+        assert same([found], [wanted])
+    assert held == [True]
+
+
+class Returning(torch.nn.Module):
+    """Returns what it is given, by a function after which it counts for something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x) - torch.relu(-x)
+
+
+def test_a_part_that_returns_the_stream_is_found(
+    held: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device it is taken for another; that this does not hold is seen at the end."""
+    case = networks.NETWORKS["gpt_neox"](monkeypatch)
+    for layer in case.model.gpt_neox.layers:
+        layer.post_attention_layernorm, layer.mlp = torch.nn.Identity(), Returning()
+    wanted = LatimALTI(case.model).attribute(case.inputs, (-1, 3))
+    held.clear()
+    with StandIn():
+        there = moved(case)
+        assert same([LatimALTI(there.model).attribute(there.inputs, (-1, 3))], [wanted])
+    assert held == [False]
 
 
 def tell_of_cuda(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +237,23 @@ def test_tensors_are_where_they_were_sent() -> None:
     assert torch.arange(2).device.type == "cpu"
 
 
+def test_two_devices() -> None:
+    with StandIn() as device:
+        x = torch.ones(2).to("cuda:0").requires_grad_()
+        y = x.to("cuda:1")
+        assert (y.device, y.get_device(), y.is_cuda) == (torch.device("cuda:1"), 1, True)
+        assert torch.zeros_like(y).device == torch.ones(2, device="cuda:1").device == y.device
+        with pytest.raises(MixedDevicesError, match=r"cuda:0 and cuda:1: aten\.mul"):
+            x * y
+        with pytest.raises(MixedDevicesError, match=r"cuda:1 and cpu: aten\.mul"):
+            y * torch.ones(2)
+        (gradient,) = torch.autograd.grad((y * y).sum(), x)
+        assert gradient.device == x.device and gradient.tolist() == [2.0, 2.0]
+        x.detach().copy_(y.detach() + 1)
+        assert x.tolist() == [2.0, 2.0]
+    assert len(device.mixed) == 2
+
+
 @pytest.mark.parametrize(
     ("operation", "launches", "waits"),
     [
@@ -190,6 +276,16 @@ def test_what_is_counted(operation: Callable[[Tensor], Any], launches: int, wait
         device.counts = Counts()
         operation(x)
     assert (device.counts.launches, device.counts.synchronisations) == (launches, waits)
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.item, Tensor.cpu])
+def test_a_wait_under_a_mode_is_one_and_the_callers(read: Callable[[Tensor], Any]) -> None:
+    with StandIn() as device, BaseTorchFunctionMode():
+        x = torch.ones((), device="cuda")
+        device.counts = Counts()
+        read(x)
+    (place,) = device.counts.waits
+    assert "test_stand_in.py" in place
 
 
 def test_bytes_and_arithmetic() -> None:

@@ -25,8 +25,12 @@ from zoo.attention import (
     note_probabilities,
 )
 
+from benchmarks.counts import Counts
+from benchmarks.stand_in import StandIn
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
+from captum_ssm.mixers.parts.softmax import seen_pairs, softmax_attention
+from captum_ssm.operators.kernels.truths import read_together
 from captum_ssm.tracing import Layer, find_mixers, repaired_scans
 
 transformers = pytest.importorskip("transformers")
@@ -274,6 +278,42 @@ def test_flash_attention(family: str, padded: bool, monkeypatch: pytest.MonkeyPa
         assert (layer.linear.mask is not None) == padded
         if mask is not None:
             assert torch.equal(layer.linear.mask, mask.bool())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 5])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_pairs_seen_without_a_mask(tokens: int, window: int | None, causal: bool) -> None:
+    found = seen_pairs(tokens, torch.device("cpu"), causal=causal, window=window)
+    wanted = [
+        [(j <= i or not causal) and (window is None or abs(i - j) < window) for j in range(tokens)]
+        for i in range(tokens)
+    ]
+    every = all(map(all, wanted))
+    assert (found is None) == every
+    assert found is None or found.tolist() == [[wanted]]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_nothing_is_read_of_pairs_seen_without_a_mask(window: int | None) -> None:
+    query, key, values = torch.randn(3, 1, 2, 4, 4)
+
+    def attend(x: Tensor) -> list[Tensor]:
+        found = []
+        for _ in range(2):
+            pairs = seen_pairs(4, x.device, window=window)
+            operator, mask = softmax_attention(x, key.to(x), values.to(x), 0.5, pairs)
+            assert mask is None
+            found.append(operator.dense(None))
+        return found
+
+    wanted = attend(query)[0]
+    with StandIn() as device:
+        x = query.to("cuda")
+        device.counts = Counts()
+        found = read_together(lambda: attend(x))
+        assert not device.counts.synchronisations
+        assert all(relative_error(y.cpu(), wanted) <= FLOAT32 for y in found)
 
 
 def test_flex_attention_mask() -> None:

@@ -16,6 +16,8 @@ from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (
     Ratio,
     all_finite,
+    as_before,
+    ask_anew,
     at_most,
     finite_together,
     holds,
@@ -141,6 +143,19 @@ def test_what_is_read_once_is_known_until_the_call_ends(device: StandIn) -> None
     assert len(asked) == 7
 
 
+@pytest.mark.parametrize("then", [[True, False], [True, True], [False, True]])
+def test_what_is_as_before_is_not_read_again(device: StandIn, then: list[bool]) -> None:
+    first, second = torch.tensor([[True, False], then], device="cuda")
+
+    def call() -> list[list[bool]]:
+        return [as_before("it", list(x.unbind())) for x in (first, second)]
+
+    device.counts = Counts()
+    assert read_together(call) == [[True, False], then] == call()
+    was_read = 2 if then == [True, False] else 4  # for both once more
+    assert device.counts.synchronisations == was_read + 2
+
+
 def weights(*tokens: int) -> Tensor:
     return torch.zeros(2, 6, device="cuda").index_fill(1, torch.tensor(tokens, device="cuda"), 1)
 
@@ -151,6 +166,26 @@ def test_tokens_that_look_back_are_looked_for_twice(device: StandIn) -> None:
     found = read_together(lambda: [reached(row) for row in rows])
     assert found == [range(3, 4), range(1, 4), range(4), range(4)]
     assert device.counts.synchronisations == 3
+
+
+def test_what_was_asked_may_be_reached_again(device: StandIn) -> None:
+    """A mixer that lets nothing through to its own token does not say that none does."""
+    rows = [weights(3), weights(1), weights(0, 3)]
+    device.counts = Counts()
+    found = read_together(lambda: [reached(row) for row in rows])
+    assert found == [range(3, 4), range(1, 2), range(4)]
+    assert device.counts.synchronisations == 3
+
+
+def test_another_question_may_be_asked_of_later_tokens(device: StandIn) -> None:
+    def ask() -> list[range]:
+        found = [reached(row) for row in (weights(1), weights(0, 1))]
+        ask_anew()
+        return found + [reached(row) for row in (weights(4), weights(3, 4), weights(0, 4))]
+
+    device.counts = Counts()
+    assert read_together(ask)[2:] == [range(4, 5), range(3, 5), range(5)]
+    assert device.counts.synchronisations == 5
 
 
 def test_tokens_that_look_ahead_may_reach_all(device: StandIn) -> None:

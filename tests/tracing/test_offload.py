@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from zoo.architectures import TRANSFORMERS, ZOO, Case, every, explain
 from zoo.mamba import transformers_model
 
-from captum_ssm import register_mixer, trace
+from captum_ssm import (
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    MambaAttribution,
+    register_mixer,
+    trace,
+)
 from captum_ssm.errors import AdapterError, WeightsError
 from captum_ssm.tracing import find_mixers, repaired_scans
 
@@ -71,6 +78,18 @@ def test_offloaded_by_blocks(case: Case) -> None:
     held = Held(model)
     assert all(p.is_meta for mixer in find_mixers(model) for p in mixer.module.parameters())
     assert expected.difference(explain(model, case)) <= SAME
+    held.check()
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimALTI, LatimLogit])
+@pytest.mark.parametrize("case", ["rwkv", "recurrent_gemma", "gpt_neox"], indirect=True)
+def test_blocks_that_go_on_after_their_mixer(case: Case, method: Any) -> None:
+    """Their weights stay until they end, and norms that they begin with have theirs."""
+    expected = method(case.model).attribute(case.inputs, (-1, 3))
+    model = offloaded(case.model, preload_module_classes=blocks(case.model))
+    held = Held(model)
+    found = method(model).attribute(case.inputs, (-1, 3))
+    assert oracles.relative_error(found, expected) <= SAME
     held.check()
 
 
@@ -153,6 +172,17 @@ def test_half_precision_copies_one_projection_at_a_time() -> None:
     for layer, matrices in zip(t.layers, wanted, strict=True):
         assert layer.reconstruction_error() <= 8e-2
         assert oracles.relative_error(layer.operator.dense(None), matrices) <= SAME
+
+
+@pytest.mark.parametrize("method", [LatimFlow, LatimALTI, MambaAttribution])
+def test_half_precision_copies_no_whole_model(method: Any) -> None:
+    """Neither do methods, which hold operators to their modules while these run."""
+    model, tokens = transformers_model("mamba").bfloat16(), ids()
+    expected = method(model).attribute(tokens, (-1, 3))
+    weights = Weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    accelerate.cpu_offload(model, execution_device=CPU, state_dict=weights)
+    found = method(model).attribute(tokens, (-1, 3))
+    assert oracles.relative_error(found, expected) <= SAME
 
 
 def test_several_hooks_on_a_module() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...errors import GradientModeError, InputError
 from ...linear import DirectPaths, Site, direct_paths
 from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.truths import ask_anew
 from ...tracing import (
     Graph,
     Layer,
@@ -216,6 +217,7 @@ class Run:
         """
         kept: dict[Layer, Tensor] = {}
         for first in range(len(questions)):
+            ask_anew()
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:

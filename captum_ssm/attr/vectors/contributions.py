@@ -100,21 +100,24 @@ class Contributions:
         at_rest = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
         return self._scale * self._linear.project(at_rest)
 
-    def toward(self, direction: Tensor) -> Tensor:
+    def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
         """Sum over queries i of <T_i(x_j), direction_i>, without a single vector: (..., B, L).
 
         Args:
             direction: (..., B, L, E).
+            within: queries with all that are asked among them, where a device need not be asked.
+                Default: None, that is not known.
         """
         direction = direction.to(self.weight)
         size = direction.shape[:-1]
         before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
-        asked = direction.ne(0).any(-1)  # few queries, as a rule
+        # few queries are asked, as a rule
         if are_noted(direction):
-            some = reached(asked)
+            some = reached(direction.ne(0).any(-1)) if within is None else within
             part = slice(some.start, some.stop)
             before[..., part, :] = direction[..., part, :] @ self.weight.T
         else:
+            asked = direction.ne(0).any(-1)
             before[asked] = direction[asked] @ self.weight.T
         before = before.view(*size, *self.shape[2:])
         found = self.paths[0].toward(before)

@@ -149,17 +149,22 @@ def _read_positions(positions: Positions) -> Tensor:
     return index.long()
 
 
-def weighted_rows(weights: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+def weighted_rows(
+    weights: Tensor, rows: Callable[[Tensor], Tensor], within: range | None = None
+) -> Tensor:
     """Rows ``weights`` (..., B, L) times a map of which ``rows`` gives any rows, a few at a time.
 
     Args:
         weights: the rows; the map's rows of zero weight are not asked for.
         rows: query positions (B, Q) to rows (B, Q, L).
+        within: rows with all of weight among them, where a device need not be asked. Default: None,
+            that is not known.
     """
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
     if are_noted(weights):  # on the host, where it is known which tokens they are
-        asked = torch.tensor(reached(weights), dtype=torch.long, device="cpu")
+        some = reached(weights) if within is None else within
+        asked = torch.tensor(some, dtype=torch.long, device="cpu")
     else:
         asked = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
     for tokens in torch.split(asked, at_a_time(_ROWS, weights.device, _ROWS_LAUNCHED)):

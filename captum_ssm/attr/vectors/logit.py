@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...linear import Local
-from ...operators.kernels.truths import are_noted, may_hold_any
+from ...operators.kernels.truths import are_noted, may_hold_any, reached
 from ...tracing import Layer
 from ..engine.decompose import account
 from ..engine.fold import shown, stages
@@ -24,8 +24,13 @@ from .shares import AltiShares, ProjectionShares
 class TokenShares(Protocol):
     """How the tokens behind a stage are made of those before it."""
 
-    def rmatvec(self, row: Tensor) -> Tensor:
-        """Rows (..., B, L) times the mixing, whose rows sum to 1."""
+    def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
+        """Rows (..., B, L) times the mixing, whose rows sum to 1.
+
+        Args:
+            row: the rows.
+            within: tokens with all that are not 0 among them. Default: None, that is not known.
+        """
 
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
@@ -108,8 +113,9 @@ def contributions_to(
     rows = like.new_zeros(len(asked), count, *like.shape)
     # parts within tokens, by the last layer that they have read; the latest last
     pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
+    within = _directly_reached(layers, asked) if are_noted(like) else None
 
-    is_zero = True  # as long as nothing has entered the rows
+    is_zero = is_unmixed = True  # as long as nothing has entered the rows, and come through a stage
 
     def enter_locals(layers_read: int) -> None:
         nonlocal is_zero
@@ -117,33 +123,49 @@ def contributions_to(
             _, part = pending.pop()
             is_zero = False
             for row, direct in zip(rows, asked, strict=True):
-                row[apart + part if by_layer else 0] += direct.locals[part]
+                row[apart + part if by_layer else 0] += direct.locals[part].to(row.device)
 
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1], description or "", description is not None):
             first = layers.index(stage[0])
+            rows = rows.to(stage[-1].values)  # of a model on several devices, where the layers are
             enter_locals(first + 1)
             if not is_zero and may_hold_any(rows):
-                rows = make(stage, run, activation).rmatvec(rows.to(stage[-1].values))
+                mixing = make(stage, run, activation)
+                rows = mixing.rmatvec(rows, within if is_unmixed else None)
             for i, layer in enumerate(stage, first):
-                rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i)
-                is_zero = False
+                rows[:, i if by_layer else 0] += _of_layer(layer, activation, asked, i, within)
+                is_zero = is_unmixed = False
         enter_locals(0)
+    rows = rows.to(like.device)
     return [
         LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
         for row, direct in zip(rows, asked, strict=True)
     ]
 
 
-def _of_layer(layer: Layer, activation: str, asked: Sequence[_Direct], at: int) -> Tensor:
+def _directly_reached(layers: Sequence[Layer], asked: Sequence[_Direct]) -> range:
+    """The tokens at which the direct paths pass what mixers and parts within tokens return."""
+    some = [x.ne(0) for direct in asked for x in direct.locals]
+    some += [
+        layer.in_order(toward).ne(0).any(-1)
+        for direct in asked
+        for layer, toward in zip(layers, direct.toward, strict=True)
+    ]
+    return reached(torch.stack([x.to(some[0].device) for x in some]))
+
+
+def _of_layer(
+    layer: Layer, activation: str, asked: Sequence[_Direct], at: int, within: range | None
+) -> Tensor:
     """What each token adds to each question through one layer, (T, B, L); notes its constants."""
     shares = Contributions(layer, activation, hooks=False)  # the direct path passes the hooks
     constant = shares.constant()
     found = []
     for direct in asked:
         direction = layer.in_order(direct.toward[at]).to(shares.weight)
-        found.append(shares.toward(direction))
-        added = (direction * constant).flatten(1).sum(1)
+        found.append(shares.toward(direction, within))
+        added = (direction * constant).flatten(1).sum(1).to(direct.output.device)
         direct.biases[layer.name] = direct.biases.get(layer.name, 0) + added
     return torch.stack(found)
 
@@ -184,9 +206,10 @@ def _direct(run: Run, question: Question) -> _Direct:
     )
     toward, given = gradients[: len(layers)], gradients[len(layers) :]
     added = [_by_token(run, part, gradient) for part, gradient in zip(parts, given, strict=True)]
-    locals_ = added[: len(paths.locals)]
-    embedding = sum(added[len(paths.locals) :], torch.zeros_like(paths.outputs[0][..., 0]))
-    return _Direct(toward, locals_, embedding, biases, question.selected.detach())
+    locals_, output = added[: len(paths.locals)], question.selected.detach()
+    embedding = torch.zeros_like(paths.outputs[0][..., 0], device=output.device)
+    embedding = sum((x.to(output.device) for x in added[len(paths.locals) :]), embedding)
+    return _Direct(toward, locals_, embedding, biases, output)
 
 
 def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:

@@ -102,9 +102,9 @@ class AltiShares:
         batch, tokens = self._output.shape[:2]
         return self.rows(torch.arange(tokens, device="cpu").expand(batch, -1))
 
-    def rmatvec(self, row: Tensor) -> Tensor:
+    def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Rows (..., B, L) times the mixing, of which no more than some rows exist at once."""
-        return weighted_rows(row, self.rows)
+        return weighted_rows(row, self.rows, within)
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
@@ -181,10 +181,10 @@ class ProjectionShares:
         kept = (stream * self._direction).sum(-1)
         self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
 
-    def rmatvec(self, row: Tensor) -> Tensor:
+    def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Rows (..., B, L) times the mixing."""
         direction = row[..., None] * self._direction
-        mixed = torch.stack([part.toward(direction) for part in self._parts]).sum(0)
+        mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
         for feeder in reversed(self._before):
             mixed = feeder.rmatvec(mixed)
         return mixed + row * self._kept

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run
-from ..parts.softmax import softmax_attention
+from ..parts.softmax import seen_pairs, softmax_attention
 from .common import entering, rotated
 
 
@@ -27,14 +25,16 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
         q, k = run(module.q_norm, q), run(module.k_norm, k)
     q, k = (rotated(module.rotary, None, x) for x in (q, k))
     k, v = (x.repeat_interleave(module.num_kv_groups, 2) for x in (k, v))
-    real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-    real = real if mask is None else mask
-    position = real.cumsum(1)
-    distance = position[:, :, None] - position[:, None]  # (B, L, L)
-    pairs = (distance >= 0) & real[:, :, None] & real[:, None]
-    if module.window_size is not None:
-        pairs &= distance < module.window_size
+    if mask is None:
+        pairs = seen_pairs(hidden.shape[1], hidden.device, window=module.window_size)
+    else:
+        position = mask.cumsum(1)
+        distance = position[:, :, None] - position[:, None]  # (B, L, L)
+        pairs = (distance >= 0) & mask[:, :, None] & mask[:, None]
+        if module.window_size is not None:
+            pairs &= distance < module.window_size
+        pairs = pairs[:, None]
     operator, read = softmax_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v, module.head_dim**-0.5, pairs[:, None]
+        q.transpose(1, 2), k.transpose(1, 2), v, module.head_dim**-0.5, pairs
     )
     return LinearMixer(v, operator, lambda y: run(module.o_proj, y.flatten(2)), read)

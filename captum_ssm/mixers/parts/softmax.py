@@ -82,6 +82,37 @@ def softmax_attention(
     return core, None if all_read else read
 
 
+def seen_pairs(
+    tokens: int, device: torch.device, *, causal: bool = True, window: int | None = None
+) -> Tensor | None:
+    """Which pairs of a query and a key attention takes in by itself, without a mask.
+
+    All mixers of a call on a device are given one tensor, of which nothing has to be read to know
+    that each token sees itself.
+
+    Args:
+        tokens: how many there are, L.
+        device: of the result.
+        causal: whether queries see no later keys. Default: True.
+        window: keys nearer than this are seen. Default: None, all are.
+
+    Returns:
+        A boolean (1, 1, L, L), or None if every pair is seen.
+    """
+    if (not causal or tokens == 1) and (window is None or window >= tokens):
+        return None
+
+    def make() -> Tensor:
+        pairs = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+        pairs = pairs.tril() if causal else pairs
+        pairs = pairs if window is None else pairs.tril(window - 1).triu(1 - window)
+        return pairs[None, None]
+
+    pairs = read_once(("seen", tokens, device, causal, window), make)
+    read_once("pairs", lambda: [False, True], of=pairs)
+    return pairs
+
+
 def _read(*truths: Tensor) -> list[bool]:
     """Several truths, by one wait for a device."""
     found: list[bool] = torch.stack(truths).tolist()

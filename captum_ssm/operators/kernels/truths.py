@@ -9,7 +9,7 @@ at once: what is raised, or done instead, is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -123,12 +123,28 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
     return found
 
 
+def as_before(about: Hashable, truths: Sequence[Tensor]) -> list[bool]:
+    """Several truths, which on a device are taken to be what they were when first asked in a call.
+
+    Args:
+        about: what they are about.
+        truths: one truth value each.
+    """
+    found: list[bool]
+    if not are_noted(truths[0]):
+        return torch.stack(list(truths)).tolist()
+    found = read_once(about, lambda: torch.stack(list(truths)).tolist())
+    for truth, is_true in zip(truths, found, strict=True):
+        holds(truth if is_true else ~truth)
+    return found
+
+
 def reached(weights: Tensor) -> range:
     """From the first to the last token of weights (..., L) other than 0, or a range around them.
 
-    On a device tokens are looked for twice in a call.  If the second time no later ones were
-    reached, as where tokens look back alone, no later ones are taken to be reached any more; else
-    all may be.
+    On a device tokens are looked for twice for a question, the second time after mixers have mixed
+    what was asked.  If none later than at first were reached then, as where tokens look back alone,
+    none are taken to be reached any more; else all may be.
 
     Args:
         weights: what is asked of each token.
@@ -146,8 +162,15 @@ def reached(weights: Tensor) -> range:
     first, last = ends
     if last > first:
         return range(tokens)
-    holds(~given[last:].any())
-    return range(last)
+    holds(~given[first:].any())
+    return range(first)
+
+
+def ask_anew() -> None:
+    """Let tokens that are reached be looked for again, as for another question of the same call."""
+    known = _known.get({})
+    for about in [x for x in known if isinstance(x, tuple) and x[0] == "reached"]:
+        del known[about]
 
 
 def at_most(number: Tensor, limit: float) -> bool:
