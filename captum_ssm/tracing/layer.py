@@ -16,6 +16,7 @@ from ..mixers.base import Call, LinearMixer
 from ..mixers.parts.token_map import TokenMap
 from ..operators import Chain, Operator, Permute
 from ..operators.kernels.arithmetic import full_precision
+from ..operators.kernels.truths import are_noted, holds
 from .find import Mixer
 from .projection import Projection, scaled_output
 from .verification import Errors, relative_error, require_same, tolerance_for
@@ -344,7 +345,7 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
         token, nor by one that keeps or drops each feature.
     """
     returned, left = returned.detach(), left.detach()
-    if same_memory(returned, left) or torch.equal(returned, left):
+    if same_memory(returned, left) or _is_copy(returned, left):
         return None
     if not bool(returned.isfinite().all()):  # the operator will be refused
         return None
@@ -356,6 +357,13 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
             if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
                 return found
     return returned.new_empty(0)
+
+
+def _is_copy(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same; on a device they are taken to, and that is read later."""
+    if x.shape != y.shape:
+        return False
+    return holds((x == y).all()) if are_noted(x) else torch.equal(x, y)
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
