@@ -1,10 +1,11 @@
 """A device that stands in for a GPU where there is none, on which every operation is counted.
 
 Tensors lie in a processor's memory, and those that were sent to the device answer that they are
-on ``cuda:0``, so that code takes the paths that it takes on a GPU.  Operations on tensors of the
-device and of the host are refused as CUDA refuses them.  A tensor is where its storage is, which
-views, detached copies and what autograd has saved share.  What is sent to ``cuda:1`` is on another
-such device, which is counted with the first.
+on ``cuda:0``, so that code takes the paths that it takes on a GPU; or on ``mps:0``, where what
+Apple's MPS has no operator or number of is refused.  Operations on tensors of the device and of the
+host are refused as CUDA refuses them.  A tensor is where its storage is, which views, detached
+copies and what autograd has saved share.  What is sent to ``cuda:1`` is on another such device,
+which is counted with the first.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import mps
 from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
 from captum_ssm.operators.kernels import fused_fading, fused_scan, fused_taps, gpu
 from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
-NAME = "cuda:0"
 #: The number of the host among devices, as of ``Tensor.get_device``.
 _HOST = -1
 #: Functions that make tensors on a device that is named to them.
@@ -55,10 +57,14 @@ class StandIn(TorchDispatchMode):
 
     Args:
         counted: whether operations are counted, which takes a third of the time. Default: True.
+        kind: of the device, ``"cuda"`` or ``"mps"``, which has no fused kernels. Default:
+            ``"cuda"``.
 
     Attributes:
+        name: of the device.
         counts: of what has run there since they were last replaced.
         mixed: the operations refused, for code that goes on after an error.
+        lacking: what MPS was asked for and does not have, likewise.
         copied: the most bytes of copies of watched weights that there were at a time.
 
     Example:
@@ -72,11 +78,13 @@ class StandIn(TorchDispatchMode):
         (2, 1)
     """
 
-    def __init__(self, counted: bool = True) -> None:
+    def __init__(self, counted: bool = True, kind: str = "cuda") -> None:
         super().__init__()
         self.counted = counted
+        self.kind, self.name = kind, f"{kind}:0"
         self.counts = Counts()
         self.mixed: list[str] = []
+        self.lacking: list[str] = []
         self.copied = 0
         self._watched: set[int] = set()
         self._copies: list[tuple[StorageWeakRef, int]] = []
@@ -118,6 +126,9 @@ class StandIn(TorchDispatchMode):
         storage = x.untyped_storage()
         if storage._cdata in self._there:
             return x
+        if self.kind == "mps" and x.dtype in mps.WITHOUT:
+            self.lacking.append(f"{x.dtype} at {place()}")
+            raise TypeError(f"Cannot convert a MPS Tensor to {self.lacking[-1]}")
         # a weak reference, for as long as it is held, keeps the address from another storage
         self._there[storage._cdata] = number, StorageWeakRef(storage)
         if len(self._there) > self._most:
@@ -165,7 +176,8 @@ class StandIn(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kind_of(func).is_view:  # which lies where its argument does
-            return func(*args, **kwargs)
+            looked_up = self.kind == "mps" and any(map(self._is_there, tensors_in(args)))
+            return self._run(func, args, kwargs, looked_up)
         if self._in_kernel:
             out = func(*args, **kwargs)
             if self.counted:
@@ -176,7 +188,7 @@ class StandIn(TorchDispatchMode):
         first = next((n for n in numbers if n != _HOST), _HOST)
         if first == _HOST:
             is_made = self._making not in (None, _HOST)
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs, is_made)
             for x in tensors_in(out):
                 if is_made:
                     self._put(x, self._making)
@@ -190,7 +202,7 @@ class StandIn(TorchDispatchMode):
         if set(numbers) != {first}:
             self._require_one(func, given, numbers)
         there = [n != _HOST for n in numbers]
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs, True)
         for x in tensors_in(out):
             self._put(x, first)
         if not self.counted:
@@ -201,6 +213,16 @@ class StandIn(TorchDispatchMode):
         if func._overloadpacket in (aten.copy_, aten.index, aten.index_put_) and not all(there):
             self._between(func, given, there)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, there: bool) -> Any:
+        """What an operation returns, if the device has it where it is to run there."""
+        if not there or self.kind != "mps":
+            return func(*args, **kwargs)
+        try:
+            return mps.run(func, args, kwargs)
+        except mps.LackingOperatorError as error:
+            self.lacking.append(str(error))
+            raise
 
     def _marked(self, out: Any, args: Any, kwargs: Any) -> Any:
         """What is made inside a kernel of tensors of a device is there as well."""
@@ -223,7 +245,9 @@ class StandIn(TorchDispatchMode):
         if len(devices) == 1 and (takes_numbers or (name in _BETWEEN and numbers[0] != _HOST)):
             return
         sizes = [tuple(x.shape) for x in elsewhere]
-        where = " and ".join([*(f"cuda:{n}" for n in sorted(devices)), *(["cpu"] if sizes else [])])
+        where = " and ".join(
+            [*(f"{self.kind}:{n}" for n in sorted(devices)), *(["cpu"] if sizes else [])]
+        )
         message = (
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{where}: {func} with {sizes} on the host at {place()}"
@@ -281,12 +305,11 @@ class StandIn(TorchDispatchMode):
         at none would then see a processor.
         """
         self._set(Tensor, "device", _Property(self._device))
-        self._set(Tensor, "is_cuda", _Property(lambda x: self.holds(x)))
+        self._set(Tensor, f"is_{self.kind}", _Property(lambda x: self.holds(x)))
         self._set(Tensor, "is_cpu", _Property(lambda x: not self.holds(x)))
         self._set(Tensor, "get_device", lambda x: self._number(x) if self.holds(x) else _HOST)
         self._set(Tensor, "to", lambda x, *args, **kwargs: self._to(x, *args, **kwargs))
         self._set(Tensor, "cpu", lambda x, **_: self._to(x, "cpu"))
-        self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, NAME))
         self._set(Tensor, "tolist", self._read(_built_in.tolist))
         self._set(Tensor, "numpy", self._refused(Tensor.numpy))
         self._set(Tensor, "__array__", self._refused(Tensor.__array__))
@@ -294,6 +317,10 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
+        if self.kind == "mps":  # whose attention is no processor's
+            self._undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+            return
+        self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, self.name))
         self._set(gpu, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(fused_scan, "kept", self.kernel(_kept))
@@ -318,8 +345,13 @@ class StandIn(TorchDispatchMode):
         else:
             self._undo.callback(delattr, holder, name)
 
+    def _number_of(self, device: Any) -> int:
+        """Of a device of this kind; -1 of another."""
+        named = torch.device(device)
+        return (named.index or 0) if named.type == self.kind else _HOST
+
     def _device(self, x: Tensor) -> torch.device:
-        return torch.device("cuda", self._number(x)) if self.holds(x) else _plain_device(x)
+        return torch.device(self.kind, self._number(x)) if self.holds(x) else _plain_device(x)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.to`` in all its forms, of which only the device is ours."""
@@ -335,10 +367,10 @@ class StandIn(TorchDispatchMode):
             dtype = given.pop(0) if given else kwargs.pop("dtype", None)
         if dtype is not None:
             kwargs["dtype"] = dtype
-        if wanted is not None and torch.device(wanted).type not in ("cpu", "cuda"):
+        if wanted is not None and torch.device(wanted).type not in ("cpu", self.kind):
             return _built_in.to(x, wanted, **kwargs)  # as to meta
         now = self._number(x) if self.holds(x) else _HOST
-        sent = now if wanted is None else _number_of(wanted)
+        sent = now if wanted is None else self._number_of(wanted)
         kwargs.update(zip(("non_blocking", "copy"), given, strict=False))
         if sent == now:
             return _built_in.to(x, **kwargs)
@@ -372,7 +404,7 @@ class StandIn(TorchDispatchMode):
                     self.counts.uploads += 1
                     self._put(out, self._number(args[0]))
                 return out
-            there = _number_of(device)
+            there = self._number_of(device)
             kwargs["device"] = "cpu"
             given = args[0] if args else kwargs.get("data")
             if name in _READING and isinstance(given, Tensor):
@@ -416,16 +448,10 @@ class StandIn(TorchDispatchMode):
     def _refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.holds(x):
-                raise TypeError(f"can't convert {NAME} device type tensor to numpy.")
+                raise TypeError(f"can't convert {self.name} device type tensor to numpy.")
             return function(x, *args, **kwargs)
 
         return refused
-
-
-def _number_of(device: Any) -> int:
-    """Of a device of this kind; -1 of another."""
-    named = torch.device(device)
-    return (named.index or 0) if named.type == "cuda" else _HOST
 
 
 def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
@@ -502,11 +528,11 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, device: StandIn, x: Tensor, number: int) -> Tensor:
         ctx.device, ctx.number = device, device._number(x)
-        return device._to(x.detach(), f"cuda:{number}")
+        return device._to(x.detach(), f"{device.kind}:{number}")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, ctx.device._to(gradients[0], f"cuda:{ctx.number}"), None
+        return None, ctx.device._to(gradients[0], f"{ctx.device.kind}:{ctx.number}"), None
 
 
 class _Kernel(torch.autograd.Function):

@@ -98,7 +98,8 @@ def texts(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
 
 def roles(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
     found = LatimFlow(model).decompose(inputs, target, rule="centred")
-    return [found.tokens, *(found.roles or {}).values()]
+    assert found.roles is not None
+    return [found.tokens, torch.stack([*found.roles.values()])]  # some are small beside the others
 
 
 def effects(model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:

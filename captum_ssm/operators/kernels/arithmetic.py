@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -22,8 +22,6 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-
-from ...errors import UnsupportedMixerError
 
 # --- exponentials as powers of two -------------------------------------------------------------
 # On a processor torch takes exp of a large tensor from a library that is several times slower than
@@ -47,19 +45,17 @@ def exponential_(x: Tensor) -> Tensor:
 WITHOUT_DOUBLE = frozenset({"mps"})
 
 
+def where_double_is(x: Tensor) -> Tensor:
+    """A tensor where it is, or on a processor if its device has no float64."""
+    return x.cpu() if x.device.type in WITHOUT_DOUBLE else x
+
+
 def doubled(x: Tensor) -> Tensor:
     """A tensor in float64, for sums over tokens of which differences are taken.
 
-    Raises:
-        UnsupportedMixerError: when its device has no float64.
+    On a processor if its device has none; what is made of it is to be brought back.
     """
-    if x.device.type in WITHOUT_DOUBLE:
-        raise UnsupportedMixerError(
-            f"Sums over all tokens are taken in float64 here, of which {x.device.type} has none: "
-            "in float32 their differences would be rounding. Run the model on a CPU, or on a "
-            "device that has float64."
-        )
-    return x.double()
+    return where_double_is(x).double()
 
 
 # --- products and sums -------------------------------------------------------------------------
@@ -181,9 +177,18 @@ def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
-    return torch.autocast(device.type, enabled=False)
+    # torch 2.4 has no autocast for MPS, and refuses even to turn it off
+    has_any = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_any else nullcontext()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The precision that autocast computes in, None where it is off."""
+    kind = device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 #: A linear map of values.

@@ -93,7 +93,7 @@ class ScanRows:
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
         """What rows after ``pivot`` read of the states (B, H, N, S) there, (B, rows, S, H)."""
         scan = self._scan
-        elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states.dtype)
+        elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
         factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
         factors *= scan.c[:, None, rows]
@@ -149,7 +149,7 @@ class ScanRows:
             at = slice(sources.start + lag, min(sources.stop + lag, end))
             if (count := at.stop - at.start) <= 0:
                 continue
-            elapsed = (self._clock[:, end - 1, None] - self._clock[:, at]).to(states.dtype)
+            elapsed = (self._clock[:, end - 1, None] - self._clock[:, at]).to(states)
             decay = (elapsed[:, :, None] * rates).exp2_()  # (B, S, N, H)
             written = (scan.dt[:, at] * share[:, at])[:, :, None]
             states[:, :count].addcmul_(decay, scan.b[:, at, :, None] * written)
