@@ -86,7 +86,7 @@ class DirectPaths(Watcher):
                 return x  # an image, or a mask
             leaf = self.mode.leaf(x)
             self.entries.append(Local(leaf, 0, self._origin(leaf)))
-            return leaf.clone()  # the model may write to it
+            return leaf
 
         changed: Arguments = swap_first(given, cut)[0]
         return changed
