@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = [str(Path(__file__).with_name(name)) for name in ("counts.py", "stand_in.py")]
+_OURS = [str(Path(__file__).with_name(name)) for name in ("counts.py", "mps.py", "stand_in.py")]
 #: What the host waits for, besides copies to it.
 _WAITED_FOR = {
     aten._local_scalar_dense,

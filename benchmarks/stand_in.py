@@ -1,9 +1,10 @@
 """A device that stands in for a GPU where there is none, on which every operation is counted.
 
 Tensors lie in a processor's memory, and those that were sent to the device answer that they are
-on ``cuda:0``, so that code takes the paths that it takes on a GPU.  Operations on tensors of the
-device and of the host are refused as CUDA refuses them.  A tensor is where its storage is, which
-views, detached copies and what autograd has saved share.
+on ``cuda:0``, so that code takes the paths that it takes on a GPU; or on ``mps:0``, where what
+Apple's MPS has no operator or number of is refused.  Operations on tensors of the device and of the
+host are refused as CUDA refuses them.  A tensor is where its storage is, which views, detached
+copies and what autograd has saved share.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import mps
 from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
 from captum_ssm.operators.kernels import fused_scan, fused_taps, gpu
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
-NAME = "cuda:0"
 #: Functions that make tensors on a device that is named to them.
 _MAKING = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
@@ -50,10 +52,14 @@ class StandIn(TorchDispatchMode):
 
     Args:
         counted: whether operations are counted, which takes a third of the time. Default: True.
+        kind: of the device, ``"cuda"`` or ``"mps"``, which has no fused kernels. Default:
+            ``"cuda"``.
 
     Attributes:
+        name: of the device.
         counts: of what has run there since they were last replaced.
         mixed: the operations refused, for code that goes on after an error.
+        lacking: what MPS was asked for and does not have, likewise.
         copied: the most bytes of copies of watched weights that there were at a time.
 
     Example:
@@ -67,11 +73,13 @@ class StandIn(TorchDispatchMode):
         (2, 1)
     """
 
-    def __init__(self, counted: bool = True) -> None:
+    def __init__(self, counted: bool = True, kind: str = "cuda") -> None:
         super().__init__()
         self.counted = counted
+        self.kind, self.name = kind, f"{kind}:0"
         self.counts = Counts()
         self.mixed: list[str] = []
+        self.lacking: list[str] = []
         self.copied = 0
         self._watched: set[int] = set()
         self._copies: list[tuple[StorageWeakRef, int]] = []
@@ -106,6 +114,9 @@ class StandIn(TorchDispatchMode):
         storage = x.untyped_storage()
         if storage._cdata in self._there:
             return x
+        if self.kind == "mps" and x.dtype in mps.WITHOUT:
+            self.lacking.append(f"{x.dtype} at {place()}")
+            raise TypeError(f"Cannot convert a MPS Tensor to {self.lacking[-1]}")
         # a weak reference, for as long as it is held, keeps the address from another storage
         self._there[storage._cdata] = StorageWeakRef(storage)
         if len(self._there) > self._most:
@@ -153,7 +164,8 @@ class StandIn(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kind_of(func).is_view:  # which lies where its argument does
-            return func(*args, **kwargs)
+            looked_up = self.kind == "mps" and any(map(self._is_there, tensors_in(args)))
+            return self._run(func, args, kwargs, looked_up)
         if self._in_kernel:
             out = func(*args, **kwargs)
             if self.counted:
@@ -162,7 +174,7 @@ class StandIn(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         there = [self._is_there(x) for x in given]
         if not any(there):
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs, bool(self._making))
             for x in tensors_in(out):
                 if self._making:
                     self._put(x)
@@ -174,7 +186,7 @@ class StandIn(TorchDispatchMode):
         there = [known or self._fetched(x) for x, known in zip(given, there, strict=True)]
         if not all(there):
             self._require_one(func, given, there)
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs, True)
         for x in tensors_in(out):
             self._put(x)
         if not self.counted:
@@ -185,6 +197,16 @@ class StandIn(TorchDispatchMode):
         if func._overloadpacket in (aten.copy_, aten.index, aten.index_put_) and not all(there):
             self._between(func, given, there)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, there: bool) -> Any:
+        """What an operation returns, if the device has it where it is to run there."""
+        if not there or self.kind != "mps":
+            return func(*args, **kwargs)
+        try:
+            return mps.run(func, args, kwargs)
+        except mps.LackingOperatorError as error:
+            self.lacking.append(str(error))
+            raise
 
     def _marked(self, out: Any, args: Any, kwargs: Any) -> Any:
         """What is made inside a kernel of tensors of the device is there as well."""
@@ -205,7 +227,7 @@ class StandIn(TorchDispatchMode):
         sizes = [tuple(x.shape) for x in elsewhere]
         message = (
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{NAME} and cpu: {func} with {sizes} on the host at {place()}"
+            f"{self.name} and cpu: {func} with {sizes} on the host at {place()}"
         )
         self.mixed.append(message)
         raise MixedDevicesError(message)
@@ -260,12 +282,11 @@ class StandIn(TorchDispatchMode):
         at none would then see a processor.
         """
         self._set(Tensor, "device", _Property(self._device))
-        self._set(Tensor, "is_cuda", _Property(lambda x: self.holds(x)))
+        self._set(Tensor, f"is_{self.kind}", _Property(lambda x: self.holds(x)))
         self._set(Tensor, "is_cpu", _Property(lambda x: not self.holds(x)))
         self._set(Tensor, "get_device", lambda x: 0 if self.holds(x) else -1)
         self._set(Tensor, "to", lambda x, *args, **kwargs: self._to(x, *args, **kwargs))
         self._set(Tensor, "cpu", lambda x, **_: self._to(x, "cpu"))
-        self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, NAME))
         self._set(Tensor, "tolist", self._read(_built_in.tolist))
         self._set(Tensor, "numpy", self._refused(Tensor.numpy))
         self._set(Tensor, "__array__", self._refused(Tensor.__array__))
@@ -273,6 +294,10 @@ class StandIn(TorchDispatchMode):
             self._set(torch, name, self._made(name, getattr(torch, name)))
         for name in _MAKING_METHODS.split():
             self._set(Tensor, name, self._made(name, getattr(_built_in, name)))
+        if self.kind == "mps":  # whose attention is no processor's
+            self._undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+            return
+        self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, self.name))
         self._set(gpu, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(fused_taps, "run", self.kernel(_convolved))
@@ -292,7 +317,7 @@ class StandIn(TorchDispatchMode):
             self._undo.callback(delattr, holder, name)
 
     def _device(self, x: Tensor) -> torch.device:
-        return torch.device(NAME) if self.holds(x) else _plain_device(x)
+        return torch.device(self.name) if self.holds(x) else _plain_device(x)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.to`` in all its forms, of which only the device is ours."""
@@ -309,7 +334,7 @@ class StandIn(TorchDispatchMode):
         if dtype is not None:
             kwargs["dtype"] = dtype
         now = self.holds(x)
-        sent = now if wanted is None else torch.device(wanted).type == "cuda"
+        sent = now if wanted is None else torch.device(wanted).type == self.kind
         kwargs.update(zip(("non_blocking", "copy"), given, strict=False))
         if sent == now:
             return _built_in.to(x, **kwargs)
@@ -339,7 +364,7 @@ class StandIn(TorchDispatchMode):
                     self.counts.uploads += 1
                     self._put(out)
                 return out
-            there = torch.device(device).type == "cuda"
+            there = torch.device(device).type == self.kind
             kwargs["device"] = "cpu"
             given = args[0] if args else kwargs.get("data")
             if name in _READING and isinstance(given, Tensor):
@@ -369,7 +394,7 @@ class StandIn(TorchDispatchMode):
     def _refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.holds(x):
-                raise TypeError(f"can't convert {NAME} device type tensor to numpy.")
+                raise TypeError(f"can't convert {self.name} device type tensor to numpy.")
             return function(x, *args, **kwargs)
 
         return refused
