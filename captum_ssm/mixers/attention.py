@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Shape
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, padding_mask, run, working_dtype
@@ -219,7 +219,7 @@ def _replay(module: Any, call: Call) -> tuple[_Noted, Tensor]:
         twin.config = _Settings(module.config)
     twin.training = False  # no dropout, and no random numbers drawn for it
     twin._modules = {name: _prepared(name, sub, dtype) for name, sub in module._modules.items()}
-    with torch.autocast(call.hidden_states.device.type, enabled=False), _torchs_noted(twin):
+    with full_precision(call.hidden_states.device), _torchs_noted(twin):
         # by the class: neither the module's hooks nor a wrapper around its own forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
     noted = twin.__dict__.get("noted")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, ElementwiseRecurrence, Shape
+from ..operators.kernels.arithmetic import full_precision
 from .attention import hf_attention
 from .base import Call, LinearMixer
 from .parts.common import as_heads, causal_conv, run, working_dtype
@@ -74,6 +75,6 @@ def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor
 def _block_gate(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """sigmoid of one affine map per head, weights (H, D / H, D / H) and biases (H, D / H)."""
     heads = torch.unflatten(u, -1, weight.shape[:2])  # examples in front, as constants are told by
-    with torch.autocast(u.device.type, enabled=False):
+    with full_precision(u.device):
         maps = torch.einsum("blhi,hij->blhj", heads, weight.to(u)) + bias.to(u)
     return torch.sigmoid(maps).flatten(2)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv, Sum
+from ..operators.kernels.arithmetic import full_precision
 from .base import Call, LinearMixer
 from .parts.common import (
     activation_ratio,
@@ -187,7 +188,7 @@ def _zamba_parameters(module: Any, activated: Tensor) -> Selected:
     weight, dt_weight, dt_bias = (
         w.to(activated) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)
     )
-    with torch.autocast(activated.device.type, enabled=False):
+    with full_precision(activated.device):
         selected = torch.einsum("blgp,grp->blgr", heads, weight)
         state = module.ssm_state_size
         t, b, c = torch.split(selected, [dt_weight.shape[-1], state, state], dim=-1)

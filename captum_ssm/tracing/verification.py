@@ -21,7 +21,7 @@ from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator
-from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, sum_tensors
+from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, autocast_dtype, sum_tensors
 from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
 from .find import Mixer
 from .projection import projection_of
@@ -56,12 +56,10 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
             None.
     """
     parameters = () if module is None else module.parameters()
-    device = output.device.type
     dtypes = {output.dtype, *(x.dtype for x in parameters if x.is_floating_point())}
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
+    dtypes.add(autocast_dtype(output.device) or output.dtype)
     limit = max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
-    if device == "cuda" and output.dtype == torch.float32:
+    if output.device.type == "cuda" and output.dtype == torch.float32:
         limit = max(limit, _TF32)
     return max(limit, min(limit * output.shape[1] / _TOKENS, _MOST))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Ledger, Network, contribution
 from ...operators.base import Role
+from ...operators.kernels.arithmetic import autocast_dtype
 from ...operators.kernels.truths import holds
 from ...operators.readings.coefficients import ROLES
 from ..call.layout import of_given
@@ -361,7 +362,8 @@ def sums_up(
     size = inputs.flatten(1).abs().sum(1) + found.output.abs()
     if found.biases:
         size = size + torch.stack(list(found.biases.values())).abs().sum(0)
-    dtypes, device = {inputs.dtype, found.output.dtype}, found.output.device.type
+    output = found.output
+    dtypes = {inputs.dtype, output.dtype, autocast_dtype(output.device) or output.dtype}
     if isinstance(found, Decomposition):
         for other in found.others:
             size = size + other.abs().sum().to(size)
@@ -369,8 +371,6 @@ def sums_up(
     if past is not None:  # of inputs that may be less precise than a layer behind them
         size = size + past.flatten(1).abs().sum(1).to(size)
         dtypes.add(past.dtype)
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     if together:
         return holds(found.delta.sum().abs() <= limit * size.sum())

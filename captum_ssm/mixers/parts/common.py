@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedMixerError
 from ...operators import Diagonal, HeadCentering, Operator, Shape, ShortConv
-from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
 from ..base import Call
 from .heard import told
@@ -69,7 +69,7 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     half = (torch.float16, torch.bfloat16)
     if any(p.dtype in half for p in submodule.parameters()):
         submodule = copy.deepcopy(submodule).to(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x.device):
         out = submodule(x)
     return out if isinstance(out, Tensor) else torch.as_tensor(out)
 
@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         >>> linear(torch.ones(1, 2), torch.eye(2).half(), torch.ones(2).half()).tolist()
         [[2.0, 2.0]]
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x.device):
         return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.arithmetic import autocast_dtype, unseen
 from ...operators.kernels.truths import are_noted
 
 
@@ -57,7 +57,7 @@ class Heard:
             output: what hooks have made of what the module returned.
         """
         own = self._is_told(self.given) and self._is_told(output)
-        if own and not torch.is_autocast_enabled(self.given.device.type):
+        if own and autocast_dtype(self.given.device) is None:
             self.output = output.detach()
             self._versions = self._versions[0], _version(output)
             self.is_its_own = output is self._left[0] and _version(output) == self._left[1]

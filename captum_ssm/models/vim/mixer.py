@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
+from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 
 #: Which weights the second direction has of its own: there is none, A alone, or all but the
@@ -132,7 +133,7 @@ class VimMixer(nn.Module):
         # the kernel computes in float32 inside; it wants what varies over tokens as it comes
         dtype = precise if scan is selective_scan else u.dtype
         skip, dt_bias = getattr(self, f"D{suffix}"), self._modules_of(suffix)[2].bias
-        with torch.autocast(u.device.type, enabled=False):
+        with full_precision(u.device):
             u, dt, b, c, z = (part.to(dtype) for part in parts)
             a = -torch.exp(getattr(self, a_log).to(precise))
             y: Tensor = scan(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
+from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 from ..vim.mixer import scan_function, step_projection
 
@@ -186,7 +187,7 @@ class SS2D(nn.Module):
             t, b, c = torch.split(selected, [rank, state, state], -1)
             dt = F.linear(t, self.dt_projs_weight[k])
             dtype = precise if scan is selective_scan else u.dtype
-            with torch.autocast(u.device.type, enabled=False):
+            with full_precision(u.device):
                 parts: Any = (x.mT.to(dtype).contiguous() for x in (read, dt, b, c))
                 values, dt, b, c = parts
                 y = scan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -181,9 +181,18 @@ def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which autocast leaves float32 alone: frozen coefficients are float32."""
-    return torch.autocast(device.type, enabled=False)
+    # torch 2.4 has no autocast for MPS, and refuses even to turn it off
+    has_any = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_any else nullcontext()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The precision that autocast computes in, None where it is off."""
+    kind = device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 #: A linear map of values.
