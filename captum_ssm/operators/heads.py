@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import OptionError
 from .base import Operator, Role, Shape
 from .diagonal import Diagonal
-from .kernels.arithmetic import full_precision, matmul, underflow_flushed, with_graphs
+from .kernels.arithmetic import doubled, full_precision, matmul, underflow_flushed, with_graphs
 from .kernels.portions import some_heads
 from .kernels.rows import Positions, Strip, by_query, slices, unit_vectors
 
@@ -276,7 +276,7 @@ class ScoredHeads(DenseHeads):
     def _probabilities(self) -> Tensor:
         scores = self.reads.head_matrices()
         if self.forget is not None:
-            gone = self.forget.double().cumsum(1).transpose(1, 2)  # (B, H, L)
+            gone = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
             scores += (gone[..., None] - gone[:, :, None]).to(scores)
         seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
         if self.mask is not None:

@@ -23,8 +23,6 @@ from torch.overrides import (
     _push_mode,
 )
 
-from ...errors import UnsupportedMixerError
-
 # --- exponentials as powers of two -------------------------------------------------------------
 # On a processor torch takes exp of a large tensor from a library that is several times slower than
 # its own exp2, and slower by another ten times where results underflow.
@@ -47,19 +45,17 @@ def exponential_(x: Tensor) -> Tensor:
 WITHOUT_DOUBLE = frozenset({"mps"})
 
 
+def where_double_is(x: Tensor) -> Tensor:
+    """A tensor where it is, or on a processor if its device has no float64."""
+    return x.cpu() if x.device.type in WITHOUT_DOUBLE else x
+
+
 def doubled(x: Tensor) -> Tensor:
     """A tensor in float64, for sums over tokens of which differences are taken.
 
-    Raises:
-        UnsupportedMixerError: when its device has no float64.
+    On a processor if its device has none; what is made of it is to be brought back.
     """
-    if x.device.type in WITHOUT_DOUBLE:
-        raise UnsupportedMixerError(
-            f"Sums over all tokens are taken in float64 here, of which {x.device.type} has none: "
-            "in float32 their differences would be rounding. Run the model on a CPU, or on a "
-            "device that has float64."
-        )
-    return x.double()
+    return where_double_is(x).double()
 
 
 # --- products and sums -------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
     """
     after = _accumulated(x[:, pivot + 1 :], product)
     before = _accumulated(x[:, 1 : pivot + 1].flip(1), product).flip(1)
-    here = torch.full_like(x[:, :1], float(product), dtype=torch.float64)
+    here = doubled(torch.full_like(x[:, :1], float(product)))
     return torch.cat([before, here, after], 1)
 
 

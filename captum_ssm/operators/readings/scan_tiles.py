@@ -78,7 +78,7 @@ class ScanRows:
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
         """What rows after ``pivot`` read of the states (B, H, N, S) there, (B, rows, S, H)."""
         scan = self._scan
-        elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states.dtype)
+        elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
         factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
         factors *= scan.c[:, None, rows]

@@ -139,7 +139,7 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
     exponent is positive.
     """
     clock = doubled(step.transpose(1, 2)).cumsum(-1)  # (B, C, L)
-    elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step.dtype)
+    elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step)
     return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
 
 

@@ -96,7 +96,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         return values
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.dtype)
+        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.decay)
         return lambda part: products[:, part, None].clone()
 
     def by_memory(self, tokens: slice) -> Tensor:
@@ -189,7 +189,7 @@ class WKV(Sum):
 
 
 def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
-    dtype = key.dtype
+    like = key
     # differences of sums over all tokens so far would lose as many digits as these have before
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
@@ -197,11 +197,11 @@ def _of_the_past_and_now(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple
         after = fading_log_sums(key, log_decay)
         past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # what a token finds was written before it: its state decays by the step of that token
-        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(dtype)
+        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(like)
         own = bonus + key
         total = torch.logaddexp(past, own)
         exponents = past.sub_(total), key - after, own.sub_(total)
-        read, written, now = (exponential_(x).to(dtype) for x in exponents)
+        read, written, now = (exponential_(x).to(like) for x in exponents)
     earlier = Chain(
         Diagonal(read[..., None], shape, "scan"),
         ElementwiseRecurrence(decay),

@@ -166,7 +166,7 @@ class SelectiveScan(FadingRecurrence):
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
         elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
-        elapsed = elapsed.to(self.dtype)
+        elapsed = elapsed.to(self.dt)
         rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
         return lambda part: (elapsed[:, part, None] * rate).exp2_()
 
