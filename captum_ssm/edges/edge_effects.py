@@ -168,7 +168,7 @@ class EdgeEffects(Explainer):
             self.forward_func, model, tensor, additional, target, contrast, at_a_time
         )
         with torch.inference_mode(False):
-            before = run.numbers().double().cpu()
+            before = run.numbers().cpu().double()
             rounding = 4 * torch.finfo(effects.output.dtype).eps * float(before.abs().max())
             if edges is None:
                 drawn = sampled(effects, samples, checks.integer("seed", seed))
@@ -178,8 +178,8 @@ class EdgeEffects(Explainer):
                 found: list[Any] = [edge for _, edge in drawn]
                 return Truth(found, examples, torch.tensor(estimated).double(), true, rounding)
             batch = len(tensor)
-            losses = [before - run.numbers(one).double().cpu() for one in edges]
-            guesses = [effects.of(one).double().cpu() for one in edges]
+            losses = [before - run.numbers(one).cpu().double() for one in edges]
+            guesses = [effects.of(one).cpu().double() for one in edges]
         examples = [example for _ in edges for example in range(batch)]
         each = [one for one in edges for _ in range(batch)]
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)

@@ -75,7 +75,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
         for number, layer in enumerate(effects.layers):
             tokens = layer.linear.operator.shape.tokens
             for rows, part in layer.strips(range(tokens)):
-                weight = part.abs().double().cpu()
+                weight = part.abs().cpu().double()
                 uniform = torch.rand(part.shape, generator=generator, dtype=torch.float64)
                 # the largest u ** (1 / w) are a draw in proportion to w (Efraimidis, Spirakis 2006)
                 key = uniform.log() / (weight if weighted else 1.0)
@@ -163,4 +163,4 @@ class Interventions:
             output = logits_of(call_model(self.forward_func, copies(self.inputs), additional))
         asked = cut.target(self.target), cut.target(self.contrast)
         each = [contrasted(output[i : i + 1], *asked)[0] for i in range(times)]
-        return torch.cat(each).double().cpu()
+        return torch.cat(each).cpu().double()

@@ -217,7 +217,7 @@ def of_directions(site: Site, met: Met, features: Sequence[Feature]) -> Readings
     positions, indices, labels, reads, directions = [], [], [], [], []
     for position, here in sorted(placed.items()):
         along = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
-        inverse = torch.linalg.pinv(along.double()).mT.to(along)
+        inverse = torch.linalg.pinv(along.cpu().double()).mT.to(along)
         for (number, feature), direction, own in zip(here, along, inverse, strict=True):
             given = feature.encode
             positions.append(position)

@@ -90,7 +90,7 @@ class Graph:
         """
         sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
         inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
-        edges = self.edges.double().cpu()
+        edges = self.edges.cpu().double()
         shares = torch.where(inner, 1 / sizes, torch.zeros_like(sizes))[:, None] * edges
         row = edges[-1]
         total = torch.zeros_like(row)

@@ -25,7 +25,7 @@ def influences(edges: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
         >>> influences(edges, torch.ones(3, dtype=torch.bool))[1].tolist()
         [1.0, 0.75, 0.0]
     """
-    weights = edges.detach().double().cpu().abs() * told
+    weights = edges.detach().cpu().double().abs() * told
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / total.clamp_min(1e-300), weights)
     row = weights[-1]

@@ -203,7 +203,7 @@ class Parts:
             errors.append((rows * self.errors[site]).sum(1)[self._has_error(site)])
             kept = kept + (rows * found.rest).sum()
             size = size + (rows * self.values[site]).abs().sum()
-        whole_row = torch.cat([*row, *errors, kept[None]]).detach().double().cpu()
+        whole_row = torch.cat([*row, *errors, kept[None]]).detach().cpu().double()
         size = size + sum(b.abs().sum() for b in biases.values()) + abs(activation)
         limit = TOLERANCES.get(number.dtype, 1e-3) * float(size)
         if abs(float(whole_row.sum()) - activation) > limit:

@@ -243,7 +243,7 @@ class AttributionCalculation:
         method: Any = kind(model)
         found = roles_of(decomposition(method, *given, options=chosen, roles=True))
         end = max((float(x.abs().max()) for x in found.values()), default=1.0)
-        return {role: (x[0].double() / end * 100).tolist() for role, x in found.items()}
+        return {role: (x[0].cpu().double() / end * 100).tolist() for role, x in found.items()}
 
     @property
     def _is_one_text(self) -> bool:

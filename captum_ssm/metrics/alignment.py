@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..operators.kernels.arithmetic import doubled
 from .checks import as_flags, as_mask, as_scores, masked_scores
 from .sample import Interval, Sample
 
@@ -174,7 +175,7 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
         >>> [rate.item() for rate in alignment_rates(counts)]
         [0.5, 0.5, 0.5]
     """
-    return Alignment(*_rates(torch.stack(counts, -1).double()).unbind(-1))
+    return Alignment(*_rates(doubled(torch.stack(counts, -1))).unbind(-1))
 
 
 def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NonFiniteError, OptionError
+from ..operators.kernels.arithmetic import where_double_is
 
 
 def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
@@ -50,7 +51,7 @@ def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
         )
     if scores.numel() == 0:
         raise InputError(f"{name} is empty: shape {tuple(scores.shape)}.")
-    found: Tensor = scores.detach()
+    found = where_double_is(scores.detach())
     if not found.is_floating_point():
         return found.double()
     return found.float() if found.element_size() < 4 else found

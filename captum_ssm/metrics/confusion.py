@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..operators.kernels.arithmetic import doubled, where_double_is
 from .checks import check_positive
 
 
@@ -41,13 +42,14 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
             f"predicted has shape {tuple(predicted.shape)} and gold {tuple(gold.shape)}; both must "
             "be (B, ...), examples first, and the same."
         )
-    given, true = predicted.flatten(1).to(gold.device), gold.flatten(1)
+    true = where_double_is(gold.flatten(1))
+    given = predicted.flatten(1).to(true.device)
     counts = torch.ones_like(true, dtype=torch.bool) if ignored is None else true != ignored
     given, true = (
         _labels(given, counts, classes, "predicted"),
         _labels(true, counts, classes, "gold"),
     )
-    found = torch.zeros(len(true), classes * classes, dtype=torch.long, device=gold.device)
+    found = torch.zeros(len(true), classes * classes, dtype=torch.long, device=true.device)
     found.scatter_add_(1, true * classes + given, counts.long())
     return found.view(-1, classes, classes)
 
@@ -70,7 +72,7 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
         >>> pixel_accuracy(torch.tensor([[3, 1], [0, 4]])).item()
         0.875
     """
-    counts = counts.double()
+    counts = doubled(counts)
     return _diagonal(counts).sum(-1) / counts.sum((-2, -1))
 
 
@@ -96,7 +98,7 @@ def iou(counts: Tensor) -> Tensor:
         >>> iou(torch.tensor([[3, 1], [0, 4]])).tolist()
         [0.75, 0.8]
     """
-    counts = counts.double()
+    counts = doubled(counts)
     both = _diagonal(counts)
     return both / (counts.sum(-1) + counts.sum(-2) - both)
 
@@ -140,7 +142,7 @@ def f1(counts: Tensor) -> Tensor:
         >>> f1(torch.tensor([[2, 1], [1, 6]])).round(decimals=2).tolist()
         [0.67, 0.86]
     """
-    counts = counts.double()
+    counts = doubled(counts)
     return 2 * _diagonal(counts) / (counts.sum(-1) + counts.sum(-2))
 
 

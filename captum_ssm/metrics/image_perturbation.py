@@ -109,7 +109,7 @@ def image_perturbation(
         found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise InputError(f"images must be a floating tensor (B, C, H, W), got {found}.")
     shares = as_fractions(fractions)
-    maps = pixel_relevance(relevance, (images.shape[2], images.shape[3])).to(images.device)
+    maps = pixel_relevance(relevance, (images.shape[2], images.shape[3]))
     if len(maps) != len(images):
         raise InputError(f"relevance has {len(maps)} maps for {len(images)} images.")
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
@@ -119,7 +119,8 @@ def image_perturbation(
         # a value per channel may be as long as the batch
         per_image = isinstance(fill, Tensor) and fill.dim() == 4
         replacement = filled(some, cut(fill) if per_image else fill)
-        removed = changed(cut(order), shares).view(len(some), -1, *images.shape[2:])  # (B, F, H, W)
+        removed = changed(cut(order), shares).to(images.device)
+        removed = removed.view(len(some), -1, *images.shape[2:])  # (B, F, H, W)
         whole.append(class_logits(forward_func, some))
         steps = (torch.where(gone[:, None], replacement, some) for gone in removed.unbind(1))
         parts.append(torch.stack([class_logits(forward_func, step) for step in steps], 1))

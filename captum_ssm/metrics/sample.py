@@ -99,7 +99,7 @@ class Sample:
         if not isinstance(values, Tensor) or values.dim() not in (1, 2):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(f"values must be a tensor (B,) or (B, k), got {found}.")
-        rows = values.detach().to("cpu", torch.float64)
+        rows = values.detach().cpu().double()
         rows = rows[:, None] if rows.dim() == 1 else rows
         if self._batches and rows.shape[1] != self._batches[0].shape[1]:
             raise InputError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OptionError
+from ..operators.kernels.arithmetic import where_double_is
 from .checks import as_fractions, as_mask, check_positive, masked_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
 from .curve import TENTHS, WHOLE, Curve, change_order, changed
@@ -106,7 +107,7 @@ class Texts:
         if how not in MANNERS:
             raise OptionError(f"how={how!r}: use one of {MANNERS}.")
         kept = self.real[:, None] & ~altered if how == "delete" else self.real[:, None]
-        lengths = kept.sum(-1).expand(altered.shape[:2])  # (B, F)
+        lengths = where_double_is(kept.sum(-1)).expand(altered.shape[:2])  # (B, F)
         if int(lengths.min()) == 0:
             raise OptionError(
                 "fractions: a share deletes every token of a text. Use smaller shares, name tokens "
@@ -268,10 +269,10 @@ def _first(
             f"relevance must be a tensor of shape {tuple(real.shape)}, one number per token, or "
             f"have features behind it; got {found}."
         )
-    scores, _ = masked_scores(scores.to(real.device), real, "relevance")
+    scores, _ = masked_scores(scores, real, "relevance")
     allowed = texts.changeable
     order = change_order(scores, most_first=most_first, mask=allowed, generator=generator)
-    return changed(order, fractions, allowed)
+    return changed(order, fractions, allowed).to(real.device)
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:

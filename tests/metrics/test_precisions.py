@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.stand_in import StandIn
 from captum_ssm.metrics import (
     AlignmentScores,
     PseudoMaskScores,
@@ -76,9 +77,13 @@ def gathered(scores: object, *given: Tensor) -> Tensor:
     return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in found])
 
 
+def exact(x: Tensor) -> Tensor:
+    return x if x.device.type == "mps" else x.double()
+
+
 def texts(d: Data, x: Callable[[Tensor], Tensor]) -> Texts:
     device = x(d.maps).device
-    table = d.table.double().to(device)
+    table = exact(d.table.to(device))
     return Texts(lambda ids: table[ids].sum(1), d.ids.to(device), 0, d.mask[:, 0])
 
 
@@ -118,7 +123,7 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
         [
             curve.values
             for curve in image_perturbation(
-                lambda images: images.double().flatten(1) @ d.weight.double().to(images.device),
+                lambda images: exact(images).flatten(1) @ exact(d.weight.to(images.device)),
                 x(d.images),
                 x(d.maps),
                 fill=0.5,
@@ -178,3 +183,15 @@ def test_what_does_not_count_may_be_anything():
         decomposition_error(data.maps, data.maps / 2, tokens),
         equal_nan=True,
     )
+
+
+@pytest.mark.parametrize("all_there", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_device_without_float64(case, all_there):
+    data = Data()
+    expected = CASES[case](data, torch.Tensor.double)
+    with StandIn(counted=False, kind="mps"):
+        if all_there:
+            vars(data).update({name: x.to("mps") for name, x in vars(data).items()})
+        found = CASES[case](data, lambda x: x.to("mps")).cpu()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6, check_dtype=False)

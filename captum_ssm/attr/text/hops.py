@@ -119,11 +119,11 @@ def follow(
 def _parts(
     row: Row, prompt: int, count: int, constants: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = row.tokens[0].detach().double().cpu()
+    tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
     on_text[: len(tokens) - prompt] = tokens[prompt:]
     nothing = torch.zeros_like(on_text)
-    return tokens[:prompt], on_text, nothing, constants.detach().double().cpu().sum()
+    return tokens[:prompt], on_text, nothing, constants.detach().cpu().double().sum()
 
 
 def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ def _sums(logits: Tensor | None, text: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's logit less the mean, and where relevance passes through it, (n,) each."""
     if logits is None:
         return torch.ones(len(text), dtype=torch.float64), torch.ones(len(text))
-    logits = logits.detach().double().cpu()
+    logits = logits.detach().cpu().double()
     rest = logits - logits.mean(-1, keepdim=True)
     number = rest.gather(-1, text[:, None])[:, 0]
     return number, (number.abs() >= _LEAST * rest.abs().amax(-1)).double()

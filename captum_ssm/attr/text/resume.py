@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..._files import make_folder, replacing, write_whole
 from ...errors import OptionError
+from ...operators.kernels.arithmetic import doubled
 from ..call.targets import Against
 from .hops import Row
 
@@ -119,5 +120,5 @@ def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> st
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())
     weights: Iterable[Tensor] = (p.detach() for p in model.parameters() if not p.is_meta)
     for weight in weights:
-        digest.update(repr(float(weight.double().abs().sum())).encode())
+        digest.update(repr(float(doubled(weight).abs().sum())).encode())
     return digest.hexdigest()

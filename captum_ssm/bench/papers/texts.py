@@ -221,7 +221,7 @@ class Alignment(OnTexts):
         sure, possible = (links[None] for links in example.matrices())
         rows = {}
         for row, found in self.maps[cell](model, ids[:, :-1], asked).items():
-            inside = found[None, :, : len(source.ids)].detach().double().cpu()
+            inside = found[None, :, : len(source.ids)].detach().cpu().double()
             links = best_links(words_of_tokens(inside, target.words, source.words))
             counted = link_counts(links, sure, possible)
             rows[row] = {name: float(count) for name, count in counted._asdict().items()}

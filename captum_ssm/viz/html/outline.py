@@ -155,7 +155,7 @@ def _said(
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()
-    logits = output[(0, *place)].double().cpu()
+    logits = output[(0, *place)].cpu().double()
     chances = logits.softmax(-1)
     best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
     # what a model never answers has no logit to be explained

@@ -115,7 +115,7 @@ class PlainRun(Watcher):
         cut_at = torch.tensor([edge.layer for edge in edges], device=before.device)
         with torch.no_grad(), self.held(kinds, cut_at), knock_out(self.model, *_each(edges, own)):
             after = self.number()
-        return along(own, edges), (before - after).detach().double().cpu()
+        return along(own, edges), (before - after).detach().cpu().double()
 
 
 class Outputs(Watcher):
@@ -166,7 +166,7 @@ def with_gradients(effects: Effects, gradients: Sequence[Tensor]) -> Effects:
 def along(effects: Effects, edges: Sequence[Edge]) -> Tensor:
     """The effects of single edges of one input, (N,)."""
     found = [effects.rows([edge.target], edge.layer)[0, 0, edge.source] for edge in edges]
-    return torch.stack(found).double().cpu()
+    return torch.stack(found).cpu().double()
 
 
 def _each(edges: Sequence[Edge], effects: Effects) -> Iterator[Edges]:
