@@ -5,8 +5,8 @@ loops slice tensors that hold all tokens, and the backward of each slice writes 
 zeros: quadratic in L, and minutes per layer at a few hundred tokens.  Those of selective scans
 also hold the states of all tokens at once.  What replaces them here computes the same numbers.
 
-Where fla is installed, transformers calls its kernels on a CPU as well, which they do not know; its
-own function takes their place.
+Where fla is installed, transformers calls its kernels on a CPU or on MPS as well, which they do not
+know; its own function takes their place.
 """
 
 from __future__ import annotations
@@ -139,12 +139,13 @@ def _of_rwkv(_: Function) -> Function:
 
 
 def _without_kernel(kernel: Function) -> Function:
-    """What transformers has for machines without fla, whose kernels know no CPU."""
+    """What transformers has for machines without fla, whose kernels know no CPU and no MPS."""
     reference = inspect.unwrap(kernel)
 
     @functools.wraps(kernel)
     def rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (reference if query.device.type == "cpu" else kernel)(query, *args, **kwargs)
+        known = query.device.type not in ("cpu", "mps")
+        return (kernel if known else reference)(query, *args, **kwargs)
 
     return rule
 
