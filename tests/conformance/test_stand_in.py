@@ -1,4 +1,4 @@
-"""The paths taken on a CUDA device, on a device that stands in for one."""
+"""The paths taken on a CUDA device or on Apple's MPS, on a device that stands in for one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,31 @@ import pytest
 import torch
 from helpers.every_method import METHODS, call
 from oracles import relative_error
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import architectures
 from zoo.adapters import ADAPTERS
+from zoo.language import word_tokenizer
 
 from benchmarks.counts import Counts
 from benchmarks.stand_in import MixedDevicesError, StandIn
-from captum_ssm import LatimFlow
+from captum_ssm import (
+    EdgeEffects,
+    Feature,
+    ImplicitAttention,
+    LatimFlow,
+    SSMLLMAttribution,
+    attribution_graph,
+)
 from captum_ssm.operators import SelectiveScan
 
 #: The page of a report is text, and ``compare`` calls the methods one by one.
 NAMES = [*(method.__name__ for method in METHODS), "matrices", "norms"]
+#: Whose model cannot be on MPS; the same with attention is in float32.
+IN_DOUBLE = "jamba"
+#: Of 243 operators that any method asks for on any mixer, they do not ask for ``clamp_max`` and
+#: ``special_entr`` alone.
+ON_MPS = ("MambaAttribution", "LatimALTI")
 NO_FAST_PATH = "is_fast_path_available", False
 #: Models whose own code the zoo has told that a processor is the device that it needs.
 TOLD = {
@@ -35,8 +49,8 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> arc
     return ADAPTERS[request.param](monkeypatch)
 
 
-def moved(case: architectures.Case) -> architectures.Case:
-    return architectures.Case(copy.deepcopy(case.model).to("cuda"), case.inputs.to("cuda"))
+def moved(case: architectures.Case, kind: str = "cuda") -> architectures.Case:
+    return architectures.Case(copy.deepcopy(case.model).to(kind), case.inputs.to(kind))
 
 
 def target_of(case: architectures.Case) -> Any:
@@ -66,7 +80,7 @@ def test_every_method_on_every_kind_of_mixer(
     key = request.node.callspec.params["case"]
     wanted = {name: found_or_refused(name, case) for name in NAMES}
     if key in TOLD:
-        tell_of_cuda(TOLD[key], monkeypatch)
+        tell_of("cuda", TOLD[key], monkeypatch)
     if key == "fla Mamba2":  # whose kernels, where some of mamba_ssm's are, need the real device
         monkeypatch.setattr(importlib.import_module("fla.layers.mamba2"), *NO_FAST_PATH)
     with StandIn(counted=False) as device:
@@ -78,11 +92,125 @@ def test_every_method_on_every_kind_of_mixer(
             assert isinstance(found, str) or all(x.is_cuda for x in found), name
 
 
-def tell_of_cuda(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def tell_of(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, name = path.rpartition(".")
     forward = getattr(importlib.import_module(module), name).forward
-    names = tuple("cuda" if x == "cpu" else x for x in forward.__code__.co_consts)
+    names = tuple(kind if x == "cpu" else x for x in forward.__code__.co_consts)
     monkeypatch.setattr(forward, "__code__", forward.__code__.replace(co_consts=names))
+
+
+# --- MPS -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [key for key in ADAPTERS if key != IN_DOUBLE], indirect=True)
+def test_mps_has_what_it_is_asked_for(
+    case: architectures.Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every kind of mixer the same is found, without an operator or a number that MPS lacks."""
+    key = request.node.callspec.params["case"]
+    with sdpa_kernel(SDPBackend.MATH):  # as there: some relevance is 0, and found as its rounding
+        wanted = {name: found_or_refused(name, case) for name in ON_MPS}
+    if key in TOLD:
+        tell_of("mps", TOLD[key], monkeypatch)
+    with StandIn(counted=False, kind="mps") as device:
+        there = moved(case, "mps")
+        for name in ON_MPS:
+            found = found_or_refused(name, there)
+            assert not device.lacking + device.mixed, (name, device.lacking, device.mixed)
+            assert same(found, wanted[name]), (name, found, wanted[name])
+            assert isinstance(found, str) or all(x.is_mps for x in found), name
+
+
+def directions(model: nn.Module, ids: Tensor) -> Tensor:
+    """What a graph says whose nodes are directions, of which one inverts the matrix."""
+    nodes = [Feature("backbone.layers.0", torch.eye(5)[i] + 0.5, position=2) for i in (1, 2)]
+    return attribution_graph(model, ids[:1], (-1, 3), nodes=nodes, contrast="mean").effects()
+
+
+def over_spans(model: nn.Module, ids: Tensor) -> Tensor:
+    explain = SSMLLMAttribution(LatimFlow(model), word_tokenizer())
+    options = {"spans": "token", "prompt_spans": "token", "hops": 2}
+    return explain.attribute("anna owns the lamp", target="owns the", **options).seq_attr
+
+
+#: What is asked of a device beside what :data:`NAMES` name.
+ELSE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "compare": lambda model, ids: torch.cat(call("compare", model, ids, (-1, 3))),
+    "report": lambda model, ids: call("report", model, ids, (-1, 3))[-1],
+    "factors": lambda model, ids: ImplicitAttention(model).factors(ids, channels=[0])[0].history,
+    "cuts": lambda model, ids: EdgeEffects(model).against_truth(ids, (-1, 3), samples=4).true,
+    "directions": directions,
+    "spans": over_spans,
+}
+
+
+@pytest.mark.parametrize("name", ELSE)
+def test_mps_has_what_else_it_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = architectures.mamba(monkeypatch)
+    wanted = ELSE[name](case.model, case.inputs)
+    with StandIn(counted=False, kind="mps") as device:
+        there = moved(case, "mps")
+        found = ELSE[name](there.model, there.inputs)
+        assert not device.lacking + device.mixed
+    assert relative_error(found, wanted) <= 1e-4
+
+
+def test_a_torch_without_autocast_for_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.4, which refuses to say whether it is on, and to turn it off."""
+
+    def without_mps(function: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(kind: str, *args: Any, **kwargs: Any) -> Any:
+            if kind == "mps":
+                raise RuntimeError("unsupported autocast device_type")
+            return function(kind, *args, **kwargs)
+
+        return asked
+
+    for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+        monkeypatch.setattr(torch, name, without_mps(getattr(torch, name)))
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: kind != "mps")
+    case = architectures.mamba(monkeypatch)
+    with StandIn(counted=False, kind="mps"):
+        there = moved(case, "mps")
+        for name in ("LatimFlow", "MambaAttribution"):
+            call(name, there.model, there.inputs, (-1, 3))
+
+
+@pytest.mark.parametrize(
+    ("operation", "lacking"),
+    [
+        (torch.matrix_exp, "aten::linalg_matrix_exp"),
+        (torch.frexp, "aten::frexp.Tensor_out"),  # of which the one that is asked for is made
+        (lambda x: x.double(), "torch.float64"),
+        (lambda x: torch.zeros(2, dtype=torch.complex128, device=x.device), "torch.complex128"),
+        (lambda x: torch.zeros(2).double().to(x), None),
+        (lambda x: torch.zeros(2).double().to(x.device), "torch.float64"),
+        (lambda x: (x % 3).logsumexp(0).masked_fill(x > 0, 1) @ torch.fft.rfft(x).abs(), None),
+    ],
+)
+def test_what_mps_lacks(operation: Callable[[Tensor], Any], lacking: str | None) -> None:
+    with StandIn(kind="mps") as device:
+        x = torch.randn(3, 3).to("mps")
+        assert (str(x.device), x.is_mps, x.is_cuda) == ("mps:0", True, False)
+        if lacking is None:
+            operation(x)
+        else:
+            with pytest.raises((NotImplementedError, TypeError), match=lacking):
+                operation(x)
+    assert len(device.lacking) == (lacking is not None)
+    assert all("test_stand_in.py" in found for found in device.lacking)
+
+
+def test_a_method_that_asks_for_what_mps_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(right: Any, scan: Any, x: Tensor, transposed: bool) -> Tensor:
+        return right(scan, torch.frexp(x).mantissa, transposed)
+
+    broken(monkeypatch, run)
+    with StandIn(counted=False, kind="mps") as device:
+        there = moved(architectures.mamba(monkeypatch), "mps")
+        found_or_refused("LatimFlow", there)
+    assert "aten::frexp" in device.lacking[0]
 
 
 # --- what it catches -----------------------------------------------------------------------------
