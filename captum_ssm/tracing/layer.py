@@ -80,7 +80,6 @@ class Layer:
         self._is_ordered = False
         self.residual: Tensor | None = None
         self._scale: float | Tensor | None = None
-        self._is_changed = False
         self._holder: Layer | None = None
         self.mixer = mixer
         self.name = mixer.name
@@ -263,9 +262,7 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
-    def join(
-        self, holder: Layer | None, scale: float | Tensor | None, *, is_changed: bool = False
-    ) -> None:
+    def join(self, holder: Layer | None, scale: float | Tensor | None) -> None:
         """Note what the mixer's output was added to.
 
         Args:
@@ -273,15 +270,8 @@ class Layer:
                 is, by its own tokens; None if that was not seen.
             scale: what the output was multiplied with before, a number or one for each feature
                 (E,); None if that is not known.
-            is_changed: whether it was seen to be something else than a multiple of the output, as
-                behind a norm or a gate. Default: False.
         """
-        self._holder, self._scale, self._is_changed = holder, scale, is_changed
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether what joins the residual stream is no multiple of what the mixer returned."""
-        return self._is_changed and self.linear.branch_scale == 1
+        self._holder, self._scale = holder, scale
 
     @property
     def scale(self) -> float | Tensor:

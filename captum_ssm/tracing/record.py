@@ -379,11 +379,11 @@ class Recorder(Watcher):
             adds_to_normed = hasattr(block, ADDS_TO_NORMED)
             layer.residual = kept.hidden_states if adds_to_normed else stream
         if self.follow is not None:
-            hidden, begins = call.hidden_states, not self.follow.has_begun
-            if begins:
+            hidden = call.hidden_states
+            if not self.follow.has_begun:
                 self.follow.begin(hidden)
             entering = self.follow.origin(hidden)
-            record.reads.append(Read(entering, origin, self._run_of(mixer), begins))
+            record.reads.append(Read(entering, origin, self._run_of(mixer)))
             if self.sums is not None:
                 self.sums.read(entering)
         with ExitStack() as stack:

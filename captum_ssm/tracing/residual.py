@@ -151,8 +151,7 @@ class Sums:
                     holder, layer.residual = layer, stream.other
                 scales = [s.scale for s in found if s.scale is not None]
                 scale = None if stream is None else stream.scale
-                scale = next(iter(scales), None) if scale is None else scale
-                layer.join(holder, scale, is_changed=scale is None)
+                layer.join(holder, next(iter(scales), None) if scale is None else scale)
 
     def _told(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a sum or a difference, before it is made."""

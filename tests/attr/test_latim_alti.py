@@ -194,7 +194,6 @@ class Recorded(Unhooked):
 
     __hash__ = object.__hash__
     scale = 1.0
-    is_changed = False
 
 
 @pytest.mark.parametrize("masked", [False, True])

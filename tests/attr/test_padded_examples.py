@@ -52,17 +52,12 @@ def test_by_every_method(name: str) -> None:
         every_method.call(name, model, padded(0, batch=1), (-1, 3))
 
 
-#: Models with norms behind their mixers, which LatimLogit does not take.
-NORMS_BEHIND = ("olmo_hybrid",)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", thorough(networks.MASKED, QUICK))
 def test_in_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = networks.make(name, monkeypatch)
     model = Masking(case.model)
-    traced = () if name in NORMS_BEHIND else (LatimLogit,)
-    for method in (LatimFlow, *traced, ImplicitAttentionRollout):
+    for method in (LatimFlow, LatimLogit, ImplicitAttentionRollout):
         with pytest.raises(PaddedExampleError, match="Example 2"):
             method(model).attribute(padded(2), target=(-1, 3))
         assert method(model).attribute(padded(), target=(-1, 3)).any()

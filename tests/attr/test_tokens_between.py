@@ -18,14 +18,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.mamba import randomise, transformers_model
 
 import captum_ssm
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
-    LatimLogit,
-    trace,
-)
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, LatimLogit, trace
 from captum_ssm.errors import InputError
 
 NAMES = (
@@ -123,54 +116,6 @@ def test_a_first_token_that_is_looked_up_by_itself(method: Any, make: Callable[[
     found = method(forward, model).attribute(ids, target=TARGET)
     expected = method(model).attribute(torch.cat([first, ids], 1), target=TARGET)[:, 1:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-class Behind(nn.Module):
-    """Something between what a mixer returns and the residual stream."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        config = MambaConfig(hidden_size=6, state_size=3, num_hidden_layers=2)
-        self.mixers = nn.ModuleList([randomise(MambaMixer(config, i)) for i in range(2)])
-        self.kind = kind
-        self.norm, self.gate = nn.LayerNorm(6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for mixer in self.mixers:
-            out = mixer(x)
-            if self.kind == "norm":
-                x = x + self.norm(out)
-            elif self.kind == "gate":
-                x = x + out * torch.sigmoid(self.gate(x))
-            elif self.kind == "projection":
-                x = x + self.gate(out)
-            else:  # no stream at all
-                x = out
-        return x
-
-
-@pytest.mark.parametrize("kind", ["norm", "gate", "projection"])
-def test_streams_that_are_no_sum_with_what_mixers_return(method: Any, kind: str) -> None:
-    torch.manual_seed(1)
-    model, x = Behind(kind).eval(), torch.randn(2, 5, 6)
-    if method.__name__ in ("LatimALTI", "LatimLogit"):
-        with pytest.raises(InputError, match=r"mixers\.\d.*changed on its way.*residual=False"):
-            method(model).attribute(x, target=TARGET)
-        maps = LatimALTI(model, residual=False).maps(x)
-        torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 5))
-    else:
-        assert method(model).attribute(x, target=TARGET).shape == x.shape
-
-
-def test_layers_without_a_stream_between_them(method: Any) -> None:
-    """There is nothing that the identity of a fold would stand for."""
-    torch.manual_seed(1)
-    model, x = Behind("nothing").eval(), torch.randn(2, 5, 6)
-    if method.__name__ not in FOLDING:
-        assert method(model).decompose(x, TARGET).delta.abs().max() < 1e-5
-        return
-    with pytest.raises(InputError, match=r"mixers\.1.*without a residual stream.*Use LatimFlow"):
-        method(model).attribute(x, target=TARGET)
 
 
 @pytest.mark.parametrize("more", [0, 2])

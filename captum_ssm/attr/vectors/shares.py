@@ -66,7 +66,6 @@ class AltiShares:
         self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
         self._stream: Tensor | None = None
         if residual:
-            require_joined(writers)
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
         self._before: Tensor | None = None  # what the feeding layers make of the tokens (B, L, L)
@@ -112,23 +111,6 @@ def _share(output: Tensor, vectors: Tensor) -> Tensor:
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 
-def require_joined(writers: Sequence[Layer]) -> None:
-    """Raise if what a mixer returns joins the residual stream as something else.
-
-    Args:
-        writers: the layers that write to one stream.
-    """
-    for layer in writers:
-        if layer.joins != "feeds" and layer.is_changed:
-            raise InputError(
-                f"Layer {layer.name!r}: what the mixer returns is changed on its way into the "
-                "residual stream by more than a factor, as by a norm, a gate or a projection "
-                "behind it, so that the stream and what the mixer returned do not add up to what "
-                "comes next. Use LatimFlow, or LatimALTI with residual=False for the mixers' own "
-                "maps."
-            )
-
-
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
     """The layers of a stage that write to the stream, and those that feed them."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
@@ -167,7 +149,6 @@ class ProjectionShares:
         self, stage: Sequence[Layer], streams: Streams, *, activation: str = "linearized"
     ) -> None:
         writers, feeders = stage_parts(stage)
-        require_joined(writers)
         self._parts = [Contributions(w, activation, w.scale) for w in writers]
         self._before = [
             ProjectionShares([feeder], streams, activation=activation) for feeder in feeders

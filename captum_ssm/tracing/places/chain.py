@@ -45,14 +45,11 @@ class Read:
         stream: the same of what entered its block; None if it stands alone.
         run: the outermost module around it that ran, and how often that had run by then; None if
             the mixer stands alone.
-        begins: whether tokens are followed from this sequence on, as those of an image are that no
-            block is given, so that nothing tells what else reads them. Default: False.
     """
 
     entering: Origin | None
     stream: Origin | None
     run: tuple[nn.Module, int] | None
-    begins: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +113,6 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
                 raise NotAChain(
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
-                )
-            if not (stage_reads & sources or reads[0].begins):
-                raise NotAChain(
-                    f"{name} reads what the layers before it returned, and nothing of what they "
-                    "read themselves: without a residual stream there is no identity to add to "
-                    f"what a layer does. {_INSTEAD}"
                 )
             stage, outputs, run = stage + 1, set(), read.run
         if run is not None and read.run is not None and run[0] is read.run[0] and run != read.run:
