@@ -68,8 +68,8 @@ class ScanRows:
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         batch, _, heads, _ = self.shape = scan.shape
-        #: How many sources are taken at a time.
         launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
+        #: How many sources are taken at a time.
         self.width = at_a_time(_SOURCES, scan.device, launched)
         self._outputs: Tensor | None = None
         if scan.device.type == "cpu":
