@@ -63,6 +63,8 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         [(1, 1, 4), (1, 1, 4)]
     """
 
+    needs_streams = True
+
     def __init__(
         self,
         forward_func: Callable[..., Any],
@@ -197,5 +199,5 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """The rows of a layer's map, weighted by the query (B, L)."""
-        parts = Contributions(layer, self.activation, layer.scale)
+        parts = Contributions(layer, self.activation, layer.way)
         return weighted_rows(weights, lambda index: self._map(layer, parts, index))

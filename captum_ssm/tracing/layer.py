@@ -20,6 +20,7 @@ from ..operators.kernels.truths import are_noted, holds
 from .find import Mixer
 from .projection import Projection, scaled_output
 from .verification import Errors, relative_error, require_same, tolerance_for
+from .way import Step, Way
 
 
 class Layer:
@@ -48,6 +49,8 @@ class Layer:
             added to, by the mixer's own tokens, else what entered the block; None where nobody
             asked for it, or the mixer stands alone.
         stage: number of the stage that it belongs to; None if the run was not arranged.
+        has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
+            to do unless the run was arranged and showed that it does not.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:
@@ -79,7 +82,9 @@ class Layer:
         self._stream_order: Tensor | None = None
         self._is_ordered = False
         self.residual: Tensor | None = None
-        self._scale: float | Tensor | None = None
+        self._way: Way | None = None
+        self._is_added = False
+        self.has_stream = True
         self._holder: Layer | None = None
         self.mixer = mixer
         self.name = mixer.name
@@ -262,40 +267,62 @@ class Layer:
             returned = self.call.output_tensor.detach()
             return relative_error(self.linear.output(), self.in_order(returned))
 
-    def join(self, holder: Layer | None, scale: float | Tensor | None) -> None:
+    def join(self, holder: Layer | None, way: Way | None) -> None:
         """Note what the mixer's output was added to.
 
         Args:
             holder: of the layers that were added to the same, the one whose :attr:`residual` that
                 is, by its own tokens; None if that was not seen.
-            scale: what the output was multiplied with before, a number or one for each feature
-                (E,); None if that is not known.
+            way: what was done to the output before, by the mixer's own tokens; None if that is not
+                known.
         """
-        self._holder, self._scale = holder, scale
+        self._holder, self._way, self._is_added = holder, way, True
 
     @property
-    def scale(self) -> float | Tensor:
-        """What the mixer's output is multiplied with before it joins the residual stream.
+    def way(self) -> Way:
+        """What is done to the mixer's output before it joins the residual stream.
 
-        What an adapter says of it counts more than what was seen: it may be relative to another
-        stream.
+        What an adapter says of it counts more than a number that was seen: it may be relative to
+        another stream.
+
+        Raises:
+            InputError: when what joins the stream was not seen to follow from the output by factors
+                and products within tokens.
         """
-        declared = self.linear.branch_scale
-        return declared if declared != 1 or self._scale is None else self._scale
+        declared, seen = self.linear.branch_scale, self._seen_scale
+        if declared != 1 and (self._way is None or seen is not None):
+            return [Step(declared)]
+        if self._way is None:
+            if self._is_added:
+                raise InputError(
+                    f"Layer {self.name!r}: on its way into the residual stream what the mixer "
+                    "returns passes more than factors, norms and projections within tokens, so "
+                    "that the shares of tokens in it cannot be followed there. Use LatimFlow, or "
+                    "LatimALTI with residual=False for the mixers' own maps."
+                )
+            return ()
+        return [step.reordered(self.in_order) for step in self._way]
+
+    @property
+    def _seen_scale(self) -> float | None:
+        """The only number that the output was seen to be multiplied with, if that is all."""
+        factors = [step.factor for step in self._way or () if step == Step(step.factor)]
+        if self._way is None or len(factors) < len(self._way):
+            return None
+        numbers = [factor for factor in factors if isinstance(factor, int | float)]
+        return math.prod(numbers) if len(numbers) == len(factors) else None
 
     @property
     def residual_in_order(self) -> Tensor | None:
-        """:attr:`residual` by the operator's tokens, to be added to :attr:`scale` times its output.
+        """:attr:`residual` by the operator's tokens, to which what :attr:`way` leads to is added.
 
         It is what the output was seen to be added to, else what entered the block.
         """
         if self._holder is not None:
             assert self._holder.residual is not None
-            stream, seen = self._holder.in_order(self._holder.residual), self._scale
-            if seen is None or (isinstance(seen, float) and seen == 1):
-                return stream
+            stream, seen = self._holder.in_order(self._holder.residual), self._seen_scale
             declared = self.linear.branch_scale
-            return stream if declared == 1 else stream * (declared / seen)
+            return stream if declared == 1 or not seen else stream * (declared / seen)
         if self.residual is not None and self.map is not None and self.map.windows is None:
             return self.map.in_order(self.residual)
         if self.residual is None or self._stream_order is None:
@@ -369,9 +396,9 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     """The linear mixer over tokens of which ``order`` (L,) says where each of its own is."""
     if order is None:
         return linear
-    order = order.to(linear.values.device)
-    back = order.argsort()
     shape, project = linear.operator.shape, linear.project
+    there = Permute(order, shape, device=linear.values.device)
+    back = there.inverse
     rest = project.rest if isinstance(project, Projection) else None
     if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:
         assert isinstance(project, Projection)
@@ -379,7 +406,7 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     return replace(
         linear,
         values=linear.values.index_select(1, back),
-        operator=Chain(Permute(back, shape), linear.operator, Permute(order, shape)),
+        operator=Chain(there.inverted(), linear.operator, there),
         project=project,
         mask=None if linear.mask is None else linear.mask.index_select(1, back),
     )

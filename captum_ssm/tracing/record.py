@@ -326,7 +326,7 @@ class Recorder(Watcher):
         self._begun: dict[nn.Module, Tensor] = {}
         self._residual: dict[nn.Module, tuple[Tensor, Origin | None]] = {}
         self._pending: list[Layer] = []
-        self.sums = None if follow is None else Sums(follow, record.layers, streams)
+        self.sums = Sums(follow, record.layers) if follow is not None and streams else None
 
     @property
     def verifies(self) -> bool:
@@ -379,11 +379,11 @@ class Recorder(Watcher):
             adds_to_normed = hasattr(block, ADDS_TO_NORMED)
             layer.residual = kept.hidden_states if adds_to_normed else stream
         if self.follow is not None:
-            hidden = call.hidden_states
-            if not self.follow.has_begun:
+            hidden, begins = call.hidden_states, not self.follow.has_begun
+            if begins:
                 self.follow.begin(hidden)
             entering = self.follow.origin(hidden)
-            record.reads.append(Read(entering, origin, self._run_of(mixer)))
+            record.reads.append(Read(entering, origin, self._run_of(mixer), begins))
             if self.sums is not None:
                 self.sums.read(entering)
         with ExitStack() as stack:

@@ -7,7 +7,7 @@ that was.  Else it is taken for what entered the block that holds the mixer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..operators.kernels.arithmetic import sum_tensors, unseen
-from ..operators.kernels.truths import are_noted, as_before, holds
+from ..operators.kernels.truths import holds
 from .layer import Layer, same_memory
 from .offload import brought_in
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
+from .way import STEPS, Step, Terms, Way, Ways
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
 _OPENING_NORMS = ("pre_ln", "pre_norm")
@@ -73,19 +74,19 @@ class _Sum:
 
     Attributes:
         other: it, by the mixer's tokens (B, L, E), without outputs of others that no mixer had read
-            yet; empty where nobody asks for it.
+            yet.
         without: those others, by number.
         sources: where the rest comes from.
         is_stream: whether it is known to be a residual stream, of which one of them is a term, or
             which entered a module around the mixer; what a part such as an MLP returns is neither.
-        scale: what the output was multiplied with; None if something else was done to it.
+        way: what was done to the output before; None if that is not known.
     """
 
     other: Tensor
     without: frozenset[int]
     sources: frozenset[int]
     is_stream: bool
-    scale: float | Tensor | None
+    way: Way | None
 
 
 class Sums:
@@ -94,20 +95,24 @@ class Sums:
     Args:
         follow: follows their tokens.
         layers: the mixers that have returned.
-        keep: whether the streams are wanted, and not what mixers are multiplied with alone.
     """
 
-    def __init__(self, follow: Places, layers: Sequence[Layer], keep: bool) -> None:
-        self._follow, self._layers, self._keep = follow, layers, keep
+    def __init__(self, follow: Places, layers: Sequence[Layer]) -> None:
+        self._follow, self._layers = follow, layers
         #: Those by number whose output no mixer has read yet.
         self._open: set[int] = set()
+        #: Those of them that were seen in no residual stream.
+        self._apart: set[int] = set()
         self._found: dict[int, list[_Sum]] = {}
+        #: What was done to the outputs of mixers that were added to each other.
+        self._beside: dict[int, Way | None] = {}
         self._entered: dict[nn.Module, Tensor] = {}
-        follow.tell.update(dict.fromkeys(("add", "sub"), self._told))
+        self._ways = Ways(self._terms_apart, self._output_at)
+        follow.tell.update(dict.fromkeys(STEPS, self._told))
 
     def enters(self, module: nn.Module, x: Tensor | None) -> None:
         """Note what enters a module around mixers."""
-        if self._keep and x is not None:
+        if x is not None:
             self._entered[module] = x.detach()
 
     @contextmanager
@@ -123,10 +128,18 @@ class Sums:
         """Note what a mixer reads: it has been added to what it belongs to."""
         if entering is not None:
             self._open -= _sources(entering)
+            self._close(self._open)
 
     def left(self, number: int) -> None:
         """Note that the output of a mixer is there."""
         self._open.add(number)
+        self._apart.add(number)
+
+    def _close(self, still: Iterable[int]) -> None:
+        """Follow the ways of no others than these any more."""
+        self._apart.intersection_update(still)
+        if not self._apart:
+            self._ways.forget()
 
     def settle(self, reads: Sequence[Read]) -> None:
         """Tell the layers what their outputs were added to.
@@ -145,19 +158,34 @@ class Sums:
                 layer = self._layers[number - 1]
                 found = [s for s in self._found.get(number, ()) if s.without <= stage]
                 if not found:
+                    if number in self._beside:
+                        layer.join(None, self._beside[number])
                     continue
                 stream = _stream(found)
-                if stream is not None and self._keep:
+                if stream is not None:
                     holder, layer.residual = layer, stream.other
-                scales = [s.scale for s in found if s.scale is not None]
-                scale = None if stream is None else stream.scale
-                layer.join(holder, next(iter(scales), None) if scale is None else scale)
+                ways = [s.way for s in (*found, stream) if s is not None and s.way is not None]
+                layer.join(holder, ways[-1] if ways else None)
 
-    def _told(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a sum or a difference, before it is made."""
-        terms = terms_of(name, args, kwargs) if self._open else None
+    def _told(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
+        """Note a sum or a difference, before it is made, and steps on the way into one."""
+        terms = terms_of(name, args, kwargs) if self._open and name in ("add", "sub") else None
         if terms is not None:
             self._see(*terms)
+        return self._ways.told(name, args, kwargs) if self._open & self._apart else None
+
+    def _output_at(self, number: int, places: Tensor) -> Tensor:
+        return _gathered(self._layers[number - 1].output, places)
+
+    def _terms_apart(self, x: Tensor) -> Terms | None:
+        """What comes from mixers that have not joined the stream yet."""
+        origin = self._follow.origin(x)
+        if origin is None or origin.mixed is not None:
+            return None
+        places = _places(origin, self._open & self._apart & _sources(origin))
+        return Terms(places, {n: _skip(origin, n) for n in places}) if places else None
 
     def _see(self, one: Term, other: Term) -> None:
         if one[0].shape != other[0].shape or one[0].dim() != 3:
@@ -171,23 +199,26 @@ class Sums:
                 places = _places(origin, numbers)
                 if not places:
                     continue
-                scale = self._scale(mine.detach(), origin, places, weight)
+                ways = self._ways_to(mine, origin, places, weight)
                 whole = rest.detach() if beside == 1 else beside * rest.detach()
                 whole, without = self._without_open(whole, rests)
                 sources = frozenset(_sources(rests) - without)
-                if not sources:
-                    continue  # mixers that join the stream together
+                if sources <= self._open:  # mixers that join the stream together, if there is one
+                    self._beside.update(ways)
+                    continue
                 is_term = any(g.skips.get(s) for g in rests.groups for s in sources)
                 is_stream = is_term or any(same_memory(rest, x) for x in self._entered.values())
                 for number, place in places.items():
-                    own = _gathered(whole, place.argsort(1)) if self._keep else whole[:0]
-                    found = _Sum(own, without, sources, is_stream, scale)
+                    own = _gathered(whole, place.argsort(1))
+                    found = _Sum(own, without, sources, is_stream, ways[number])
                     self._found.setdefault(number, []).append(found)
+                if is_stream:
+                    self._close(self._apart - places.keys())
 
-    def _scale(
+    def _ways_to(
         self, mine: Tensor, origin: Origin, places: Mapping[int, Tensor], weight: float
-    ) -> float | Tensor | None:
-        """What the outputs of mixers, by their places in a term of a sum, are multiplied with.
+    ) -> dict[int, Way | None]:
+        """What was done to the outputs of mixers to make a term of a sum, by their numbers.
 
         Args:
             mine: the term, before it is multiplied with its weight.
@@ -195,31 +226,21 @@ class Sums:
             places: of the mixers' tokens in it, by the number of the mixer.
             weight: its weight.
         """
-        skips = {_skip(origin, number) for number in places}
-        if len(skips) == 1 and 0 not in skips:
-            return weight * skips.pop()
-        if skips != {0} or _sources(origin) != places.keys():
-            return None
-        outputs = [_gathered(self._layers[n - 1].output, place) for n, place in places.items()]
-        # the sums of mixers of one kind are alike in all blocks
-        each = ((self._layers[n - 1].mixer.module, self._sums_of(n)) for n in sorted(places))
-        kinds = tuple((type(module), count) for module, count in each)
-        found = _multiple(mine, sum_tensors(x.to(mine.device) for x in outputs), kinds)
-        return None if found is None else weight * found
-
-    def _sums_of(self, number: int) -> int:
-        """How many sums the output of a mixer was seen in."""
-        return len(self._found.get(number, ()))
+        skips = {number: _skip(origin, number) for number in places}
+        if all(skips.values()):
+            return {number: [Step(weight * skip)] for number, skip in skips.items()}
+        ways = self._ways.to(mine, places)
+        if ways is None:
+            return dict.fromkeys(places)
+        return {n: [*_in_own_order(ways[n], place), Step(weight)] for n, place in places.items()}
 
     def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
         """A term of a sum without the outputs in it that no mixer has read yet, and these."""
         places = _places(origin, self._open & _sources(origin))
         if not all(_skip(origin, number) for number in places):
             return x, frozenset()
-        if self._keep:
-            for number, place in places.items():
-                other = _gathered(self._layers[number - 1].output, place).to(x.device)
-                x = x - _skip(origin, number) * other
+        for number, place in places.items():
+            x = x - _skip(origin, number) * self._output_at(number, place).to(x.device)
         return x, frozenset(places)
 
 
@@ -270,21 +291,6 @@ def _alike(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).abs().max() <= 8 * torch.finfo(x.dtype).eps * x.abs().max()
 
 
-def _multiple(x: Tensor, of: Tensor, about: Hashable) -> float | Tensor | None:
-    """What a tensor (B, L, E) was multiplied with to give ``x``: a number, or one by feature.
-
-    Args:
-        x: the product.
-        of: the tensor.
-        about: what is the same where on a device the same kind of factor is expected.
-    """
-    if x.shape != of.shape or not x.numel():
-        return None
-    products, squares = (x * of).sum((0, 1)), of.square().sum((0, 1))  # (E,)
-    number = products.sum() / squares.sum().clamp_min(torch.finfo(of.dtype).tiny)
-    features = products / squares.where(squares > 0, 1)
-    alike = [_alike(x, factor * of) for factor in (number, features)]
-    by_number, by_feature = as_before(("multiple", about), alike)
-    if by_number:
-        return number if are_noted(number) else float(number)
-    return features if by_feature else None
+def _in_own_order(way: Way, place: Tensor) -> Way:
+    """A way by the tokens of a mixer that are at places (B, L) of what it leads to."""
+    return [step.reordered(lambda x: _gathered(x, place.argsort(1))) for step in way]

@@ -29,6 +29,7 @@ from captum_ssm.operators import (
     ShortConv,
 )
 from captum_ssm.tracing import Layer
+from captum_ssm.tracing.way import Step
 
 # float32 against the module, for any draw of the parameters; typical is 2e-7
 FLOAT32 = 1e-5
@@ -215,7 +216,9 @@ def test_parallel_mixers_add_up() -> None:
     stream = torch.randn(2, 7, 12)
     found = torch.zeros(2, 7, 7, 12)
     with torch.no_grad():
-        parts = [Contributions(layer, scale=s) for s, layer in zip(scales, together, strict=True)]
+        parts = [
+            Contributions(layer, way=[Step(s)]) for s, layer in zip(scales, together, strict=True)
+        ]
         for tile in tiles(parts, index, stream):
             found[:, tile.queries, tile.sources] = tile.vectors
     wanted[:, range(7), range(7)] += stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -171,20 +172,39 @@ def fed(vectors: Tensor, stream: Tensor, feeding: Tensor) -> Tensor:
     return shares[..., :-1] @ feeding + torch.diag_embed(shares[..., -1])
 
 
+@torch.no_grad()
+def through_the_rest(block: Any, at: int, layer: Any, vectors: Tensor) -> Tensor:
+    """What the norm, MLP and projection of Zamba's block ``at`` make of (B, Q, L, E), frozen."""
+    shared = getattr(block, "shared_transf", None) or block.shared_transformer
+    norm, mlp, out = shared.pre_ff_layernorm, shared.feed_forward, layer.output.double()
+    ratio = norm.weight * (out.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    if hasattr(mlp, "up_proj"):
+        up, gate = mlp.up_proj.weight, mlp.gate_proj.weight
+    else:
+        down, back = mlp.gate_up_proj_adapter_list[mlp.layer_dic[at]]
+        gate, up = (mlp.gate_up_proj.weight + back.weight @ down.weight).chunk(2)
+    opened = mlp.act_fn(out * ratio @ gate.T)
+    sent = (vectors * ratio[:, :, None]) @ up.T * opened[:, :, None]
+    return sent @ mlp.down_proj.weight.T @ block.linear.weight.T
+
+
 @pytest.mark.parametrize("family", ["zamba", "zamba2"])
 def test_mixers_that_feed_others(family: str) -> None:
     """The mamba layer mixes what attention made of the tokens; the stream goes around both."""
     model, ids = attention.attention_model(family).double(), token_ids(2, 6)
     layers, streams = record(model, ids), streams_of(model, ids)
     found = iter(LatimALTI(model).maps(ids))
+    hybrids = iter([(i, x) for i, x in enumerate(model.model.layers) if hasattr(x, "linear")])
     feeding = None
     for layer, stream in zip(layers, streams, strict=True):
         if layer.joins == "feeds":
-            feeding = oracle.alti(all_vectors(layer), stream)
+            at, block = next(hybrids)
+            feeding = oracle.alti(through_the_rest(block, at, layer, all_vectors(layer)), stream)
             continue
         vectors = all_vectors(layer)
         wanted = oracle.alti(vectors, stream) if feeding is None else fed(vectors, stream, feeding)
-        assert relative_error(next(found), wanted) <= 1e-9, layer.name
+        # its norms round to float32
+        assert relative_error(next(found), wanted) <= 1e-6, layer.name
         feeding = None
     assert next(found, None) is None
 
@@ -193,7 +213,8 @@ class Recorded(Unhooked):
     """A layer as far as its mixing looks at it."""
 
     __hash__ = object.__hash__
-    scale = 1.0
+    way = ()
+    has_stream = True
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -280,7 +301,8 @@ def test_streams_are_what_outputs_are_added_to(name: str, monkeypatch: pytest.Mo
         layers = traced(replace(request, streams=True, folds=False)).layers
     for layer, stream in zip(layers, entered, strict=True):
         assert relative_error(layer.residual_in_order, stream) <= 1e-5
-        assert layer.scale == layer.linear.branch_scale
+        scale = math.prod(step.factor for step in layer.way)
+        assert scale == pytest.approx(layer.linear.branch_scale)
 
 
 def test_streams_leave_no_hooks() -> None:

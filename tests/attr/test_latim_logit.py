@@ -189,12 +189,6 @@ def test_unknown_mixing() -> None:
         LatimLogit(mamba_lm()).attribute(token_ids(), mixing="operator", **TARGET)
 
 
-def test_a_mixer_without_a_stream_cannot_be_traced_through() -> None:
-    model = torch.nn.Sequential(*mixers_of(mamba_lm()))
-    with pytest.raises(InputError, match="stands alone"):
-        LatimLogit(model).attribute(torch.randn(2, 5, model[0].hidden_size), target=(-1, 0))
-
-
 def test_a_mixer_alone() -> None:
     """No stream passes it by: its output is all there is."""
     model = torch.nn.Sequential(mixers_of(mamba_lm())[0])
@@ -203,7 +197,9 @@ def test_a_mixer_alone() -> None:
     (layer,) = record(model, inputs)
     assert relative_error(found.layers[0], all_vectors(layer)[:, 3, :, 1]) <= 1e-5
     assert found.embedding.shape == (2, 5) and not found.embedding.any()
-    assert relative_error(found.tokens.sum(-1) + found.bias, model(inputs)[:, 3, 1]) <= 1e-5
+    assert (
+        (found.tokens.sum(-1) + found.bias - model(inputs)[:, 3, 1]) / total(found)
+    ).abs().max() <= 1e-6
 
 
 class Tall(torch.nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.adapters import adapter_of
+from helpers.adapters import adapter_of, joins_of
 from helpers.every_method import METHODS
 from helpers.planted import Coefficient, coefficients, planted
 from helpers.sessions import thorough
@@ -47,15 +47,15 @@ def moved(linear: LinearMixer, off: LinearMixer) -> float:
 @contextmanager
 def plant(module: nn.Module, fault: Coefficient) -> Iterator[None]:
     """The adapter of a mixer's class plants a fault in this one mixer."""
-    right = adapter_of(module)
+    right, joins = adapter_of(module), joins_of(module)
 
     def adapter(mixer: nn.Module, call: Call) -> LinearMixer:
         linear = right(mixer, call)
         return planted(linear, fault) if mixer is module else linear
 
-    register_mixer(type(module), adapter)
+    register_mixer(type(module), adapter, joins=joins)
     yield
-    register_mixer(type(module), right)
+    register_mixer(type(module), right, joins=joins)
 
 
 def check(case: Any, methods: list[Any]) -> None:

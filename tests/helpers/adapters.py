@@ -11,6 +11,7 @@ from torch import nn
 
 from captum_ssm import register_mixer
 from captum_ssm.mixers import Call, LinearMixer, registry
+from captum_ssm.mixers.line import Joins
 
 Adapter = Callable[[Any, Call], LinearMixer]
 
@@ -19,6 +20,13 @@ def adapter_of(mixer: nn.Module) -> Adapter:
     found = registry.adapter_for(mixer)
     assert found is not None, f"{type(mixer).__name__} is no mixer"
     return found[1]
+
+
+def joins_of(mixer: nn.Module) -> Joins:
+    """How its output joins the stream."""
+    found = registry.adapter_for(mixer)
+    assert found is not None, f"{type(mixer).__name__} is no mixer"
+    return found[0].joins
 
 
 def forgetting_the_skip(mixer: nn.Module) -> None:

@@ -83,13 +83,20 @@ class LayerMatrix:
     matvec: Callable[[Tensor], Tensor]
     normalized: Callable[[Tensor], Tensor] | None = None
 
-    def carried(self, row: Tensor, normalize_rows: bool) -> Tensor:
-        """The row times I + matrix, whose rows are divided by their sums if asked for."""
-        if normalize_rows and self.normalized is not None:
+    def carried(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
+        """The row times I + matrix, whose rows are divided by their sums if asked for.
+
+        Args:
+            row: (B, L).
+            normalize_rows: whether rows are divided by their sums.
+            has_stream: whether there is a residual stream, for which the identity stands; else it
+                is left out. Default: True.
+        """
+        if normalize_rows and self.normalized is not None and has_stream:
             return self.normalized(row)
         if normalize_rows:
-            row = row / (1 + self.matvec(torch.ones_like(row)))
-        return row + self.rmatvec(row)
+            row = row / (has_stream + self.matvec(torch.ones_like(row)))
+        return row + self.rmatvec(row) if has_stream else self.rmatvec(row)
 
 
 #: One layer's part of a fold: the layer and its operator to what it adds to the identity.
@@ -132,10 +139,10 @@ def fold(
             mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
             row = carry(row.to(stage[-1].values), at, stage[-1])
             at = stage[-1]
-            row = mixing.carried(row, normalize_rows)
+            row = mixing.carried(row, normalize_rows, at.has_stream)
             if not are_noted(row):
                 check_row(row, at)
-        # of a row that is no longer finite no later one is, for each is added to the one before
+        # of a row that is no longer finite no later one is, for each is made of the one before
         return carry(check_row(row, at), at, layers[0])
 
 

@@ -24,11 +24,12 @@ from ...operators.kernels.arithmetic import sum_tensors
 from ...operators.kernels.bands import overlap, shift_tokens
 from ...operators.kernels.portions import as_memory_allows, at_a_time
 from ...operators.kernels.rows import at_positions
-from ...operators.kernels.truths import are_noted, holds, reached, read_once
+from ...operators.kernels.truths import are_noted, looks_ahead, reached
 from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
+from ...tracing.way import Step, Way
 from .scanned import scanned
 from .taps import Path, TapShares, paths_of, silenced
 
@@ -61,8 +62,7 @@ class Contributions:
         layer: the recorded call.
         activation: how the activation is divided among the taps of the convolution before it; see
             :mod:`.taps`. Default: ``"linearized"``.
-        scale: factor on all vectors and on the constant, a number or one for each feature (E,),
-            such as that with which the mixer's output joins the stream. Default: 1.0.
+        way: what is done to the output, as on its way into the residual stream. Default: nothing.
         hooks: whether what hooks of others make of the output is part of it. Default: True.
     """
 
@@ -70,17 +70,17 @@ class Contributions:
         self,
         layer: Layer,
         activation: str = "linearized",
-        scale: float | Tensor = 1.0,
+        way: Way = (),
         *,
         hooks: bool = True,
     ) -> None:
         linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
-        self.weight = scale * projection_of(linear).weight  # (C, E)
+        self.weight, self._behind = _folded(projection_of(linear).weight, way)  # (C, E)
         self._linear = linear
         self._exact = activation == "linearized"
-        self._scale = scale
+        self._way = way
 
     @property
     def channels(self) -> int:
@@ -90,7 +90,10 @@ class Contributions:
     def total(self) -> Tensor:
         """The sum over all sources, (B, L, E), without a single tile."""
         before = torch.stack([path.total() for path in self.paths]).sum(0)
-        return before.flatten(2) @ self.weight
+        total = before.flatten(2) @ self.weight
+        for step in self._behind:
+            total = step(total)
+        return total
 
     def constant(self) -> Tensor:
         """What belongs to no token: biases behind the activation and of W_out, (B, L, E)."""
@@ -98,7 +101,10 @@ class Contributions:
         offset = (operator if self._exact else silenced(operator)).offset()
         values = self._linear.values
         at_rest = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
-        return self._scale * self._linear.project(at_rest)
+        constant = self._linear.project(at_rest)
+        for step in self._way:
+            constant = step(constant)
+        return constant
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
         """Sum over queries i of <T_i(x_j), direction_i>, without a single vector: (..., B, L).
@@ -109,6 +115,8 @@ class Contributions:
                 Default: None, that is not known.
         """
         direction = direction.to(self.weight)
+        for step in reversed(self._behind):
+            direction = step.back(direction)
         size = direction.shape[:-1]
         before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
         # few queries are asked, as a rule
@@ -124,6 +132,12 @@ class Contributions:
         for path in self.paths[1:]:
             found = found + path.toward(before)
         return found
+
+    def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
+        """What becomes of vectors (B, q, s, E) of queries ``index`` (B, q) behind W_out."""
+        for step in self._behind:
+            vectors = step.at(index)(vectors)
+        return vectors
 
     def before_projection(self, index: Tensor) -> Tensor:
         """The vectors before W_out, of queries ``index`` (B, q) from all sources: (q, B, L, C)."""
@@ -151,9 +165,28 @@ def tiles(
     for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
         # one product for all pairs of an example; entries may lie in any order
         vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
+        vectors = parts[0].behind(vectors, there[:, queries])
         if stream is not None:
             _add_own(vectors, there[:, queries], sources, stream)
         yield Tile(queries, sources, vectors)
+
+
+def _folded(weight: Tensor, way: Way) -> tuple[Tensor, list[Step]]:
+    """A projection's weight (C, E) with the first steps of a way in it, and the steps that remain.
+
+    Constants are left out.  What is the same for all features of a token can be done at any time,
+    so that no product behind it, as that of a norm, has to be made for every vector.
+    """
+    remain: list[Step] = []
+    for step in way:
+        if step.is_of_tokens:
+            remain.append(Step(step.factor))
+            step = Step(matrix=step.matrix)
+        if all(each.is_of_tokens for each in remain) and step.is_alike:
+            weight = Step(step.factor, step.matrix)(weight)
+        else:
+            remain.append(Step(step.factor, step.matrix))
+    return weight, remain
 
 
 def _is_long_and_ascends(index: Tensor) -> bool:
@@ -183,10 +216,12 @@ def _tiles_by_query(
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
             sources = slice(some.start, some.stop)
-            vectors = rows[0][:, :, sources] @ parts[0].weight
-            for more, part in zip(rows[1:], parts[1:], strict=True):
-                vectors += more[:, :, sources] @ part.weight
-            vectors = vectors.transpose(0, 1)  # (B, q, s, E)
+            vectors: Tensor | None = None  # (B, q, s, E)
+            for row, part in zip(rows, parts, strict=True):
+                each = (row[:, :, sources] @ part.weight).transpose(0, 1)
+                each = part.behind(each, there[:, queries])
+                vectors = each if vectors is None else vectors.add_(each)
+            assert vectors is not None
             if stream is not None:
                 _add_own(vectors, there[:, queries], sources, stream)
             return Tile(queries, sources, vectors)
@@ -212,7 +247,7 @@ def _rows(path: Path, index: Tensor) -> Tensor:
 
     products = locals_and_cores(path.operator, like=path.shares[0][1])
     rows = sum_tensors(of_product(local, core) for local, core in products)
-    return rows if path.token is None else rows.index_select(2, path.token.argsort())
+    return rows if path.token is None else rows.index_select(2, path.position_of(rows))
 
 
 def _sent(weight: Tensor, shares: TapShares) -> Tensor:
@@ -286,11 +321,7 @@ def _reach(rows: Sequence[Tensor], own: Tensor | None, until: int) -> range:
     if own is not None:
         is_read = is_read.index_fill(0, own.flatten(), True)
     if are_noted(is_read):
-        later = is_read[until:].any()
-        if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
-            return range(len(is_read))
-        holds(~later)
-        return range(until)
+        return range(len(is_read)) if looks_ahead(is_read, until) else range(until)
     found = is_read.nonzero().flatten().tolist()
     return range(found[0], found[-1] + 1) if found else range(0)
 

@@ -62,10 +62,12 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        self._parts = [Contributions(w, activation, w.scale) for w in writers]
+        # what is written alone, and is added to nothing, has come no way
+        alone = len(writers) == 1 and not (residual and writers[0].has_stream)
+        self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
         self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
         self._stream: Tensor | None = None
-        if residual:
+        if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
         self._before: Tensor | None = None  # what the feeding layers make of the tokens (B, L, L)
@@ -149,12 +151,14 @@ class ProjectionShares:
         self, stage: Sequence[Layer], streams: Streams, *, activation: str = "linearized"
     ) -> None:
         writers, feeders = stage_parts(stage)
-        self._parts = [Contributions(w, activation, w.scale) for w in writers]
+        last = writers[-1]
+        alone = len(writers) == 1 and not last.has_stream
+        self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
         self._before = [
             ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
         ]
         mixed = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
-        stream = stream_of(writers[-1], streams, mixed)
+        stream = stream_of(last, streams, mixed) if last.has_stream else torch.zeros_like(mixed)
         output = mixed + stream
         size = output.square().sum(-1, keepdim=True)
         # a token that has become nothing, such as a padded one, stays with itself

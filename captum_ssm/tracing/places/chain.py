@@ -45,11 +45,14 @@ class Read:
         stream: the same of what entered its block; None if it stands alone.
         run: the outermost module around it that ran, and how often that had run by then; None if
             the mixer stands alone.
+        begins: whether tokens are followed from this sequence on, as those of an image are that no
+            block is given, so that nothing tells what else reads them. Default: False.
     """
 
     entering: Origin | None
     stream: Origin | None
     run: tuple[nn.Module, int] | None
+    begins: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,7 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
     given = _given(layers[0], first)
     orders: dict[int, Tensor | None] = {}
     stage, outputs, stage_reads, run = 0, set[int](), set[int](), reads[0].run
+    together: list[Layer] = []  # the layers of a stage
     for number, (layer, read) in enumerate(zip(layers, reads, strict=True), 1):
         name = f"Layer {layer.name!r}"
         entering = _apart(read.entering, name)
@@ -114,17 +118,58 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
                 )
-            stage, outputs, run = stage + 1, set(), read.run
+            if not (reads[0].begins and stage == 0):
+                _note_stream(together, layers, stage_reads, sources, name)
+            stage, outputs, run, together = stage + 1, set(), read.run, []
         if run is not None and read.run is not None and run[0] is read.run[0] and run != read.run:
             raise NotAChain(f"The model runs several times in one call, side by side. {_INSTEAD}")
         stage_reads = sources
         outputs.add(number)
+        together.append(layer)
         orders[number] = None if number == 1 else _order(entering, orders, first, name)
         stream = None
         if read.stream is not None and read.stream.mixed is None:
             stream = _order(read.stream, orders, first, name)
         layer.arrange(stage, orders[number], stream)
+    if stage > 0:
+        if output is not None and output.mixed is None and outputs <= set(output.sources):
+            sources = set(output.sources)
+            if output.shape[:2] != first.shape[:2]:  # some tokens may not be there any more
+                sources |= {source for source in stage_reads if source == 0}
+            _note_stream(together, layers, stage_reads, sources, "The model's output")
+        else:  # which is that of a token, or of all together
+            before = next(layer for layer in layers if layer.stage == stage - 1)
+            for layer in together:
+                layer.has_stream = before.has_stream
     return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
+
+
+def _note_stream(
+    stage: Sequence[Layer], layers: Sequence[Layer], read: set[int], sources: set[int], name: str
+) -> None:
+    """Note whether what a stage reads passes it by on a residual stream.
+
+    Args:
+        stage: its layers.
+        layers: all layers.
+        read: the sources of what it reads.
+        sources: those of what is read behind it.
+        name: of what reads that.
+
+    Raises:
+        NotAChain: when a part of what it reads passes it by, and not the rest.
+    """
+    passing, stopped = read & sources, {s for s in read - sources if s < OTHERS}
+    fed = {s for s in stopped if s > 0 and layers[s - 1].joins == "feeds"}
+    for layer in stage:
+        layer.has_stream = bool(passing)
+    if passing and stopped - fed:
+        last = max(stopped - fed)
+        missing = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
+        raise NotAChain(
+            f"{name} reads what layer {stage[0].name!r} left beside a part of what that read, "
+            f"without what {missing}. {_INSTEAD}"
+        )
 
 
 def _order_of_output(

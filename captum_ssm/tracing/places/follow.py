@@ -81,6 +81,10 @@ class _Memory:
     writes: list[tuple[tuple[Any, ...], Origin | None]]
 
 
+#: Hears of a function before it is called; what it returns, if anything, hears of the result.
+Tell = Callable[[str, tuple[Any, ...], dict[str, Any]], Callable[[Any], None] | None]
+
+
 class Places(TorchFunctionMode):
     """While this mode is on, tensors that are computed from a source are followed.
 
@@ -94,7 +98,7 @@ class Places(TorchFunctionMode):
 
     Attributes:
         tell: what is told of functions before they are called, of their names and arguments, by
-            these names; empty at first.
+            these names; what that returns, if anything, is told of their results. Empty at first.
 
     Example:
         >>> import torch
@@ -110,7 +114,7 @@ class Places(TorchFunctionMode):
     def __init__(self, where: Callable[[], str], *, ids_only: bool = False) -> None:
         super().__init__()
         self.where = where
-        self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
+        self.tell: dict[str, Tell] = {}
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -206,9 +210,10 @@ class Places(TorchFunctionMode):
         if name == "embedding":  # modes around this one may ask at once
             self._recognise((*args, *kwargs.values()))
         tell = self.tell.get(not_in_place(name))
-        if tell is not None:
-            tell(not_in_place(name), args, kwargs)
+        told = None if tell is None else tell(not_in_place(name), args, kwargs)
         out = func(*args, **kwargs)
+        if told is not None:
+            told(out)
         if not self._sizes:
             return out
         if self._ids_only and not any(map(is_ids, tensors((out,)))):

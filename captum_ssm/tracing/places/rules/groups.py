@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....operators.kernels.truths import read_once
+
 #: How many different tokens of one source an element may come from; beyond that they are mixed.
 MOST = 4
 
@@ -127,7 +129,7 @@ def on_host(value: Any) -> Any:
         return value
     if value.is_floating_point() or value.is_complex():
         return torch.empty((), dtype=value.dtype, device="cpu").expand(value.shape)
-    return value.cpu()
+    return read_once("on the host", value.cpu, of=value)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

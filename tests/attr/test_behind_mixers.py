@@ -1,0 +1,352 @@
+"""What stands between a mixer and the residual stream, and stacks that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import latim as oracle
+from oracles import relative_error
+from torch import Tensor, nn
+from transformers import MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from zoo.mamba import randomise
+
+from captum_ssm import (
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaAttribution,
+    trace,
+)
+from captum_ssm.errors import InputError
+
+WIDTH, TOKENS, TARGET = 6, 5, (-1, 3)
+
+#: What is put behind a mixer, from the modules of a block, what the mixer returned and the stream.
+Behind = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """As transformers writes it: by hand, in float32 at least."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.promote_types(dtype, torch.float32))
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.02)
+        return self.weight * x.to(dtype)
+
+
+def mean_free(v: Tensor) -> Tensor:
+    return v - v.mean(-1, keepdim=True)
+
+
+def layer_norm(block: Any, v: Tensor, out: Tensor, x: Tensor) -> Tensor:
+    spread = (out.var(-1, correction=0, keepdim=True) + block.norm.eps).sqrt()
+    return mean_free(v) / spread * block.norm.weight
+
+
+def rms(out: Tensor, eps: float) -> Tensor:
+    return (out.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+#: By name: what a block puts behind its mixer, and that on a vector ``v`` with all else frozen, of
+#: the tokens of ``out`` and ``x``.
+KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]] = {
+    "a number": (lambda block, out, x: out * 0.3, lambda block, v, out, x: v * 0.3),
+    "scaled features": (lambda b, out, x: b.gain * out, lambda b, v, out, x: v * b.gain),
+    "layer norm": (lambda b, out, x: b.norm(out), layer_norm),
+    "a norm without weights": (
+        lambda b, out, x: b.plain(out),
+        lambda b, v, out, x: mean_free(v) / (out.var(-1, correction=0, keepdim=True) + 1e-5).sqrt(),
+    ),
+    "rms norm": (
+        lambda b, out, x: b.rms(out),
+        lambda b, v, out, x: v / rms(out, b.rms.eps) * b.rms.weight,
+    ),
+    "rms norm by hand": (
+        lambda b, out, x: b.by_hand(out),
+        lambda b, v, out, x: v / rms(out, 0.02) * b.by_hand.weight,
+    ),
+    "a gate": (
+        lambda b, out, x: out * torch.sigmoid(b.gate(x)),
+        lambda b, v, out, x: v * torch.sigmoid(b.gate(x)),
+    ),
+    "a gate of its own": (
+        lambda b, out, x: torch.sigmoid(b.gate(out)) * out,
+        lambda b, v, out, x: v * torch.sigmoid(b.gate(out)),
+    ),
+    "a gate of each example": (
+        lambda b, out, x: out * torch.tanh(b.conditions),
+        lambda b, v, out, x: v * torch.tanh(b.conditions),
+    ),
+    "a projection": (lambda b, out, x: b.gate(out), lambda b, v, out, x: v @ b.gate.weight.T),
+    "a projection to fewer and back": (
+        lambda b, out, x: b.up(b.down(out)),
+        lambda b, v, out, x: v @ b.down.weight.T @ b.up.weight.T,
+    ),
+    "a projection, a gate and a norm": (
+        lambda b, out, x: b.norm(b.gate(out) * torch.sigmoid(x) / 2) * 0.7,
+        lambda b, v, out, x: (
+            0.7
+            * layer_norm(
+                b, v @ b.gate.weight.T * torch.sigmoid(x) / 2, b.gate(out) * torch.sigmoid(x) / 2, x
+            )
+        ),
+    ),
+    "a subtraction": (
+        lambda b, out, x: -2 * b.gate(out),
+        lambda b, v, out, x: -2 * v @ b.gate.weight.T,
+    ),
+}
+
+
+class Block(nn.Module):
+    """A mixer, and what may stand behind it."""
+
+    def __init__(self, index: int, behind: Behind | None, flips: bool = False) -> None:
+        super().__init__()
+        config = MambaConfig(hidden_size=WIDTH, state_size=3, num_hidden_layers=3)
+        self.mixer = randomise(MambaMixer(config, index))
+        self.norm, self.rms = nn.LayerNorm(WIDTH, eps=0.01), nn.RMSNorm(WIDTH, eps=0.01)
+        self.by_hand, self.gate = RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.conditions = nn.Parameter(torch.randn(2, 1, WIDTH))
+        self.down, self.up = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+        self.behind, self.flips = behind, flips
+        for norm in (self.norm, self.rms):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.behind is None:
+            out: Tensor = self.mixer(x)
+            return out
+        if not self.flips:
+            return x + self.behind(self, self.mixer(x), x)
+        return x + self.behind(self, self.mixer(x.flip(1)), x.flip(1)).flip(1)
+
+
+def model_of(*behind: Behind | None, flips: bool = False) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block(i, each, flips) for i, each in enumerate(behind)))
+    return model.double().eval(), torch.randn(2, TOKENS, WIDTH).double()
+
+
+@torch.no_grad()
+def own_vectors(layer: Any) -> Tensor:
+    """T (B, L, L, E) of a mixer by itself: each token's values sent alone, less what zeros give."""
+    linear = layer.linear
+    rest = linear.project(linear.operator.apply(torch.zeros_like(linear.values)))
+    found = []
+    for j in range(TOKENS):
+        alone = torch.zeros_like(linear.values)
+        alone[:, j] = linear.values[:, j]
+        found.append(linear.project(linear.operator.apply(alone)) - rest)
+    return torch.stack(found, 2)
+
+
+@torch.no_grad()
+def vectors_and_streams(model: Any, x: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
+    """What joins the stream, by its source tokens, and the stream, of each block."""
+    found = []
+    for block in model:
+        given = x.flip(1) if block.flips else x
+        with trace(block) as record:
+            x = block(x)
+        (layer,) = record.layers
+        out, vectors = layer.output, own_vectors(layer)
+        sent = [KINDS[kind][1](block, vectors[:, :, j], out, given) for j in range(TOKENS)]
+        joined = torch.stack(sent, 2)
+        found.append(
+            (joined.flip(1, 2) if block.flips else joined, given.flip(1) if block.flips else given)
+        )
+    return found
+
+
+def projections(vectors: Tensor, stream: Tensor) -> Tensor:
+    parts = vectors.clone()
+    parts[:, range(TOKENS), range(TOKENS)] += stream
+    y = parts.sum(2)
+    shares: Tensor = torch.einsum("bije,bie->bij", parts, y) / y.square().sum(-1)[..., None]
+    return shares
+
+
+@pytest.mark.parametrize("flips", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_are_of_what_joins_the_stream(kind: str, flips: bool) -> None:
+    behind = KINDS[kind][0]
+    model, x = model_of(behind, behind, flips=flips)
+    wanted = [oracle.alti(*each) for each in vectors_and_streams(model, x, kind)]
+    maps = LatimALTI(model).maps(x)  # by the tokens as the first mixer reads them
+    for i, (found, expected) in enumerate(zip(maps, wanted, strict=True)):
+        assert relative_error(found, expected.flip(1, 2) if flips else expected) <= 1e-9, i
+    row = LatimALTI(model).attribute(x, TARGET).sum(-1)
+    assert relative_error(row, (wanted[1] @ wanted[0])[:, -1]) <= 1e-9
+
+
+@pytest.mark.parametrize("mixing", ["alti", "projection"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_traced_back_by_them(kind: str, mixing: str) -> None:
+    """Of the second layer, whose own contributions are the target's column of its vectors."""
+    behind = KINDS[kind][0]
+    model, x = model_of(behind, behind)
+    first, (vectors, _) = vectors_and_streams(model, x, kind)
+    shares = oracle.alti(*first) if mixing == "alti" else projections(*first)
+    found = LatimLogit(model).decompose(x, TARGET, mixing=mixing)
+    written = vectors[:, -1, :, TARGET[1]]
+    assert relative_error(found.layers[1], torch.einsum("bi,bij->bj", written, shares)) <= 1e-9
+    assert found.delta.abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "a gate", "a projection"])
+def test_norms_are_of_what_joins_the_stream(kind: str) -> None:
+    behind = KINDS[kind][0]
+    model, x = model_of(behind, behind)
+    each = [v[:, -1].abs().sum(-1) for v, _ in vectors_and_streams(model, x, kind)]
+    found = LatimNorm(model, p=1).attribute(x, TARGET).sum(-1)
+    assert relative_error(found, (each[0] + each[1]) / 2) <= 1e-9
+
+
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
+def test_what_is_no_factor_and_no_projection_is_refused(method: Any) -> None:
+    model, x = model_of(*[lambda b, out, x: b.up(F.gelu(b.down(out)))] * 2)
+    with pytest.raises(InputError, match=r"'\d\.mixer'.*more than factors.*residual=False"):
+        method(model).attribute(x, TARGET)
+    maps = LatimALTI(model, residual=False).maps(x)
+    torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, TOKENS).double())
+    with trace(model) as record:
+        model(x)
+    assert relative_error(maps[1], oracle.alti(own_vectors(record.layers[1]))) <= 1e-9
+
+
+@pytest.mark.parametrize("write", [lambda out, gain: out.mul_(gain), lambda out, gain: out.neg_()])
+def test_what_is_written_in_place_is_seen_or_refused(
+    write: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    def behind(block: Any, out: Tensor, x: Tensor) -> Tensor:
+        projected = block.gate(out)
+        write(projected, block.gain)
+        return projected
+
+    model, x = model_of(behind, behind)
+    with pytest.raises(InputError, match="more than factors"):
+        LatimALTI(model).maps(x)
+
+
+# --- no stream at all ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def dense(model: Any, x: Tensor) -> list[Tensor]:
+    """The mean over channels of each layer's matrix (B, L, L)."""
+    with trace(model) as record:
+        model(x)
+    return [layer.operator.per_channel().dense("mean") for layer in record.layers]
+
+
+@pytest.mark.parametrize("normalize_rows", [False, True])
+def test_the_identity_stands_for_a_stream_alone(normalize_rows: bool) -> None:
+    """Between layers without one, matrices are multiplied as they are."""
+    model, x = model_of(None, None)
+    first, second = dense(model, x)
+    if normalize_rows:
+        first, second = (m / m.sum(-1, keepdim=True) for m in (first, second))
+    found = ImplicitAttentionRollout(model).attribute(
+        x, TARGET, components="exact", normalize_rows=normalize_rows
+    )
+    assert relative_error(found.sum(-1), (second @ first)[:, -1]) <= 1e-9
+
+
+def test_shares_of_layers_without_a_stream() -> None:
+    model, x = model_of(None, None)
+    with torch.no_grad(), trace(model) as record:
+        model(x)
+    first, second = (own_vectors(layer) for layer in record.layers)
+    wanted = oracle.alti(second) @ oracle.alti(first)
+    found = LatimALTI(model).attribute(x, TARGET).sum(-1)
+    assert relative_error(found, wanted[:, -1]) <= 1e-9
+    for mixing in ("alti", "projection"):
+        parts = LatimLogit(model).decompose(x, TARGET, mixing=mixing)
+        nothing = torch.zeros_like(first[:, 0, 0])
+        shares = oracle.alti(first) if mixing == "alti" else projections(first, nothing[:, None])
+        written = second[:, -1, :, TARGET[1]]
+        assert relative_error(parts.tokens, torch.einsum("bi,bij->bj", written, shares)) <= 1e-9
+        assert not parts.layers[0].any() and parts.delta.abs().max() <= 1e-6
+
+
+def test_a_stack_of_which_one_layer_has_a_stream() -> None:
+    model, x = model_of(None, KINDS["a number"][0], None)
+    matrices = dense(model, x)
+    eye = torch.eye(TOKENS).double()
+    wanted = matrices[2] @ (eye + matrices[1]) @ matrices[0]
+    found = ImplicitAttentionRollout(model).attribute(x, TARGET, components="exact").sum(-1)
+    assert relative_error(found, wanted[:, -1]) <= 1e-9
+
+
+class Skipping(nn.Module):
+    """x + f2(x + f1(x)): what passes the second layer by is not all that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, None) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = x + self.blocks[0](x)
+        return x + self.blocks[1](inner)
+
+
+@pytest.mark.parametrize(
+    "method", [ImplicitAttentionRollout, LatimALTI, LatimLogit, MambaAttribution]
+)
+def test_a_part_of_what_is_read_that_passes_by_alone_is_refused(method: Any) -> None:
+    torch.manual_seed(1)
+    model, x = Skipping().eval(), torch.randn(2, TOKENS, WIDTH)
+    with pytest.raises(InputError, match=r"beside a part.*without what layer 'blocks\.0\.mixer'"):
+        method(model).attribute(x, TARGET)
+    assert LatimFlow(model).decompose(x, TARGET).delta.abs().max() < 1e-5
+
+
+class Parallel(nn.Module):
+    """Two mixers that are weighted and added up, then projected, beside a stream or alone."""
+
+    def __init__(self, index: int, projects: bool, adds: bool) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(Block(index, None).mixer for _ in range(2))
+        self.projection, self.projects, self.adds = nn.Linear(WIDTH, WIDTH), projects, adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = 0.3 * self.mixers[0](x) + 0.7 * self.mixers[1](x.flip(1)).flip(1)
+        if self.projects:
+            out = self.projection(out)
+        return x + out if self.adds else out
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("projects", [False, True])
+def test_mixers_that_are_weighted_and_added_up(projects: bool, adds: bool) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Parallel(i, projects, adds) for i in range(2))).double().eval()
+    x = torch.randn(2, TOKENS, WIDTH).double()
+    wanted = torch.eye(TOKENS).double().expand(2, -1, -1)
+    stream = x
+    for block in model:
+        with torch.no_grad(), trace(block) as record:
+            after = block(stream)
+        one, other = (own_vectors(layer) for layer in record.layers)
+        vectors = 0.3 * one + 0.7 * other.flip(1, 2)
+        if projects and adds:  # else each mixer's token is what the mixer returned
+            vectors = (vectors @ block.projection.weight.T).detach()
+        wanted, stream = oracle.alti(vectors, stream if adds else None) @ wanted, after
+    found = LatimALTI(model).attribute(x, TARGET).sum(-1)
+    assert relative_error(found, wanted[:, -1]) <= 1e-9
