@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ from ..operators.kernels.arithmetic import full_precision, unseen
 from ..operators.kernels.truths import are_noted, holds, read_once
 from .base import Call, LinearMixer, first_tensor, in_batch
 from .parts.common import as_heads, padding_mask, run, working_dtype
-from .parts.softmax import seen_pairs, softmax_attention
+from .parts.softmax import read_pairs, seen_pairs, softmax_attention
 
 #: The name under which the attention function that takes notes is registered.
 _NOTING = "captum_ssm"
@@ -50,9 +50,12 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 
 def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
     query, key, values = noted.query, noted.key, noted.value.transpose(1, 2)
-    core, mask = softmax_attention(query, key, values, noted.scaling, _pairs(module, noted))
+    pairs, gated = _pairs(module, noted), ("gate", type(module))
+    if pairs is not None and are_noted(factor):
+        read_pairs(pairs, gated, lambda: (factor == 1).all())
+    core, mask = softmax_attention(query, key, values, noted.scaling, pairs)
     operator = core
-    if not _is_one(factor, type(module)):
+    if not _is_one(factor, gated):
         gate = as_heads(in_batch(factor), values.shape[2])
         operator = Chain(Diagonal(gate, Shape(*values.shape), "gate", at_rest=0.5), core)
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
@@ -63,7 +66,7 @@ def _linearize(module: Any, noted: _Noted, factor: Tensor) -> LinearMixer:
     return LinearMixer(values, operator, project, mask, end_to_end=noted.end_to_end)
 
 
-def _is_one(factor: Tensor, kind: type) -> bool:
+def _is_one(factor: Tensor, kind: Hashable) -> bool:
     """Whether no gate stands behind attention, which on a device is read of one module of a kind.
 
     Of others it is taken to hold as well if it held there; a gate of ones changes nothing.
@@ -71,7 +74,7 @@ def _is_one(factor: Tensor, kind: type) -> bool:
     ones = (factor == 1).all()
     if not are_noted(factor):
         return bool(ones)
-    return read_once(("gate", kind), lambda: bool(ones)) and holds(ones)
+    return read_once(kind, lambda: bool(ones)) and holds(ones)
 
 
 def gpt2_attention(module: Any, call: Call) -> LinearMixer:

@@ -27,12 +27,12 @@ from ..operators import (
     Diagonal,
     DirectSum,
     Operator,
-    Permute,
     SelectiveScan,
     Shape,
     ShortConv,
     Sum,
 )
+from ..operators.reorder import flip
 from .base import Call, LinearMixer
 from .mamba2 import Norm, linearize
 from .parts.common import (
@@ -64,7 +64,7 @@ def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
     shape = Shape(*x.shape)
     parts = _direction(module, _names(), x)
     if module.config.bidirectional:
-        turn = _turn(shape, x)
+        turn = flip(shape, x.device)
         back = _direction(module, _names("{}_b"), x.flip(1))
         share = Diagonal(x.new_full((1, 1, 1, 1), 0.5 if module.config.divide_output else 1), shape)
         parts = (share, Sum(Chain(*parts), Chain(turn, *back, turn)))
@@ -131,7 +131,7 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
         return LinearMixer(x, operator, lambda y: run(module.out_proj, y.flatten(2)))
     channels = x.shape[2]
     x_b, _ = _entering(module.in_proj_bwd, module, call)
-    turn, names = _turn(Shape(*x.shape), x), _names("{}_bwd")
+    turn, names = flip(Shape(*x.shape), x.device), _names("{}_bwd")
     conv, ratio, activated = _activated(module, names, x_b, module.activation)
     back = Chain(turn, _scan(module, names, activated.flip(1)), turn, ratio, conv)
     both = DirectSum(Chain(*ahead), back)
@@ -164,10 +164,6 @@ def _entering(in_proj: Any, module: Any, call: Call) -> tuple[Tensor, Tensor]:
     hidden = call.hidden_states
     x, z = run(in_proj, hidden.to(working_dtype(module, hidden))).chunk(2, -1)
     return as_heads(x), as_heads(z)
-
-
-def _turn(shape: Shape, like: Tensor) -> Permute:
-    return Permute(torch.arange(shape.tokens - 1, -1, -1, device=like.device), shape)
 
 
 def _direction(

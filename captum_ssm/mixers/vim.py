@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import Chain, Diagonal, Operator, Permute, SelectiveScan, Shape, ShortConv, Sum
+from ..operators import Chain, Diagonal, Operator, SelectiveScan, Shape, ShortConv, Sum
+from ..operators.reorder import flip
 from .base import Call, LinearMixer
 from .parts.common import as_heads, causal_conv, frozen, linear, run, working_dtype
 
@@ -72,8 +73,7 @@ def _linearize(module: Any, projected: Tensor, *, run_projections: bool) -> Line
         a_b = -torch.exp(module.A_b_log.to(values))
         scan = SelectiveScan(ahead.dt, ahead.a, ahead.b, ahead.c)
         back_scan = SelectiveScan(ahead.dt.flip(1), a_b, ahead.b.flip(1), ahead.c.flip(1))
-        flip = torch.arange(shape.tokens - 1, -1, -1, device=values.device)
-        turn = Permute(flip, shape, "scan")
+        turn = flip(shape, values.device, "scan")
         skip = Diagonal(2 * ahead.skip, shape, "skip")
         core = Sum(scan, Chain(turn, back_scan, turn), skip)
         both = (core, *ahead.operators()[1:])
@@ -129,7 +129,7 @@ def both_ways(ahead: Direction, back: Direction, share: float = 1.0) -> Operator
         share: a factor on each. Default: 1.0.
     """
     shape, like = ahead.conv.shape, ahead.ratio
-    turn = Permute(torch.arange(shape.tokens - 1, -1, -1, device=like.device), shape)
+    turn = flip(shape, like.device)
     # structural, so that the share of each direction outlives every ablation
     part = Diagonal(like.new_full((1, 1, 1, 1), share), shape)
     return Sum(Chain(part, *ahead.operators()), Chain(turn, part, *back.operators(), turn))

@@ -94,13 +94,13 @@ def _scans(module: Any, activated: Tensor, size: tuple[int, int]) -> Sum:
     rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)
     state = rates[0].shape[1]
     terms: list[Operator] = []
-    for k, order in enumerate(module.scan_orders(size, activated.device)):
-        selected = linear(activated, module.x_proj_weight[k]).index_select(1, order)
+    for k, order in enumerate(module.scan_orders(size, torch.device("cpu"))):
+        there = Permute(order, shape, "scan", device=activated.device)
+        selected = linear(activated, module.x_proj_weight[k]).index_select(1, there.order)
         t, b, c = torch.split(selected, [rank, state, state], -1)
         dt = F.softplus(linear(t, module.dt_projs_weight[k], module.dt_projs_bias[k]))
         scan = SelectiveScan(dt, rates[k], b, c)
-        there = Permute(order, shape, "scan")
-        terms.append(Chain(Permute(there.inverse, shape, "scan"), scan, there))
+        terms.append(Chain(there.inverted(), scan, there))
     skip = frozen(module.Ds, activated).view(count, -1).sum(0)
     return Sum(*terms, Diagonal(skip.view(1, 1, -1, 1), shape, "skip"))
 

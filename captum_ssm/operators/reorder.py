@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -21,11 +22,13 @@ class Permute(Operator):
         inverse: which position reads each token (L,).
 
     Args:
-        order: which token each position reads, a permutation (L,).
+        order: which token each position reads, a permutation (L,). On the host, a device need not
+            be asked what it is.
         shape: the sizes acted on.
         component: name of the part it stands for. A reordering around a core that is one term of a
             sum goes where the core goes, so it bears the core's name. Default: None, a structural
             part.
+        device: of what it acts on. Default: None, that of ``order``.
 
     Example:
         >>> import torch
@@ -35,11 +38,29 @@ class Permute(Operator):
         [3.0, 2.0, 1.0]
     """
 
-    def __init__(self, order: Tensor, shape: Shape, component: str | None = None) -> None:
-        self.order = order
+    def __init__(
+        self,
+        order: Tensor,
+        shape: Shape,
+        component: str | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._given = order
+        self.order = order if device is None else order.to(device)
         self.shape = shape
         self.component = component
-        self.inverse = torch.argsort(order)
+        self.inverse = torch.argsort(order).to(self.order.device)
+
+    @functools.cached_property
+    def on_host(self) -> Tensor:
+        """The order, where asking for it does not wait for a device."""
+        return self._given.cpu()
+
+    def inverted(self) -> Permute:
+        """The reordering that undoes it."""
+        back = torch.argsort(self._given)
+        return Permute(back, self.shape, self.component, device=self.order.device)
 
     @property
     def data_dependent(self) -> bool:
@@ -59,7 +80,7 @@ class Permute(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
-        return Permute(self.order, shape, self.component)
+        return Permute(self._given, shape, self.component, device=self.order.device)
 
     def asked(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor | None]:
         """What is asked of an operator, if its rows are wanted in this order.
@@ -92,7 +113,7 @@ class Permute(Operator):
         Args:
             rows: the positions.
         """
-        return _neighbours(self.order[rows.start : rows.stop])
+        return _neighbours(self.on_host[rows.start : rows.stop])
 
     def rows_of_strip(self, strip: Strip, rows: range) -> Strip:
         """Some rows of Permute . matrix, from the rows of the matrix that they read.
@@ -110,12 +131,24 @@ class Permute(Operator):
         Args:
             strip: the same rows of the matrix.
         """
-        columns = _neighbours(self.order[strip.columns.start : strip.columns.stop])
+        columns = _neighbours(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
             tokens = self.shape.tokens
             return Strip(self.columns_of(strip.whole(tokens)), strip.rows, range(tokens))
         wanted = self.inverse[columns.start : columns.stop] - strip.columns.start
         return Strip(strip.entries.index_select(2, wanted), strip.rows, columns)
+
+
+def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
+    """The reordering that reverses the tokens.
+
+    Args:
+        shape: the sizes acted on.
+        device: of what it acts on.
+        component: see :class:`Permute`. Default: None, a structural part.
+    """
+    order = torch.arange(shape.tokens - 1, -1, -1, device="cpu")
+    return Permute(order, shape, component, device=device)
 
 
 def outermost(

@@ -16,12 +16,12 @@ from captum_ssm.errors import NonFiniteError
 from captum_ssm.operators.kernels.truths import (
     Ratio,
     all_finite,
-    as_before,
     ask_anew,
     at_most,
     finite_together,
     holds,
     is_doubted,
+    looks_ahead,
     reached,
     read_once,
     read_together,
@@ -143,19 +143,6 @@ def test_what_is_read_once_is_known_until_the_call_ends(device: StandIn) -> None
     assert len(asked) == 7
 
 
-@pytest.mark.parametrize("then", [[True, False], [True, True], [False, True]])
-def test_what_is_as_before_is_not_read_again(device: StandIn, then: list[bool]) -> None:
-    first, second = torch.tensor([[True, False], then], device="cuda")
-
-    def call() -> list[list[bool]]:
-        return [as_before("it", list(x.unbind())) for x in (first, second)]
-
-    device.counts = Counts()
-    assert read_together(call) == [[True, False], then] == call()
-    was_read = 2 if then == [True, False] else 4  # for both once more
-    assert device.counts.synchronisations == was_read + 2
-
-
 def weights(*tokens: int) -> Tensor:
     return torch.zeros(2, 6, device="cuda").index_fill(1, torch.tensor(tokens, device="cuda"), 1)
 
@@ -180,12 +167,37 @@ def test_what_was_asked_may_be_reached_again(device: StandIn) -> None:
 def test_another_question_may_be_asked_of_later_tokens(device: StandIn) -> None:
     def ask() -> list[range]:
         found = [reached(row) for row in (weights(1), weights(0, 1))]
-        ask_anew()
+        ask_anew(6, None)
         return found + [reached(row) for row in (weights(4), weights(3, 4), weights(0, 4))]
 
     device.counts = Counts()
     assert read_together(ask)[2:] == [range(4, 5), range(3, 5), range(5)]
     assert device.counts.synchronisations == 5
+
+
+def test_what_the_host_has_put_together_is_not_looked_for(device: StandIn) -> None:
+    def ask() -> list[range]:
+        ask_anew(6, range(3, 4))
+        return [reached(row) for row in (weights(3), weights(1, 3), weights(0, 2))]
+
+    device.counts = Counts()
+    assert read_together(ask) == [range(3, 4), range(1, 4), range(4)]
+    assert device.counts.synchronisations == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whether_tokens_look_ahead_is_asked_once(ahead: bool, device: StandIn) -> None:
+    """Where that is known, none is looked for after the first question."""
+    read = weights(5 if ahead else 2)[0].bool()
+
+    def ask() -> list[range]:
+        found = [reached(weights(3))]
+        assert [looks_ahead(read, 4), looks_ahead(read, 4)] == [ahead, ahead]
+        return [*found, reached(weights(1, 2)), reached(weights(0, 2))]
+
+    device.counts = Counts()
+    assert read_together(ask) == [range(3, 4), *[range(6 if ahead else 4)] * 2]
+    assert device.counts.synchronisations == 3 - ahead
 
 
 def test_tokens_that_look_ahead_may_reach_all(device: StandIn) -> None:

@@ -117,6 +117,33 @@ def _chosen(
     return _at(positions.expand(batch, -1), keep)
 
 
+def asked_tokens(
+    query: Query, output: Tensor, index: Tensor | None, tokens: int, mask: Tensor | None
+) -> range | None:
+    """From the first to the last token asked for, where no device has to be asked; else None.
+
+    Args:
+        query, output, index, mask: as :func:`query_weights` is given them.
+        tokens: how many there are.
+    """
+    if query == "mean":
+        return range(tokens)
+    per_token = output.dim() == 3 and output.shape[1] == tokens
+    if query == "cls" or (query is None and not per_token):
+        return None
+    if query == "last" or (query is None and index is None):
+        return range(tokens - 1, tokens) if mask is None else None
+    if query is None:
+        assert index is not None
+        positions = index[..., 0]
+    else:
+        positions = _positions(query)
+    if positions.device.type != "cpu":
+        return None
+    positions = positions % tokens
+    return range(int(positions.min()), int(positions.max()) + 1)
+
+
 def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     """True at the tokens of the last layer's output that the model's output depends on, (B, L).
 

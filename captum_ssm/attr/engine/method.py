@@ -30,7 +30,7 @@ from ...tracing import (
 from ..call import checks
 from ..call.components import parse_components
 from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
-from ..call.query import Query, check_query, needs_readers, query_weights
+from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
 from ..call.targets import (
     Total,
     as_asked,
@@ -333,9 +333,11 @@ class ImplicitMethod(SSMAttribution):
             elif self.needs_gradient:
                 selected, taken = run.select(index)
             weights = query_weights(query, output, index, tail, run.mask)
+            asked = asked_tokens(query, output, index, weights.shape[1], run.mask)
             if chain is not None and chain.output is not None:
+                asked = None
                 weights = weights.index_select(1, chain.output.argsort().to(weights.device))
-            questions.append(Question(target, weights.detach(), selected, taken=taken))
+            questions.append(Question(target, weights.detach(), selected, taken=taken, asked=asked))
         if self.needs_gradient:  # the backward pass takes the most memory of all
             run.record.forget()
         return questions

@@ -145,6 +145,8 @@ class Question:
         constant: a summand of ``selected`` that no module added (B,). Default: None.
         taken: the gradients of ``selected`` that methods sharing the run have taken; None if the
             run is not shared. Default: None.
+        asked: from the first to the last token of ``weights`` other than 0, where the host knows.
+            Default: None.
     """
 
     target: Any
@@ -152,6 +154,7 @@ class Question:
     selected: Tensor | None = None
     constant: Tensor | None = None
     taken: Taken | None = None
+    asked: range | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +219,8 @@ class Run:
         What is kept from one to the next is of these alone: another method asks otherwise.
         """
         kept: dict[Layer, Tensor] = {}
-        for first in range(len(questions)):
-            ask_anew()
+        for first, question in enumerate(questions):
+            ask_anew(question.weights.shape[-1], question.asked)
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:

@@ -54,11 +54,11 @@ class _Turned(NamedTuple):
 def _turned(path: Path, parts: Sequence[Operator]) -> _Turned | None:
     """Without reorderings, or with those that reverse the tokens and then restore them."""
     last, inside, first = outermost(parts)
-    orders = [permute.order for permute in (*last, *first)]
+    orders = [permute.on_host for permute in (*last, *first)]
     orders += [] if path.token is None else [path.token]
     if not orders:
         return _Turned(False, inside, path.shares)
-    reverse = torch.arange(len(orders[0]), device=orders[0].device).flip(0)
+    reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
     if len(last) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
     if not first:  # the path says it in this order

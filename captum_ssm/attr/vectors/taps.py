@@ -52,7 +52,8 @@ class Path:
     Attributes:
         operator: the map.
         shares: what positions send, by lag.
-        token: the token at each position (L,); None if positions are the tokens themselves.
+        token: the token at each position (L,), on the host; None if positions are the tokens
+            themselves.
     """
 
     operator: Operator
@@ -70,7 +71,12 @@ class Path:
         for lag, phi in self.shares:
             sent = (weight * phi).sum((-1, -2))[..., None, None]
             added += shift_tokens(sent, -lag)[..., 0, 0]
-        return added if self.token is None else added.index_select(-1, self.token.argsort())
+        return added if self.token is None else added.index_select(-1, self.position_of(added))
+
+    def position_of(self, like: Tensor) -> Tensor:
+        """The position of each token (L,), on the device of ``like``."""
+        assert self.token is not None
+        return self.token.argsort().to(like.device)
 
 
 def check_activation(activation: str) -> None:
@@ -139,7 +145,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
     for part in reversed(before):
         values = part.apply(values)
         if isinstance(part, Permute):
-            token = part.order if token is None else token[part.order]
+            token = part.on_host if token is None else token[part.on_host]
     taps = _taps(conv, values)
     function = FUNCTIONS[activation]
     if activation == "silu":

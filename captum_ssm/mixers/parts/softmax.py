@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,7 @@ def softmax_attention(
         [[[1.0, 0.0], [0.5, 0.5]]]
     """
     shape = Shape(*values.shape)
-    hidden = None
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
+    hidden = None if mask is None else _hidden(mask)
 
     def computed(query: Tensor, key: Tensor) -> Tensor:
         # in place, for each tensor of this size takes longer to come by than to fill
@@ -111,6 +111,28 @@ def seen_pairs(
     pairs = read_once(("seen", tokens, device, causal, window), make)
     read_once("pairs", lambda: [False, True], of=pairs)
     return pairs
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    return ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
+
+
+def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> None:
+    """Let a device tell what it has to of a mask, and at the same time something else.
+
+    Args:
+        mask: see :func:`softmax_attention`.
+        about: what the other is about; see :func:`read_once`.
+        truth: makes it.
+    """
+
+    def read() -> list[bool]:
+        hidden = _hidden(mask)
+        *found, other = _read(hidden.all(-1).any(), (~hidden).any(-2).any(1).all(), truth())
+        read_once(about, lambda: other)
+        return found
+
+    read_once("pairs", read, of=mask)
 
 
 def _read(*truths: Tensor) -> list[bool]:

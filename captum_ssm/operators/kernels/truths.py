@@ -9,7 +9,7 @@ at once: what is raised, or done instead, is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -123,22 +123,6 @@ def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) 
     return found
 
 
-def as_before(about: Hashable, truths: Sequence[Tensor]) -> list[bool]:
-    """Several truths, which on a device are taken to be what they were when first asked in a call.
-
-    Args:
-        about: what they are about.
-        truths: one truth value each.
-    """
-    found: list[bool]
-    if not are_noted(truths[0]):
-        return torch.stack(list(truths)).tolist()
-    found = read_once(about, lambda: torch.stack(list(truths)).tolist())
-    for truth, is_true in zip(truths, found, strict=True):
-        holds(truth if is_true else ~truth)
-    return found
-
-
 def reached(weights: Tensor) -> range:
     """From the first to the last token of weights (..., L) other than 0, or a range around them.
 
@@ -150,8 +134,15 @@ def reached(weights: Tensor) -> range:
         weights: what is asked of each token.
     """
     tokens = weights.shape[-1]
-    given = weights.ne(0).reshape(-1, tokens).any(0)
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
+    asked = _known.get({}).pop(("asked", tokens), None) if are_noted(weights) else None
+    if asked is not None:  # the first question of a call, which the host has put together
+        some: range = asked[0]
+        ends.append(some.stop)
+        return some
+    given = weights.ne(0).reshape(-1, tokens).any(0)
+    if ends and ("later", tokens) in _known.get({}):
+        return range(tokens if looks_ahead(given, ends[0]) else ends[0])
     if len(ends) < _LOOKS:
         found = given.tolist()
         some = (
@@ -166,11 +157,32 @@ def reached(weights: Tensor) -> range:
     return range(first)
 
 
-def ask_anew() -> None:
-    """Let tokens that are reached be looked for again, as for another question of the same call."""
+def looks_ahead(is_read: Tensor, until: int) -> bool:
+    """Whether tokens read any later than themselves, which a device is asked once in a call.
+
+    Args:
+        is_read: which tokens (L,) some queries read.
+        until: the token behind the last of the queries.
+    """
+    later = is_read[until:].any()
+    if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
+        return True
+    holds(~later)
+    return False
+
+
+def ask_anew(tokens: int, asked: range | None) -> None:
+    """Let tokens that are reached be looked for again, for another question of the same call.
+
+    Args:
+        tokens: how many there are.
+        asked: from the first to the last token asked for, where the host knows; else None.
+    """
     known = _known.get({})
-    for about in [x for x in known if isinstance(x, tuple) and x[0] == "reached"]:
+    for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "asked")]:
         del known[about]
+    if asked is not None and _noted.get() is not None:
+        known[("asked", tokens)] = asked, None
 
 
 def at_most(number: Tensor, limit: float) -> bool:

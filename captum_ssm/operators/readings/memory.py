@@ -55,7 +55,7 @@ class Memory(NamedTuple):
         log_decay: of each step (B, L, H, 1 or N), at most 0.
         erases: for a delta rule what the state before each step is asked by, and along what is
             taken away that it finds, (B, L, H, N) each; else None.
-        order: the token that each step reads (L,).
+        order: the token that each step reads (L,), on the host.
         feeds: a recurrence that hears its own outputs, whose values are written along themselves,
             as keys of the value 1. Default: None, of another kind.
     """
@@ -302,9 +302,9 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
             if is_causal(mixes) and not any(isinstance(part, Permute) for part in parts):
                 found.append(Cache(given, mixes.matrices))
             continue
-        order = torch.arange(values.shape[1], device=values.device)
+        order = torch.arange(values.shape[1], device="cpu")
         for part in reversed(behind):
-            order = order[part.order] if isinstance(part, Permute) else order
+            order = order[part.on_host] if isinstance(part, Permute) else order
         found.append(_memory(mixes, given, order))  # type: ignore[arg-type]
     return found
 
