@@ -49,6 +49,16 @@ CASES = {
     "by feature": {
         "blocks": (("Residual", "mamba2", "rms", True, "features", "none", "behind"), BLOCK)
     },
+    "a norm behind a mixer": {
+        "blocks": (("Residual", "mamba2", "rms", True, "layer", "plain", "beside"), BLOCK)
+    },
+    "a projection behind a mixer": {
+        "blocks": (BLOCK, ("Residual", "gpt2", "rms", False, "projection", "none", "behind"))
+    },
+    "no stream at all": {"blocks": (("Bare", "mamba", "rms"), ("Bare", "griffin", "layer"))},
+    "none at the end, where all tokens are read": {
+        "blocks": (BLOCK, ("Bare", "lfm2", "rms")), "reads": "mean"
+    },
     "branches of one mixer": {
         "blocks": (("norm", "rms"), ("Doubled", ("mamba", "lfm2"), "rms"), BLOCK)
     },

@@ -116,13 +116,14 @@ def _mixing(random: Random) -> tuple[Any, ...]:
     kinds, norms = random.choices(wrapped.KINDS, k=2), one(NORMS)
     if not BOUNDED.issuperset(kinds):  # what is not normalised would grow beyond all bounds
         norms = one(NORMS[:-1])
-    name = one(["Residual"] * 4 + ["Beside"] * 3 + ["Pair", "Doubled", "Parts"])
+    name = one(["Residual"] * 5 + ["Beside"] * 3 + ["Pair", "Doubled", "Parts", "Bare"])
     if name == "Residual":
-        scale, mlp = one(["one", "one", "half", "features"]), one(["none", "plain", "gated"])
+        scales = ["one", "one", "half", "features", "projection", one(NORMS[:-1])]
+        scale, mlp = one(scales), one(["none", "plain", "gated"])
         return name, kinds[0], norms, flags[0], scale, mlp, one(["behind", "behind", "beside"])
     if name == "Beside":
         return name, tuple(kinds), norms, *flags
-    return name, kinds[0] if name == "Parts" else tuple(kinds), norms
+    return name, kinds[0] if name in ("Parts", "Bare") else tuple(kinds), norms
 
 
 def _branches(random: Random) -> tuple[Any, ...]:

@@ -24,6 +24,10 @@ from oracles.latim import alti
 Mode = Literal["real", "frozen", "half", "direct"]
 #: By module, what hooks multiply its output with.
 Factors = Mapping[nn.Module, Tensor]
+#: Blocks that hold mixers.
+_HOLDING = (
+    wrapped.Residual, wrapped.Pair, wrapped.Beside, wrapped.Doubled, wrapped.Bare
+)  # fmt: skip
 
 
 @dataclass
@@ -35,20 +39,20 @@ class Call:
         entering: what it was called on (B, L, E).
         order: which of the network's tokens each of its own is (L,).
         stage: calls that read the same stream have the same number.
-        stream: what its output is added to (B, L, E), in the network's order.
+        stream: what its output is added to (B, L, E), in the network's order; None for nothing.
         left: what it returned, times the factors of hooks (B, L, E).
         factor: those, broadcastable to (B, L, E).
-        scale: what its block multiplies that with, a number or one for each feature (E,).
+        way: what its block makes of vectors (B, L, ..., E) of what it returned, frozen.
     """
 
     module: nn.Module
     entering: Tensor
     order: Tensor
     stage: int
-    stream: Tensor
+    stream: Tensor | None
     left: Tensor
     factor: Tensor
-    scale: float | Tensor
+    way: Callable[[Tensor], Tensor] = field(default=lambda vectors: vectors)
 
     def sorted(self, x: Tensor, dim: int = 1) -> Tensor:
         """Something by the mixer's tokens, in the network's order."""
@@ -103,11 +107,14 @@ class Walk:
     # --- blocks ------------------------------------------------------------------------------
 
     def block(self, block: Any, x: Tensor) -> Tensor:
-        if isinstance(block, wrapped.Residual | wrapped.Pair | wrapped.Beside | wrapped.Doubled):
+        if isinstance(
+            block, (wrapped.Residual, wrapped.Pair, wrapped.Beside, wrapped.Doubled, wrapped.Bare)
+        ):
             x = self.entered(x)
         go = {
             wrapped.Residual: self.residual,
             wrapped.Parts: self.parts,
+            wrapped.Bare: self.bare,
             wrapped.Doubled: self.doubled,
             wrapped.Pair: self.pair,
             wrapped.Beside: self.beside,
@@ -129,15 +136,42 @@ class Walk:
         h = self.norm(block.norm, x)
         module = block.mixer.inner if isinstance(block.mixer, wrapped.Held) else block.mixer
         self.stage += 1
-        scale = 1.0 if block.scale is None else block.scale
-        scale = scale.detach() if isinstance(scale, Tensor) else scale
-        out = scale * self.mix(module, h, x, scale)
+        out = self.behind(block, self.mix(module, h, x))
         if block.mlp is None:
             return x + out
         if block.mlp_norm is None:
             return x + out + self.mlp(block.mlp, h, self.stage - 1)
         x = x + out
         return x + self.mlp(block.mlp, self.norm(block.mlp_norm, x), self.stage)
+
+    def behind(self, block: Any, out: Tensor) -> Tensor:
+        """What stands between the mixer and the stream; the latest call learns of it."""
+        call = self.calls[-1]
+        if block.scale is not None:
+            scale = block.scale.detach() if isinstance(block.scale, Tensor) else block.scale
+            call.way = lambda vectors: vectors * scale
+            out = scale * out
+        if isinstance(block.behind, nn.Linear):
+            weight = block.behind.weight.detach()
+            call.way = lambda vectors: vectors @ weight.T
+            return out @ weight.T + block.behind.bias.detach()
+        if block.behind is None:
+            return out
+        norm, centres = block.behind, isinstance(block.behind, nn.LayerNorm)
+
+        def centred(x: Tensor) -> Tensor:
+            return x - x.mean(-1, keepdim=True) if centres else x
+
+        size = (centred(out.detach()).square().mean(-1, keepdim=True) + wrapped.EPS).sqrt()
+        gain = norm.weight.detach() * self.factors.get(norm, 1)
+        call.way = lambda vectors: (
+            centred(vectors) / size[:, :, None] * (gain if gain.dim() < 3 else gain[:, :, None])
+        )
+        return self.norm(norm, out)
+
+    def bare(self, block: Any, x: Tensor) -> Tensor:
+        self.stage += 1
+        return self.mix(block.mixer, self.norm(block.norm, x), None)
 
     def parts(self, block: Any, x: Tensor) -> Tensor:
         self.stage += 1
@@ -190,9 +224,7 @@ class Walk:
 
     # --- parts -------------------------------------------------------------------------------
 
-    def mix(
-        self, module: nn.Module, h: Tensor, stream: Tensor, scale: float | Tensor = 1.0
-    ) -> Tensor:
+    def mix(self, module: nn.Module, h: Tensor, stream: Tensor | None) -> Tensor:
         if self.mode in ("frozen", "half"):
             out = frozen(module, h, half=self.mode == "half").output
         else:
@@ -201,9 +233,9 @@ class Walk:
             out = out.detach().requires_grad_()
         factor = self.factors.get(module, torch.ones(1, 1, 1))
         left = (out * factor).requires_grad_()
-        entering, stream = h.detach(), stream.detach()
-        call = Call(module, entering, self.order, self.stage, stream, left, factor, scale)
-        call.stream = call.sorted(stream)
+        call = Call(module, h.detach(), self.order, self.stage, stream, left, factor)
+        if stream is not None:
+            call.stream = call.sorted(stream.detach())
         self.calls.append(call)
         return left
 
@@ -297,7 +329,7 @@ class Explained:
         return torch.stack(rows).mean(0)
 
     def rollout(self) -> Tensor:
-        return self._folded([(c.stage, c.matrices(p.unified.mean(1))) for c, p in self._calls()])
+        return self._folded([(c, c.matrices(p.unified.mean(1))) for c, p in self._calls()])
 
     def mamba_attribution(self) -> Tensor:
         walk, number = self.walk("real")
@@ -306,7 +338,7 @@ class Explained:
         for call, gradient in zip(walk.calls, gradients, strict=True):
             alpha = frozen(call.module, call.entering, half=False).unified.mean(1)
             weighted = (gradient.mean(-1, keepdim=True) * alpha).clamp(min=0)
-            found.append((call.stage, call.matrices(weighted)))
+            found.append((call, call.matrices(weighted)))
         return self._folded(found)
 
     def transformer_attribution(self) -> Tensor:
@@ -321,21 +353,23 @@ class Explained:
             alpha = parts.unified.unflatten(1, v.shape[2:])
             relevance = torch.einsum("bihp,bhpij,bjhp->bhij", g, alpha, v)
             weighted = torch.einsum("bihp,bjhp->bhij", upper, v) * relevance
-            found.append((call.stage, call.matrices(weighted.clamp(min=0).mean(1))))
+            found.append((call, call.matrices(weighted.clamp(min=0).mean(1))))
         return self._folded(found)
 
-    def _folded(self, added: list[tuple[int, Tensor]]) -> Tensor:
-        """The query's row of the product of I plus what the calls of each stage add."""
+    def _folded(self, added: list[tuple[Call, Tensor]]) -> Tensor:
+        """The query's row of the product of what the calls of each stage add to their stream."""
         row = self.weights
-        for stage in sorted({stage for stage, _ in added}, reverse=True):
-            row = row + sum(_times(row, matrix) for own, matrix in added if own == stage)
+        for stage in sorted({call.stage for call, _ in added}, reverse=True):
+            matrices = [(call, matrix) for call, matrix in added if call.stage == stage]
+            kept = torch.zeros_like(row) if matrices[0][0].stream is None else row
+            row = kept + sum(_times(row, matrix) for _, matrix in matrices)
         return row.detach()
 
     # --- by vectors ----------------------------------------------------------------------------
 
     def latim_norm(self) -> Tensor:
         rows = [
-            _times(self.weights, (call.scale * _vectors(call, parts)).norm(dim=-1))
+            _times(self.weights, _vectors(call, parts, joined=True).norm(dim=-1))
             for call, parts in self._calls()
         ]
         return torch.stack(rows).mean(0)
@@ -377,9 +411,10 @@ class Explained:
     def _mixings(self) -> list[Tensor]:
         """ALTI's of every stage, (B, L, L)."""
         stages: dict[int, Tensor] = {}
-        streams: dict[int, Tensor] = {}
+        streams: dict[int, Tensor | None] = {}
         for call, parts in self._calls():
-            stages[call.stage] = stages.get(call.stage, 0) + call.scale * _vectors(call, parts)
+            joined = _vectors(call, parts, joined=call.stream is not None)
+            stages[call.stage] = stages.get(call.stage, 0) + joined
             streams[call.stage] = call.stream
         return [alti(stages[at], streams[at]) for at in sorted(stages)]
 
@@ -390,10 +425,11 @@ def _first(blocks: Iterable[nn.Module]) -> nn.Module:
     return next(block for block in blocks if not isinstance(block, within))
 
 
-def _vectors(call: Call, parts: Frozen) -> Tensor:
-    """T of a call (B, L queries, L sources, E), in the network's order."""
+def _vectors(call: Call, parts: Frozen, *, joined: bool = False) -> Tensor:
+    """T of a call (B, L queries, L sources, E), in the network's order; or as it joins a stream."""
     vectors = torch.einsum("bcij,bjc,ce->bije", parts.exact, parts.values, parts.weight)
     vectors = vectors * call.factor[:, :, None]
+    vectors = call.way(vectors) if joined else vectors
     return call.sorted(call.sorted(vectors, 1), 2).detach()
 
 

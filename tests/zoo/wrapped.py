@@ -208,15 +208,21 @@ class Held(nn.Module):
 class Residual(nn.Module):
     """x + scale mixer(norm(x)), and an MLP behind it or beside it.
 
-    The scale is 1, one half, or a parameter for each feature.
+    The scale is 1, one half, or a parameter for each feature; in its place may stand a norm or a
+    projection.
     """
 
     def __init__(self, kind: str, norms: str, held: bool, scale: str, mlp: str, place: str) -> None:
         super().__init__()
         self.norm, self.mixer = norm(norms), mixer(kind)
-        self.scale: Any = {"one": None, "half": 0.5, "features": None}[scale]
+        self.scale: Any = 0.5 if scale == "half" else None
         if scale == "features":
             self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.behind: nn.Module | None = None
+        if scale == "projection":
+            self.behind = nn.Linear(WIDTH, WIDTH)
+        elif scale not in ("one", "half", "features"):
+            self.behind = norm(scale)
         if held:
             self.mixer = Held(self.mixer)
         self.mlp = None if mlp == "none" else MLP(mlp == "gated")
@@ -226,6 +232,7 @@ class Residual(nn.Module):
         h = self.norm(x)
         out = self.mixer(h) if isinstance(self.mixer, Held) else mixed(self.mixer, h)
         out = out if self.scale is None else self.scale * out
+        out = out if self.behind is None else self.behind(out)
         if self.mlp is None:
             return x + out
         if self.mlp_norm is None:
@@ -233,6 +240,17 @@ class Residual(nn.Module):
         x = x + out
         behind: Tensor = x + self.mlp(self.mlp_norm(x))
         return behind
+
+
+class Bare(nn.Module):
+    """mixer(norm(x)), without a residual connection."""
+
+    def __init__(self, kind: str, norms: str) -> None:
+        super().__init__()
+        self.norm, self.mixer = norm(norms), mixer(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed(self.mixer, self.norm(x))
 
 
 class Pair(nn.Module):

@@ -132,12 +132,13 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
             stream = _order(read.stream, orders, first, name)
         layer.arrange(stage, orders[number], stream)
     if stage > 0:
-        if output is not None and output.mixed is None and outputs <= set(output.sources):
-            sources = set(output.sources)
-            if output.shape[:2] != first.shape[:2]:  # some tokens may not be there any more
-                sources |= {source for source in stage_reads if source == 0}
-            _note_stream(together, layers, stage_reads, sources, "The model's output")
-        else:  # which is that of a token, or of all together
+        sources = _sources_of_output(output)
+        if outputs <= sources:
+            # some tokens of the input may not be there any more
+            whole = output is not None and output.shape[:2] == first.shape[:2]
+            name = "The model's output"
+            _note_stream(together, layers, stage_reads, sources, name, whole=whole)
+        else:  # nothing was seen of it
             before = next(layer for layer in layers if layer.stage == stage - 1)
             for layer in together:
                 layer.has_stream = before.has_stream
@@ -145,7 +146,13 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
 
 
 def _note_stream(
-    stage: Sequence[Layer], layers: Sequence[Layer], read: set[int], sources: set[int], name: str
+    stage: Sequence[Layer],
+    layers: Sequence[Layer],
+    read: set[int],
+    sources: set[int],
+    name: str,
+    *,
+    whole: bool = True,
 ) -> None:
     """Note whether what a stage reads passes it by on a residual stream.
 
@@ -155,11 +162,13 @@ def _note_stream(
         read: the sources of what it reads.
         sources: those of what is read behind it.
         name: of what reads that.
+        whole: whether that holds all tokens. Default: True.
 
     Raises:
         NotAChain: when a part of what it reads passes it by, and not the rest.
     """
     passing, stopped = read & sources, {s for s in read - sources if s < OTHERS}
+    stopped -= set() if whole else {0}
     fed = {s for s in stopped if s > 0 and layers[s - 1].joins == "feeds"}
     for layer in stage:
         layer.has_stream = bool(passing)
@@ -170,6 +179,13 @@ def _note_stream(
             f"{name} reads what layer {stage[0].name!r} left beside a part of what that read, "
             f"without what {missing}. {_INSTEAD}"
         )
+
+
+def _sources_of_output(output: Origin | None) -> set[int]:
+    """What the model's output comes from, or came from until its tokens were pooled."""
+    if output is None:
+        return set()
+    return set(output.sources) if output.mixed is None else set(output.mixed.sources)
 
 
 def _order_of_output(

@@ -340,9 +340,9 @@ class Places(TorchFunctionMode):
                 given = without_others(known)
                 if given is not None:  # what is no token of the input may meet others
                     return self._origins(name, func, args, kwargs, results, given)
-                blend = Mixed(name, self.where(), met.pooled)
+                blend = Mixed(name, self.where(), met.pooled, sources=_numbers(known))
             except _CANNOT:
-                blend = Mixed(name, self.where())
+                blend = Mixed(name, self.where(), sources=_numbers(known))
         return [
             self._origin(result, found, blend) if is_live and (found or blend) else None
             for result, found, is_live in zip(results, groups, live, strict=True)
@@ -462,3 +462,9 @@ class Places(TorchFunctionMode):
         except TokensMeet:
             return self._origin(tensor, (), Mixed("copy", self.where()))
         return self._origin(tensor, groups) if groups else None
+
+
+def _numbers(known: dict[int, tuple[Tensor, Origin]]) -> frozenset[int]:
+    """The sources that followed tensors come from."""
+    groups = (group for _, origin in known.values() for group in origin.groups)
+    return frozenset(source for group in groups for source in group.skips)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Mixed:
         pooled: whether it pooled all tokens by a sum, a mean or a maximum. Default: False.
         joined: whether the result was added to, or written into, a tensor whose tokens were apart,
             as a mixer adds its output to the residual stream. Default: False.
+        sources: what the tokens came from that were brought together. Default: nothing.
 
     Example:
         >>> from captum_ssm.tracing.places import Mixed
@@ -37,6 +38,7 @@ class Mixed:
     module: str
     pooled: bool = False
     joined: bool = False
+    sources: frozenset[int] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True, eq=False)
