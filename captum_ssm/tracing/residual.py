@@ -150,8 +150,10 @@ class Sums:
         self._entered.clear()
         stages: dict[frozenset[int], list[int]] = {}
         for number, read in enumerate(reads, 1):
-            if read.entering is not None and read.entering.mixed is None:
-                stages.setdefault(frozenset(_sources(read.entering)), []).append(number)
+            if read.entering is not None:  # one whose tokens others have mixed is by itself
+                mixed = read.entering.mixed is not None
+                key = {-number} if mixed else _sources(read.entering)
+                stages.setdefault(frozenset(key), []).append(number)
         for stage in map(frozenset, stages.values()):
             holder: Layer | None = None
             for number in sorted(stage):
@@ -192,7 +194,7 @@ class Sums:
             return
         for (mine, weight), (rest, beside) in ((one, other), (other, one)):
             origin, rests = self._follow.origin(mine), self._follow.origin(rest)
-            if origin is None or rests is None or origin.mixed or rests.mixed:
+            if origin is None or rests is None or origin.mixed:
                 continue
             numbers = self._open & _sources(origin) - _sources(rests)
             with unseen(), torch.no_grad():
@@ -203,7 +205,9 @@ class Sums:
                 whole = rest.detach() if beside == 1 else beside * rest.detach()
                 whole, without = self._without_open(whole, rests)
                 sources = frozenset(_sources(rests) - without)
-                if sources <= self._open:  # mixers that join the stream together, if there is one
+                if (
+                    not rests.mixed and sources <= self._open
+                ):  # mixers that join the stream together, if there is one
                     self._beside.update(ways)
                     continue
                 is_term = any(g.skips.get(s) for g in rests.groups for s in sources)

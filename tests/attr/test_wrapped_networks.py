@@ -56,6 +56,7 @@ CASES = {
         "blocks": (BLOCK, ("Residual", "gpt2", "rms", False, "projection", "none", "behind"))
     },
     "no stream at all": {"blocks": (("Bare", "mamba", "rms"), ("Bare", "griffin", "layer"))},
+    "one layer without": {"blocks": (("Bare", "rwkv", "layer"),), "reads": "last", "virtual": 2},
     "none at the end, where all tokens are read": {
         "blocks": (BLOCK, ("Bare", "lfm2", "rms")), "reads": "mean"
     },

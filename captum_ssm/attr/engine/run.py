@@ -332,7 +332,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the model's last mixer, where the tail begins, did not run, or not as the last one
         return traced(replace(request, graph="outputs"), shared=shared)
-    chain = _chained(record, origin, request.folds)
+    chain = None if request.layers is not None else _chained(record, origin, request.folds)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
         if len(found) != batch:
@@ -349,14 +349,17 @@ def traced(request: Request, *, shared: bool = False) -> Run:
 def _followed(request: Request, stack: ExitStack) -> Places | None:
     """What follows tokens through a run, to be switched on for it.
 
-    A user who chose the mixers vouches for the rest: then nothing does.
+    A user who chose the mixers vouches for the rest: then it is followed what their outputs are
+    added to, and nothing more.
     """
-    if request.layers is not None:
+    chosen = request.layers is not None
+    if chosen and not request.streams:
         return None
     running = Running(request.model)
     running.watch(stack)
     follow = Places(running.name)
-    follow.tell.update(refusals(request.model))
+    if not chosen:
+        follow.tell.update(refusals(request.model))
     return follow
 
 

@@ -131,17 +131,16 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
         if read.stream is not None and read.stream.mixed is None:
             stream = _order(read.stream, orders, first, name)
         layer.arrange(stage, orders[number], stream)
-    if stage > 0:
-        sources = _sources_of_output(output)
-        if outputs <= sources:
-            # some tokens of the input may not be there any more
-            whole = output is not None and output.shape[:2] == first.shape[:2]
-            name = "The model's output"
-            _note_stream(together, layers, stage_reads, sources, name, whole=whole)
-        else:  # nothing was seen of it
-            before = next(layer for layer in layers if layer.stage == stage - 1)
-            for layer in together:
-                layer.has_stream = before.has_stream
+    sources = _sources_of_output(output)
+    if outputs <= sources and not (reads[0].begins and stage == 0):
+        # some tokens of the input may not be there any more
+        whole = output is not None and output.shape[:2] == first.shape[:2]
+        name = "The model's output"
+        _note_stream(together, layers, stage_reads, sources, name, whole=whole)
+    elif stage > 0:  # nothing was seen of it
+        before = next(layer for layer in layers if layer.stage == stage - 1)
+        for layer in together:
+            layer.has_stream = before.has_stream
     return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
 
 
