@@ -127,7 +127,8 @@ class Sums:
     def read(self, entering: Origin | None) -> None:
         """Note what a mixer reads: it has been added to what it belongs to."""
         if entering is not None:
-            self._open -= _sources(entering)
+            # what others have mixed does not tell any more what it holds
+            self._open -= self._open if entering.mixed else _sources(entering)
             self._close(self._open)
 
     def left(self, number: int) -> None:
@@ -205,9 +206,8 @@ class Sums:
                 whole = rest.detach() if beside == 1 else beside * rest.detach()
                 whole, without = self._without_open(whole, rests)
                 sources = frozenset(_sources(rests) - without)
-                if (
-                    not rests.mixed and sources <= self._open
-                ):  # mixers that join the stream together, if there is one
+                # mixers that join the stream together, if there is one
+                if not rests.mixed and sources <= self._open:
                     self._beside.update(ways)
                     continue
                 is_term = any(g.skips.get(s) for g in rests.groups for s in sources)

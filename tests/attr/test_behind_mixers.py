@@ -195,6 +195,20 @@ def test_shares_are_of_what_joins_the_stream(kind: str, flips: bool) -> None:
     assert relative_error(row, (wanted[1] @ wanted[0])[:, -1]) <= 1e-9
 
 
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (0, 2), (2,)])
+@pytest.mark.parametrize("kind", ["scaled features", "layer norm", "a projection"])
+def test_layers_that_are_named(kind: str, numbers: tuple[int, ...]) -> None:
+    """Those between them may mix tokens."""
+    behind = KINDS[kind][0]
+    model, x = model_of(behind, behind, behind)
+    wanted = [oracle.alti(*each) for each in vectors_and_streams(model, x, kind)]
+    names = [f"{number}.mixer" for number in numbers]
+    maps = LatimALTI(model, layers=names).maps(x)
+    for found, number in zip(maps, numbers, strict=True):
+        assert relative_error(found, wanted[number]) <= 1e-9
+    assert LatimLogit(model, layers=names).decompose(x, TARGET).delta.abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("mixing", ["alti", "projection"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_traced_back_by_them(kind: str, mixing: str) -> None:

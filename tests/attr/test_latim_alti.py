@@ -415,8 +415,10 @@ def test_a_mixer_alone_has_no_stream() -> None:
     mixer = mixers_of(mamba_lm())[0]
     hidden = torch.randn(2, 5, 10)
     assert streams_of(mixer, hidden) == [None]
-    with pytest.raises(InputError, match=r"but stands alone\. Use residual=False"):
-        LatimALTI(mixer).maps(hidden)
-    (found,) = LatimALTI(mixer, residual=False).maps(hidden)
     (layer,) = record(mixer, hidden)
-    assert relative_error(found, oracle.alti(all_vectors(layer))) <= 1e-5
+    wanted = oracle.alti(all_vectors(layer))
+    for residual in (False, True):
+        (found,) = LatimALTI(mixer, residual=residual).maps(hidden)
+        assert relative_error(found, wanted) <= 1e-5
+    with pytest.raises(InputError, match=r"but stands alone\. Use residual=False"):
+        LatimALTI(mixer, layers=[mixer]).maps(hidden)  # named, it is taken to have one
