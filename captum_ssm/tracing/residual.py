@@ -231,12 +231,28 @@ class Sums:
             weight: its weight.
         """
         skips = {number: _skip(origin, number) for number in places}
-        if all(skips.values()):
+        if all(skips.values()) and self._is_no_more(mine, origin, places):
             return {number: [Step(weight * skip)] for number, skip in skips.items()}
-        ways = self._ways.to(mine, places)
+        ways = None if any(skips.values()) else self._ways.to(mine, places)
         if ways is None:
             return dict.fromkeys(places)
         return {n: [*_in_own_order(ways[n], place), Step(weight)] for n, place in places.items()}
+
+    def _is_no_more(self, mine: Tensor, origin: Origin, places: Mapping[int, Tensor]) -> bool:
+        """Whether a tensor is the sum of outputs that are terms of it, where that can be told.
+
+        What else comes from them alone, as an adapter that is added to an output, is not followed.
+        """
+        if _sources(origin) != places.keys():
+            return True  # with another part of the block, such as an MLP
+        layers = [self._layers[number - 1] for number in places]
+        if len(layers) == 1 and same_memory(mine, layers[0].output):
+            return True
+        terms = (
+            _skip(origin, n) * self._output_at(n, place).to(mine.device)
+            for n, place in places.items()
+        )
+        return _is_same(mine.detach(), sum_tensors(terms))
 
     def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
         """A term of a sum without the outputs in it that no mixer has read yet, and these."""

@@ -90,6 +90,10 @@ KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]]
         lambda b, v, out, x: v * torch.tanh(b.conditions),
     ),
     "a projection": (lambda b, out, x: b.gate(out), lambda b, v, out, x: v @ b.gate.weight.T),
+    "a projection with an adapter": (
+        lambda b, out, x: b.gate(out) + 0.5 * b.up(b.down(out)),
+        lambda b, v, out, x: v @ (b.gate.weight + 0.5 * b.up.weight @ b.down.weight).T,
+    ),
     "a projection to fewer and back": (
         lambda b, out, x: b.up(b.down(out)),
         lambda b, v, out, x: v @ b.down.weight.T @ b.up.weight.T,
@@ -230,6 +234,14 @@ def test_norms_are_of_what_joins_the_stream(kind: str) -> None:
     each = [v[:, -1].abs().sum(-1) for v, _ in vectors_and_streams(model, x, kind)]
     found = LatimNorm(model, p=1).attribute(x, TARGET).sum(-1)
     assert relative_error(found, (each[0] + each[1]) / 2) <= 1e-9
+
+
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
+def test_an_adapter_that_is_added_to_the_output_is_refused(method: Any) -> None:
+    """The output is a term of the sum, but not all that comes from it."""
+    model, x = model_of(*[lambda b, out, x: out + b.up(F.gelu(b.down(out)))] * 2)
+    with pytest.raises(InputError, match="more than factors"):
+        method(model).attribute(x, TARGET)
 
 
 @pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
