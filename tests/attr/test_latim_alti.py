@@ -238,6 +238,29 @@ def test_mixers_that_feed_those_that_feed_others(masked: bool) -> None:
         assert relative_error(found.sum(-1), torch.ones(2, 5)) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["bert", "olmo_hybrid"])
+def test_what_stands_behind_mixers_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT's output projection, and the norm behind attention in OLMo."""
+    case = a_model(name, monkeypatch)
+    model = case.model.double()
+    layers, streams = record(model, case.inputs), streams_of(model, case.inputs)
+    found = LatimALTI(model).maps(case.inputs)
+    assert len(found) == len(layers)
+    for one, layer, stream in zip(found, layers, streams, strict=True):
+        vectors, block = all_vectors(layer), layer.block
+        if name == "bert":
+            joined = vectors @ block.output.dense.weight.detach().T
+        elif not layer.name.endswith("self_attn"):
+            joined = vectors
+        else:
+            norm = block.post_attention_layernorm
+            size = layer.output.double().square().mean(-1, keepdim=True) + norm.variance_epsilon
+            joined = vectors / size.sqrt()[:, :, None] * norm.weight.detach()
+        assert relative_error(one, oracle.alti(joined, stream)) <= 1e-6, layer.name
+
+
 #: What reads the stream after the mixer's output has joined it.
 READERS = {
     "mamba": None,

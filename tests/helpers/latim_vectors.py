@@ -26,7 +26,7 @@ def a_model(name: str, patch: pytest.MonkeyPatch) -> architectures.Case:
         # heads that come out small are divided by their size, which enlarges rounding
         sizes = {"num_heads": 2, "proj_low_rank_dim": 4, "norm_eps": 0.05}
         return architectures.language(package.model("RWKV6", **sizes))
-    if name in ("rwkv7", "fla RWKV7"):
+    if name in ("rwkv7", "fla RWKV7", "olmo_hybrid"):
         return networks.NETWORKS[name](patch)
     if name == "xlstm":
         from transformers import xLSTMConfig, xLSTMForCausalLM
