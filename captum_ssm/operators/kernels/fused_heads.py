@@ -14,7 +14,7 @@ product of its own column, so that a decay of zero is one like any other.
 :gives: y (S, B, L, H, P) in the dtype of v, or what the adjoint makes of v, which runs from the
     last token to the first with queries and keys exchanged.
 :cost: one launch; for T tokens at a time 2 N + T multiplications with additions for each number of
-    v, and (N + log T) T for each token and each BLOCK columns of a head.
+    v, and, for each of some columns, (N + log T) T more for each token.
 :literature: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality, 2024, section 6; with the state kept in the program: Yang et
     al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2024, section 4.
@@ -33,10 +33,12 @@ from . import gpu
 from .arithmetic import BINARY
 from .gpu import jitted, power_of_two
 
-#: Tokens and columns of what a program holds at a time, and the fewest of each that Triton takes
-#: the product of matrices of.
-_TOKENS, _COLUMNS, _LEAST = 32, 32, 16
-#: Most states: the more, the fewer of a program's numbers are in registers.
+#: Most tokens and columns of what a program holds at a time, and the fewest of each of which Triton
+#: multiplies matrices.
+_MOST, _LEAST = 32, 16
+#: Most numbers of its queries, or keys, and of its state, which are to stay in registers.
+_VECTORS, _STATE = 2**11, 2**12
+#: Most states: of more, the fewest tokens and columns would not.
 _STATES = 256
 
 #: What the name stands for in the function that Triton compiles, which looks for it here.
@@ -86,8 +88,8 @@ def run(
     groups, states = query.shape[2:]
     read, written = (key, query) if transposed else (query, key)
     factor = log_decay if scale is None else scale
-    columns = stack * channels
-    block = min(_COLUMNS, max(_LEAST, power_of_two(columns)))
+    columns, padded = stack * channels, max(_LEAST, power_of_two(states))
+    block = _within(_STATE // padded, columns)
     compiled()[(-(-columns // block), batch * heads)](
         *(read, written, log_decay, factor, v, out),
         *(tokens, heads, heads // groups, states, columns, channels),
@@ -95,11 +97,18 @@ def run(
         TRANSPOSED=transposed,
         SCALED=scale is not None,
         BINARY=BINARY,
-        T=min(_TOKENS, max(_LEAST, power_of_two(tokens))),
+        T=_within(_VECTORS // padded, tokens),
         BLOCK=block,
-        STATES=max(_LEAST, power_of_two(states)),
+        STATES=padded,
+        num_warps=8,
+        num_stages=2,
     )
     return out
+
+
+def _within(room: int, count: int) -> int:
+    """How many tokens or columns a program holds at a time, of so many that there are."""
+    return max(_LEAST, min(_MOST, room, power_of_two(count)))
 
 
 @functools.cache
