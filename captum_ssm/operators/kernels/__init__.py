@@ -28,10 +28,10 @@ of a head, and trees of chunks else.  On a GPU, where a launch for each token wo
 its arithmetic, fused_scan serves in place of token_loop and scan_backward, fused_heads for maps and
 gradients of ScalarDecayHeads, and fused_fading for an ElementwiseRecurrence and from chunk to
 chunk; without Triton, odd_even serves in place of the first, and chunks for many vectors.  With it,
-short convolutions of one tap for each token back are fused_taps.  Where a DeltaRule has a decay for each key channel, its gradients take
-vector_decay_backward in place of within_chunk.  Other operators need none of these: diagonals and
-short convolutions are bands, long convolutions fast Fourier transforms, and given matrices
-products.
+short convolutions of one tap for each token back are fused_taps.  Where a DeltaRule has a decay for
+each key channel, its gradients take vector_decay_backward in place of within_chunk.  Other
+operators need none of these: diagonals and short convolutions are bands, long convolutions fast
+Fourier transforms, and given matrices products.
 
 What their algorithms are called; each module says more, with a reference and its naive version in
 tests/oracles:

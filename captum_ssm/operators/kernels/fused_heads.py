@@ -170,7 +170,6 @@ def _attend(  # type: ignore[no-untyped-def]
         keys *= until[:, None]
         carried *= tl.sum(tl.where(place == T - 1, since, 0.0), 0)
         carried += tl.dot(tl.trans(keys), given, input_precision="ieee")
-        if SCALED:
-            if TRANSPOSED:
-                found *= factor
+        if SCALED and TRANSPOSED:
+            found *= factor
         tl.store(out + at * heads * channels, found.to(out.dtype.element_ty), mask=mapped)
