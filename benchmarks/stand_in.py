@@ -24,8 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import mps
 from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
-from captum_ssm.operators.kernels import fused_fading, fused_scan, fused_taps, gpu
+from captum_ssm.operators import ScalarDecayHeads
+from captum_ssm.operators.kernels import fused_fading, fused_heads, fused_scan, fused_taps, gpu
+from captum_ssm.operators.kernels.chunks import CHUNK, ChunkSteps
 from captum_ssm.operators.kernels.odd_even import FadingSteps
+from captum_ssm.operators.kernels.portions import parts
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 
@@ -327,6 +330,7 @@ class StandIn(TorchDispatchMode):
         self._set(fused_scan, "pulled", self.kernel(_pulled))
         self._set(fused_fading, "run", self.kernel(_faded))
         self._set(fused_taps, "run", self.kernel(_convolved))
+        self._set(fused_heads, "run", self.kernel(_attended))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             self._set(torch, name, self._on_host(getattr(torch, name)))
@@ -513,6 +517,25 @@ def _convolved(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
             early, late = slice(tokens - tap), slice(tap, None)
             read, written = (late, early) if transposed else (early, late)
             out[:, written].addcmul_(factor, x[:, read])
+    return out
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    scale: Tensor | None,
+    v: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """What :func:`fused_heads.run` returns, on a processor: of one chunk after the other."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    heads = ScalarDecayHeads(query, key, log_decay, scale, v.shape[-1])
+    with torch.no_grad():
+        steps = ChunkSteps(heads.chunk, CHUNK, transposed)
+        for part in parts(v.shape[2], CHUNK, transposed):
+            steps(v[:, :, part], part, out[:, :, part])
     return out
 
 

@@ -130,10 +130,11 @@ _ON_A_GPU = """\
 No figure of this section was measured on a GPU. The paths that calls take on one were run on a
 device that stands in for it (`benchmarks/stand_in.py`): a processor holds its numbers, and what it
 is asked to do is counted. `f+b` is a pass of the same model, in which what packages have a fused
-kernel of is one launch, and one more in the backward. In calls the scan of Mamba, short
-convolutions and recurrences of channels are one launch each, the scan's gradients two: of these
-there are Triton kernels in `captum_ssm/operators/kernels`, tested by Triton's interpreter and
-compiled, and not yet run on a GPU. Small models of {layers} layers; eight times the width adds
+kernel of is one launch, and one more in the backward. In calls the scan of Mamba, linear
+attention with one decay per head, short convolutions and recurrences of channels are one launch
+each, the scan's gradients two: of these there are Triton kernels in
+`captum_ssm/operators/kernels`, tested by Triton's interpreter and compiled, and not yet run on a
+GPU. Small models of {layers} layers; eight times the width adds
 hardly a launch. A wait is one of the host for the device: checks are noted there and read together
 at the end.
 

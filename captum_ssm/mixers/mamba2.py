@@ -151,7 +151,9 @@ def linearize(
     ratio = activation_ratio(module.act, module.activation, u)
     activated = u * ratio if mask is None else u * ratio * mask[:, :, None, None]
     x, key, query = activated.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
-    dt = F.softplus(dt + module.dt_bias.to(dt)).clamp(*dt_limit)
+    dt = F.softplus(dt + module.dt_bias.to(dt))
+    if tuple(dt_limit) != (0.0, math.inf):  # which every dt keeps to
+        dt = dt.clamp(*dt_limit)
     rate = -torch.exp(module.A_log.to(dt))
     log_decay = rate * dt
     query, key = as_heads(query, groups), as_heads(key, groups)

@@ -13,8 +13,15 @@ from zoo import triton_interpreter
 
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
-from captum_ssm.operators import ElementwiseRecurrence, Operator, SelectiveScan, Shape, ShortConv
-from captum_ssm.operators.kernels import fused_fading, fused_scan, fused_taps, gpu
+from captum_ssm.operators import (
+    ElementwiseRecurrence,
+    Operator,
+    ScalarDecayHeads,
+    SelectiveScan,
+    Shape,
+    ShortConv,
+)
+from captum_ssm.operators.kernels import fused_fading, fused_heads, fused_scan, fused_taps, gpu
 
 BINARY = {"BINARY": fused_scan.BINARY}
 #: What each kernel is made for, its flag, and the tensors that are no values.
@@ -31,8 +38,13 @@ KERNELS: dict[Callable[[], Any], tuple[dict[str, Any], str, tuple[str, ...]]] = 
     ),
     fused_fading.compiled: ({"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
     fused_taps.compiled: ({"TAPS": 4, "T": 16, "BLOCK": 64}, "TRANSPOSED", ("weight",)),
+    fused_heads.compiled: (
+        {**BINARY, "SCALED": True, "T": 16, "BLOCK": 32, "STATES": 128},
+        "TRANSPOSED",
+        ("read", "key", "decay", "scale"),
+    ),
 }
-NAMES = ["scan", "gradients", "fading", "taps"]
+NAMES = ["scan", "gradients", "fading", "taps", "heads"]
 
 
 @pytest.mark.full
@@ -49,9 +61,9 @@ def test_it_compiles(compiled: Callable[[], Any], values: str, turned: bool) -> 
 
     wide = values == "fp64"
     own, flag, coefficients = KERNELS[compiled]
-    constants = {**own, flag: turned, "WIDE": wide}
     kernel = compiled()
     names = list(inspect.signature(kernel.fn).parameters)
+    constants = {**own, flag: turned} | ({"WIDE": wide} if "WIDE" in names else {})
     kinds = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(coefficients, "*fp64" if wide else "*fp32")
     of_values = {"x", "out", "up", "of_x"}.intersection(names)
@@ -76,10 +88,17 @@ def recurrence() -> ElementwiseRecurrence:
     return ElementwiseRecurrence(torch.rand(2, 40, 3))
 
 
+def heads(states: int, tokens: int = 40) -> ScalarDecayHeads:
+    """Of three heads, which share queries and keys."""
+    query, key = torch.randn(2, 2, tokens, 1, states)
+    decays, scale = torch.rand(2, 2, tokens, 3)
+    return ScalarDecayHeads(query, key, decays.log(), scale, per_head=1)
+
+
 @pytest.mark.parametrize(
     ("make", "each"),
-    [(lambda: scan(4), 4), (conv, 4), (recurrence, 1)],
-    ids=["scan", "conv", "recurrence"],
+    [(lambda: scan(4), 4), (conv, 4), (recurrence, 1), (lambda: heads(4), 8)],
+    ids=["scan", "conv", "recurrence", "heads"],
 )
 def test_on_a_device_it_is_one_launch(make: Callable[[], Operator], each: int) -> None:
     """What is read and written are coefficients and values, and what is computed all the same.
@@ -121,9 +140,31 @@ def test_gradients_on_a_device_take_no_launch_for_a_token() -> None:
     assert launches[0] == launches[1]
 
 
+def test_heads_on_a_device_take_as_few_launches_for_many_tokens() -> None:
+    """Of maps, adjoints and their gradients; with too many states, they take more."""
+    launches = []
+    for tokens, states in ((40, 16), (400, 16), (400, 257)):
+        here, v = heads(states, tokens), torch.randn(5, 2, tokens, 3, 1)
+        given = v.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(here.apply(given).square().sum(), given)
+        with StandIn() as device:
+            there = here.at({name: x.to("cuda") for name, x in here.tensors().items()})
+            given = v.to("cuda").requires_grad_()
+            device.counts = Counts()
+            mapped = there.apply(given)
+            launches.append(device.counts.launches)
+            (found,) = torch.autograd.grad(mapped.square().sum(), given)
+            found = found.cpu()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    assert launches[:2] == [1, 1] and launches[2] > 1
+
+
 def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_triton", lambda: True)
     assert [fused_scan.serves(scan(n)) for n in (1, 64, 65)] == [True, True, False]
+    assert [fused_heads.serves(heads(n)) for n in (1, 256, 257)] == [True, True, False]
+    double = {name: x.double() for name, x in heads(1).tensors().items()}
+    assert not fused_heads.serves(heads(1).at(double))
     causal = tuple(range(17))
     assert [fused_taps.serves(lags) for lags in (causal[:4], causal, (1, 0), ((0, 1),))] == [
         True,
@@ -133,3 +174,4 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert not fused_scan.serves(scan(1)) and not fused_taps.serves((0, 1))
+    assert not fused_heads.serves(heads(1))
