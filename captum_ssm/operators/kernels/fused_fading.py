@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import gpu
-from .gpu import composed, jitted, power_of_two
+from .gpu import composed, device_of, jitted, power_of_two
 
 #: Tokens and channels of what a program holds at a time.
 _TOKENS, _CHANNELS = 64, 32
@@ -51,13 +51,14 @@ def run(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     if not out.numel():
         return out
     block = min(_CHANNELS, power_of_two(channels))
-    compiled()[(-(-channels // block), stack * batch)](
-        *(decay, x, out, batch, tokens, channels, *decay.stride(), *x.stride()),
-        TRANSPOSED=transposed,
-        WIDE=decay.dtype == torch.float64,
-        T=min(_TOKENS, power_of_two(tokens)),
-        BLOCK=block,
-    )
+    with device_of(x):
+        compiled()[(-(-channels // block), stack * batch)](
+            *(decay, x, out, batch, tokens, channels, *decay.stride(), *x.stride()),
+            TRANSPOSED=transposed,
+            WIDE=decay.dtype == torch.float64,
+            T=min(_TOKENS, power_of_two(tokens)),
+            BLOCK=block,
+        )
     return out
 
 

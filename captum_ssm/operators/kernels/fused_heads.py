@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import gpu
 from .arithmetic import BINARY
-from .gpu import jitted, power_of_two
+from .gpu import device_of, jitted, power_of_two
 
 #: Most tokens and columns of what a program holds at a time, and the fewest of each of which Triton
 #: multiplies matrices.
@@ -90,19 +90,26 @@ def run(
     factor = log_decay if scale is None else scale
     columns, padded = stack * channels, max(_LEAST, power_of_two(states))
     block = _within(_STATE // padded, columns)
-    compiled()[(-(-columns // block), batch * heads)](
-        *(read, written, log_decay, factor, v, out),
-        *(tokens, heads, heads // groups, states, columns, channels),
-        *(*read.stride(), *written.stride(), *log_decay.stride(), *factor.stride(), *v.stride()),
-        TRANSPOSED=transposed,
-        SCALED=scale is not None,
-        BINARY=BINARY,
-        T=_within(_VECTORS // padded, tokens),
-        BLOCK=block,
-        STATES=padded,
-        num_warps=8,
-        num_stages=2,
-    )
+    with device_of(v):
+        compiled()[(-(-columns // block), batch * heads)](
+            *(read, written, log_decay, factor, v, out),
+            *(tokens, heads, heads // groups, states, columns, channels),
+            *(
+                *read.stride(),
+                *written.stride(),
+                *log_decay.stride(),
+                *factor.stride(),
+                *v.stride(),
+            ),
+            TRANSPOSED=transposed,
+            SCALED=scale is not None,
+            BINARY=BINARY,
+            T=_within(_VECTORS // padded, tokens),
+            BLOCK=block,
+            STATES=padded,
+            num_warps=8,
+            num_stages=2,
+        )
     return out
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import gpu
 from .arithmetic import BINARY
-from .gpu import composed, jitted, power_of_two
+from .gpu import composed, device_of, jitted, power_of_two
 from .token_loop import Coefficients
 
 #: Tokens, and channels times states, of what a program holds at a time.
@@ -68,17 +68,18 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
     key, read = (c, b) if transposed else (b, c)
     states = power_of_two(a.shape[1])
     block = min(_COLUMNS // states, power_of_two(heads))
-    compiled()[(-(-heads // block), stack * batch)](
-        *(dt, a, key, read, x, out),
-        *(batch, tokens, heads, a.shape[1], heads // b.shape[3]),
-        *(*dt.stride(), *a.stride(), *key.stride(), *read.stride(), *x.stride()),
-        TRANSPOSED=transposed,
-        WIDE=dt.dtype == torch.float64,
-        BINARY=BINARY,
-        T=min(_TOKENS, power_of_two(tokens)),
-        BLOCK=block,
-        STATES=states,
-    )
+    with device_of(x):
+        compiled()[(-(-heads // block), stack * batch)](
+            *(dt, a, key, read, x, out),
+            *(batch, tokens, heads, a.shape[1], heads // b.shape[3]),
+            *(*dt.stride(), *a.stride(), *key.stride(), *read.stride(), *x.stride()),
+            TRANSPOSED=transposed,
+            WIDE=dt.dtype == torch.float64,
+            BINARY=BINARY,
+            T=min(_TOKENS, power_of_two(tokens)),
+            BLOCK=block,
+            STATES=states,
+        )
     return out
 
 
@@ -165,18 +166,19 @@ def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
     block, blocks = blocks_of(heads // groups, states)
     if not x.numel():
         return
-    compiled_gradients()[(groups * blocks, stack * batch)](
-        *tensors,
-        *(batch, tokens, heads, states, heads // groups, blocks),
-        *(*dt.stride(), *a.stride(), *b.stride(), *c.stride(), *x.stride(), *up.stride()),
-        BACK=back,
-        WIDE=dt.dtype == torch.float64,
-        BINARY=BINARY,
-        T=_PULLED_TOKENS,
-        BLOCK=block,
-        STATES=power_of_two(states),
-        num_warps=8,
-    )
+    with device_of(x):
+        compiled_gradients()[(groups * blocks, stack * batch)](
+            *tensors,
+            *(batch, tokens, heads, states, heads // groups, blocks),
+            *(*dt.stride(), *a.stride(), *b.stride(), *c.stride(), *x.stride(), *up.stride()),
+            BACK=back,
+            WIDE=dt.dtype == torch.float64,
+            BINARY=BINARY,
+            T=_PULLED_TOKENS,
+            BLOCK=block,
+            STATES=power_of_two(states),
+            num_warps=8,
+        )
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import gpu
-from .gpu import jitted, power_of_two
+from .gpu import device_of, jitted, power_of_two
 
 #: Tokens and channels of a program, and the most taps.
 _TOKENS, _CHANNELS, _TAPS = 16, 64, 16
@@ -53,14 +53,15 @@ def run(weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
     if not out.numel():
         return out
     block = min(_CHANNELS, power_of_two(channels))
-    compiled()[(-(-tokens // _TOKENS), -(-channels // block), rows)](
-        *(weight, x, out, tokens, channels, *weight.stride(), *x.stride()),
-        TRANSPOSED=transposed,
-        WIDE=weight.dtype == torch.float64,
-        TAPS=weight.shape[1],
-        T=_TOKENS,
-        BLOCK=block,
-    )
+    with device_of(x):
+        compiled()[(-(-tokens // _TOKENS), -(-channels // block), rows)](
+            *(weight, x, out, tokens, channels, *weight.stride(), *x.stride()),
+            TRANSPOSED=transposed,
+            WIDE=weight.dtype == torch.float64,
+            TAPS=weight.shape[1],
+            T=_TOKENS,
+            BLOCK=block,
+        )
     return out
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -31,6 +35,17 @@ def jitted(kernel: Callable[..., None], *helpers: Callable[..., Any]) -> Any:
     for helper in filter(inspect.isfunction, helpers):  # and not one that another kernel calls, too
         names[helper.__name__] = triton.jit(helper)
     return triton.jit(kernel)
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of a tensor the current one, on which Triton launches.
+
+    Of a model on several GPUs, it need not be.
+
+    Args:
+        x: the tensor; on a processor, where Triton's interpreter runs, nothing is done.
+    """
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def composed(decay, state, next_decay, next_state):  # type: ignore[no-untyped-def]
