@@ -287,18 +287,18 @@ class Layer:
 
         Raises:
             InputError: when what joins the stream was not seen to follow from the output by factors
-                and products within tokens.
+                and products within tokens, or it joins more than once or by no sum.
         """
         declared, seen = self.linear.branch_scale, self._seen_scale
         if declared != 1 and (self._way is None or seen is not None):
             return [Step(declared)]
         if self._way is None:
-            if self._is_added:
+            if self._is_added or (self.stage is not None and self.has_stream):
                 raise InputError(
                     f"Layer {self.name!r}: on its way into the residual stream what the mixer "
-                    "returns passes more than factors, norms and projections within tokens, so "
-                    "that the shares of tokens in it cannot be followed there. Use LatimFlow, or "
-                    "LatimALTI with residual=False for the mixers' own maps."
+                    "returns passes more than factors, norms and projections within tokens and one "
+                    "sum, so that the shares of tokens in it cannot be followed there. Use "
+                    "LatimFlow, or LatimALTI with residual=False for the mixers' own maps."
                 )
             return ()
         return [step.reordered(self.in_order) for step in self._way]

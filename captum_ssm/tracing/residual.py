@@ -106,6 +106,8 @@ class Sums:
         self._found: dict[int, list[_Sum]] = {}
         #: What was done to the outputs of mixers that were added to each other.
         self._beside: dict[int, Way | None] = {}
+        #: Those that were added to what they had been added to before.
+        self._repeated: set[int] = set()
         self._entered: dict[nn.Module, Tensor] = {}
         self._ways = Ways(self._terms_apart, self._output_at)
         follow.tell.update(dict.fromkeys(STEPS, self._told))
@@ -168,7 +170,8 @@ class Sums:
                 if stream is not None:
                     holder, layer.residual = layer, stream.other
                 ways = [s.way for s in (*found, stream) if s is not None and s.way is not None]
-                layer.join(holder, ways[-1] if ways else None)
+                known = bool(ways) and number not in self._repeated
+                layer.join(holder, ways[-1] if known else None)
 
     def _told(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,6 +201,9 @@ class Sums:
             if origin is None or rests is None or origin.mixed:
                 continue
             numbers = self._open & _sources(origin) - _sources(rests)
+            # to a stream that holds them, and not by way of it, as through an MLP
+            if _sources(origin) <= self._open and not _sources(rests) <= self._open:
+                self._repeated |= _sources(origin) & _sources(rests)
             with unseen(), torch.no_grad():
                 places = _places(origin, numbers)
                 if not places:
@@ -212,10 +218,13 @@ class Sums:
                     continue
                 is_term = any(g.skips.get(s) for g in rests.groups for s in sources)
                 is_stream = is_term or any(same_memory(rest, x) for x in self._entered.values())
+                alone = _sources(origin) <= self._open
                 for number, place in places.items():
                     own = _gathered(whole, place.argsort(1))
-                    found = _Sum(own, without, sources, is_stream, ways[number])
-                    self._found.setdefault(number, []).append(found)
+                    before = self._found.setdefault(number, [])
+                    # a sum of two that is made again is no other stream
+                    if not (alone and any(_is_same(sum.other, own) for sum in before)):
+                        before.append(_Sum(own, without, sources, is_stream, ways[number]))
                 if is_stream:
                     self._close(self._apart - places.keys())
 
@@ -231,37 +240,39 @@ class Sums:
             weight: its weight.
         """
         skips = {number: _skip(origin, number) for number in places}
-        if all(skips.values()) and self._is_no_more(mine, origin, places):
-            return {number: [Step(weight * skip)] for number, skip in skips.items()}
-        ways = None if any(skips.values()) else self._ways.to(mine, places)
-        if ways is None:
-            return dict.fromkeys(places)
-        return {n: [*_in_own_order(ways[n], place), Step(weight)] for n, place in places.items()}
-
-    def _is_no_more(self, mine: Tensor, origin: Origin, places: Mapping[int, Tensor]) -> bool:
-        """Whether a tensor is the sum of outputs that are terms of it, where that can be told.
-
-        What else comes from them alone, as an adapter that is added to an output, is not followed.
-        """
-        if _sources(origin) != places.keys():
-            return True  # with another part of the block, such as an MLP
         layers = [self._layers[number - 1] for number in places]
-        if len(layers) == 1 and same_memory(mine, layers[0].output):
-            return True
-        terms = (
-            _skip(origin, n) * self._output_at(n, place).to(mine.device)
-            for n, place in places.items()
-        )
-        return _is_same(mine.detach(), sum_tensors(terms))
+        is_output = len(layers) == 1 and same_memory(mine, layers[0].output)
+        ways = None if is_output else self._ways.to(mine, places)
+        if ways is not None:
+            both = ways.items()
+            return {n: [*_in_own_order(way, places[n]), Step(weight)] for n, way in both}
+        # a term beside another part of the block, such as an MLP, is not told by its numbers
+        if is_output or (all(skips.values()) and _sources(origin) != places.keys()):
+            return {number: [Step(weight * skip)] for number, skip in skips.items()}
+        return dict.fromkeys(places)
 
     def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
-        """A term of a sum without the outputs in it that no mixer has read yet, and these."""
+        """A term of a sum without what is in it of outputs that no mixer has read yet, and these.
+
+        That is what their ways into another sum have led to.
+        """
         places = _places(origin, self._open & _sources(origin))
-        if not all(_skip(origin, number) for number in places):
+        ways = {number: self._latest_way(number) for number in places}
+        if any(way is None for way in ways.values()):
             return x, frozenset()
         for number, place in places.items():
-            x = x - _skip(origin, number) * self._output_at(number, place).to(x.device)
+            joined = self._layers[number - 1].output.detach()
+            for step in ways[number] or ():
+                joined = step(joined)
+            if joined.shape != x.shape:
+                return x, frozenset()
+            x = x - _gathered(joined, place).to(x.device)
         return x, frozenset(places)
+
+    def _latest_way(self, number: int) -> Way | None:
+        """What was done to an output before it joined the latest sum."""
+        found = self._found.get(number)
+        return found[-1].way if found else self._beside.get(number)
 
 
 def _stream(found: Sequence[_Sum]) -> _Sum | None:

@@ -267,19 +267,20 @@ class Ways:
     def _back(self, x: Tensor, terms: Terms, places: Mapping[int, Tensor]) -> Found | None:
         if not terms.places.keys() <= places.keys():
             return None
-        if all(terms.weights.values()):
-            outputs = [w * self._output(n, places[n]) for n, w in terms.weights.items()]
-            ways: dict[int, Way] = {n: [Step(w)] for n, w in terms.weights.items()}
-            return Found(ways, sum_tensors(outputs), frozenset({x.dtype}))
         taken = self._taken.get(storage_of(x))
         features = None if taken is None else _features(x, taken.result)
-        if taken is None or features is None:
+        if taken is not None and features is not None:
+            if taken not in self._known:
+                each = (self._sum(taken.result, option, places) for option in taken.options)
+                self._known[taken] = next((found for found in each if found is not None), None)
+            found = self._known[taken]
+            if found is not None:
+                return found.of(features)
+        if not all(terms.weights.values()):
             return None
-        if taken not in self._known:
-            each = (self._sum(taken.result, option, places) for option in taken.options)
-            self._known[taken] = next((found for found in each if found is not None), None)
-        found = self._known[taken]
-        return None if found is None else found.of(features)
+        outputs = [w * self._output(n, places[n]) for n, w in terms.weights.items()]
+        ways: dict[int, Way] = {n: [Step(w)] for n, w in terms.weights.items()}
+        return Found(ways, sum_tensors(outputs), frozenset({x.dtype}))
 
     def _sum(
         self, x: Tensor, summands: Sequence[Summand], places: Mapping[int, Tensor]
@@ -384,12 +385,12 @@ def _product(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
     """Either of the factors may be what comes from a mixer, and the other one its gate."""
     one, other = _arguments("input other", args, kwargs)
     pairs = ((one, other), (other, one))
-    return [[(x, [Step(_by_example(gate))])] for x, gate in pairs if isinstance(x, Tensor)]
+    return [[(x, [Step(_by_example(gate))])] for x, gate in pairs if _is_of_tokens(x)]
 
 
 def _quotient(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
     one, other = _arguments("input other", args, kwargs)
-    if kwargs.get("rounding_mode") is not None or not isinstance(one, Tensor):
+    if kwargs.get("rounding_mode") is not None or not _is_of_tokens(one):
         return []
     return [[(one, [Step(1 / _by_example(other))])]]
 
@@ -398,20 +399,40 @@ def _sum(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
     """Of two tensors, or of one and a constant for each feature."""
     one, other = _arguments("input other", args, kwargs)
     sign = kwargs.get("alpha", 1.0) * (-1 if name == "sub" else 1)
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+    for x, constant, weights in ((one, other, (1.0, sign)), (other, one, (sign, 1.0))):
+        if _is_of_tokens(x) and not _is_of_tokens(constant):
+            bias = torch.as_tensor(constant, dtype=x.dtype, device=x.device).detach()
+            if bias.numel() not in (1, x.shape[-1]):
+                return []
+            bias = weights[1] * bias.flatten().expand(x.shape[-1])
+            return [[(x, [Step(weights[0], bias=bias)])]]
+    return [[(one, [Step()]), (other, [Step(sign)])]] if _is_of_tokens(one) else []
+
+
+def _negative(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
+    return [[(args[0], [Step(-1.0)])]]
+
+
+def _matmul(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
+    one, other = _arguments("input other", args, kwargs)
+    if type(other) not in (Tensor, nn.Parameter) or other.dim() != 2:
         return []
-    if one.dim() == other.dim():
-        return [[(one, [Step()]), (other, [Step(sign)])]]
-    if other.dim() == 1:
-        return [[(one, [Step(bias=sign * other.detach())])]]
-    return [[(other, [Step(sign, bias=one.detach())])]] if one.dim() == 1 else []
+    return [[(one, [Step(matrix=other.detach())])]]
+
+
+def _is_of_tokens(x: Any) -> bool:
+    """Whether an operand is a tensor (B, L, E), and not the same for all tokens of all examples."""
+    return isinstance(x, Tensor) and x.dim() == 3 and x.numel() > x.shape[-1]
 
 
 def _by_example(factor: float | Tensor) -> float | Tensor:
-    """A factor whose tokens are the second of three dimensions."""
-    if isinstance(factor, Tensor):
-        return factor.detach()[None] if factor.dim() == 2 else factor.detach()
-    return factor
+    """A factor whose tokens are the second of three dimensions; one alike for all has one (E,)."""
+    if not isinstance(factor, Tensor):
+        return factor
+    factor = factor.detach()
+    if factor.numel() == factor.shape[-1:].numel():
+        return factor.flatten()
+    return factor[None] if factor.dim() == 2 else factor
 
 
 def _handed_on(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
@@ -429,6 +450,8 @@ STEPS: dict[str, Callable[[str, _Arguments, dict[str, Any]], _Options]] = {
     "rms_norm": _rms_norm,
     "mul": _product,
     "div": _quotient,
+    "neg": _negative,
+    "matmul": _matmul,
     **dict.fromkeys(("add", "sub"), _sum),
     **dict.fromkeys(
         (*f"{KEPT} {REORDERED} {RESHAPED}".split(), "index_select", "__getitem__"), _handed_on

@@ -107,6 +107,26 @@ KINDS: dict[str, tuple[Behind, Callable[[Any, Tensor, Tensor, Tensor], Tensor]]]
             )
         ),
     ),
+    "a number of a parameter": (
+        lambda b, out, x: b.number * b.norm(out) / torch.tensor(2.0),
+        lambda b, v, out, x: b.number * layer_norm(b, v, out, x) / 2,
+    ),
+    "features in three dimensions": (
+        lambda b, out, x: b.gate(out) * b.gain[None, None] + b.gain[None, None],
+        lambda b, v, out, x: v @ b.gate.weight.T * b.gain,
+    ),
+    "constants": (
+        lambda b, out, x: out + b.gain - 0.5,
+        lambda b, v, out, x: v,
+    ),
+    "its negative, and a product": (
+        lambda b, out, x: -(out @ b.gate.weight),
+        lambda b, v, out, x: -v @ b.gate.weight,
+    ),
+    "an addition to itself": (
+        lambda b, out, x: out + b.gate(out),
+        lambda b, v, out, x: v + v @ b.gate.weight.T,
+    ),
     "a subtraction": (
         lambda b, out, x: -2 * b.gate(out),
         lambda b, v, out, x: -2 * v @ b.gate.weight.T,
@@ -126,7 +146,7 @@ class Block(nn.Module):
         self.plain = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.conditions = nn.Parameter(torch.randn(2, 1, WIDTH))
         self.down, self.up = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
-        self.gain = nn.Parameter(torch.randn(WIDTH))
+        self.gain, self.number = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(()))
         self.behind, self.flips = behind, flips
         for norm in (self.norm, self.rms):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -270,6 +290,102 @@ def test_what_is_written_in_place_is_seen_or_refused(
         LatimALTI(model).maps(x)
 
 
+class Two(nn.Module):
+    """Two mixers, of which what a function makes joins the stream."""
+
+    def __init__(self, index: int, joins: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.other = Block(index, None), Block(index, None)
+        self.joins = joins
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joins(self, x, self.one(x), self.other(x))
+
+
+#: What joins the stream, and that of both mixers' vectors, given what they returned.
+IN_TURN: dict[str, tuple[Any, Any]] = {
+    "numbers": (
+        lambda b, x, m, n: x + 0.3 * m + 0.7 * n,
+        lambda b, v, w, m, n: 0.3 * v + 0.7 * w,
+    ),
+    "norms": (
+        lambda b, x, m, n: x + b.one.norm(m) + b.other.norm(n),
+        lambda b, v, w, m, n: layer_norm(b.one, v, m, m) + layer_norm(b.other, w, n, n),
+    ),
+    "projections": (
+        lambda b, x, m, n: x + b.one.gate(m) + b.other.gate(n),
+        lambda b, v, w, m, n: v @ b.one.gate.weight.T + w @ b.other.gate.weight.T,
+    ),
+    "the second alone": (
+        lambda b, x, m, n: x + m + b.other.norm(n),
+        lambda b, v, w, m, n: v + layer_norm(b.other, w, n, n),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_TURN)
+def test_mixers_that_join_the_stream_in_turn(kind: str) -> None:
+    """What the first has become is no part of the stream that the second is added to."""
+    torch.manual_seed(1)
+    joins, of_vectors = IN_TURN[kind]
+    model = nn.Sequential(*(Two(i, joins) for i in range(2))).double().eval()
+    x = torch.randn(2, TOKENS, WIDTH).double()
+    found = LatimALTI(model).maps(x)
+    for block, one in zip(model, found, strict=True):
+        with torch.no_grad(), trace(block) as record:
+            after = block(x)
+        m, n = (layer.output for layer in record.layers)
+        v, w = (own_vectors(layer) for layer in record.layers)
+        with torch.no_grad():
+            each = [of_vectors(block, v[:, :, j], w[:, :, j], m, n) for j in range(TOKENS)]
+        assert relative_error(one, oracle.alti(torch.stack(each, 2), x)) <= 1e-9
+        x = after
+
+
+#: Ways of joining that are refused, or the same as a sum.
+OTHERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "once more": lambda b, x, m: x + m + b.gain * m,
+    "once more behind a norm": lambda b, x, m: x + m + b.norm(m),
+    "by another function": lambda b, x, m: torch.addcmul(x, m, b.gain.expand_as(m)),
+}
+
+
+class Joined(nn.Module):
+    def __init__(self, index: int, joins: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.joins = Block(index, None), joins
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joins(self.block, x, self.block(x))
+
+
+def joined(joins: Callable[[Any, Tensor, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Joined(i, joins) for i in range(2))).double().eval()
+    return model, torch.randn(2, TOKENS, WIDTH).double()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
+def test_other_ways_of_joining_are_refused(method: Any, kind: str) -> None:
+    model, x = joined(OTHERS[kind])
+    with pytest.raises(InputError, match="more than factors"):
+        method(model).attribute(x, TARGET)
+
+
+def test_a_sum_that_is_made_again_is_one_stream() -> None:
+    def again(block: Any, x: Tensor, m: Tensor) -> Tensor:
+        h = block.norm(x + m)
+        return x + m + block.up(F.gelu(block.down(h)))
+
+    model, x = joined(again)
+    found = LatimALTI(model).maps(x)
+    with torch.no_grad(), trace(model) as record:
+        model(x)
+    first = record.layers[0]
+    assert relative_error(found[0], oracle.alti(own_vectors(first), x)) <= 1e-9
+
+
 # --- no stream at all ----------------------------------------------------------------------------
 
 
@@ -318,6 +434,26 @@ def test_a_stack_of_which_one_layer_has_a_stream() -> None:
     wanted = matrices[2] @ (eye + matrices[1]) @ matrices[0]
     found = ImplicitAttentionRollout(model).attribute(x, TARGET, components="exact").sum(-1)
     assert relative_error(found, wanted[:, -1]) <= 1e-9
+
+
+class Around(nn.Module):
+    """x + f2(f1(x)): what passes both layers by at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, None) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimALTI, LatimLogit])
+def test_what_passes_several_layers_by_is_refused(method: Any) -> None:
+    torch.manual_seed(1)
+    model, x = Around().eval(), torch.randn(2, TOKENS, WIDTH)
+    with pytest.raises(InputError, match="passes several layers by"):
+        method(model).attribute(x, TARGET)
+    assert LatimFlow(model).decompose(x, TARGET).delta.abs().max() < 1e-5
 
 
 class Skipping(nn.Module):

@@ -169,6 +169,12 @@ def _note_stream(
     passing, stopped = read & sources, {s for s in read - sources if s < OTHERS}
     stopped -= set() if whole else {0}
     fed = {s for s in stopped if s > 0 and layers[s - 1].joins == "feeds"}
+    own = {layers.index(layer) + 1 for layer in stage}
+    if any(0 <= s < OTHERS for s in sources - read - own):
+        raise NotAChain(
+            f"{name} reads what layer {stage[0].name!r} left beside what passes several layers by "
+            f"at once. {_INSTEAD}"
+        )
     for layer in stage:
         layer.has_stream = bool(passing)
     if passing and stopped - fed:
