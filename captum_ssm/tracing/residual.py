@@ -157,6 +157,8 @@ class Sums:
                 mixed = read.entering.mixed is not None
                 key = {-number} if mixed else _sources(read.entering)
                 stages.setdefault(frozenset(key), []).append(number)
+        for layer in self._layers:
+            layer.is_watched = True
         for stage in map(frozenset, stages.values()):
             holder: Layer | None = None
             for number in sorted(stage):
@@ -242,14 +244,13 @@ class Sums:
         skips = {number: _skip(origin, number) for number in places}
         layers = [self._layers[number - 1] for number in places]
         is_output = len(layers) == 1 and same_memory(mine, layers[0].output)
-        ways = None if is_output else self._ways.to(mine, places)
-        if ways is not None:
-            both = ways.items()
-            return {n: [*_in_own_order(way, places[n]), Step(weight)] for n, way in both}
         # a term beside another part of the block, such as an MLP, is not told by its numbers
         if is_output or (all(skips.values()) and _sources(origin) != places.keys()):
             return {number: [Step(weight * skip)] for number, skip in skips.items()}
-        return dict.fromkeys(places)
+        ways = self._ways.to(mine, places)
+        if ways is None:
+            return dict.fromkeys(places)
+        return {n: [*_in_own_order(way, places[n]), Step(weight)] for n, way in ways.items()}
 
     def _without_open(self, x: Tensor, origin: Origin) -> tuple[Tensor, frozenset[int]]:
         """A term of a sum without what is in it of outputs that no mixer has read yet, and these.

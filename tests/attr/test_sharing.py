@@ -146,7 +146,7 @@ def test_only_the_same_call_is_shared():
     ]
     alone = [row(inputs, **options) for inputs, options, _ in calls]
     runs.clear()
-    with shared_forward("all"):
+    with shared_forward("all", streams=True):
         for (inputs, options, new), expected in zip(calls, alone, strict=True):
             before = len(runs)
             close(row(inputs, **options), expected)

@@ -35,11 +35,17 @@ class Sharing:
 
     def run(self, request: Request) -> Run:
         """The latest run if it is of the same call, else a new one in its place."""
-        if self._latest is None or is_doubted() or not request.same_as(self._latest.request):
+        if self._latest is None or is_doubted() or not self._serves(request):
             self._latest = None  # the old graph goes before the new one comes
-            request = replace(request, graph=self._graph, streams=self._streams)
+            request = replace(request, graph=self._graph, streams=self._streams or request.streams)
             self._latest = traced(replace(request, verify=True, folds=True), shared=True)
         return self._latest
+
+    def _serves(self, request: Request) -> bool:
+        """Whether the latest run is of the same call, and holds all that is wanted of it."""
+        assert self._latest is not None
+        known = self._latest.request
+        return (known.streams or not request.streams) and request.same_as(known)
 
     def probe(self, model: nn.Module) -> ImageProbe:
         """A probe that knows the patch grid which an earlier method saw in the run."""
