@@ -22,7 +22,7 @@ from .offload import brought_in
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
-from .way import STEPS, Step, Terms, Way, Ways
+from .way import STEPS, Step, Terms, Way, Ways, along
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
 _OPENING_NORMS = ("pre_ln", "pre_norm")
@@ -262,9 +262,7 @@ class Sums:
         if any(way is None for way in ways.values()):
             return x, frozenset()
         for number, place in places.items():
-            joined = self._layers[number - 1].output.detach()
-            for step in ways[number] or ():
-                joined = step(joined)
+            joined = along(ways[number] or (), self._layers[number - 1].output.detach())
             if joined.shape != x.shape:
                 return x, frozenset()
             x = x - _gathered(joined, place).to(x.device)

@@ -103,6 +103,13 @@ class Step(NamedTuple):
 Way = Sequence[Step]
 
 
+def along(way: Way, x: Tensor) -> Tensor:
+    """What a way leads to from ``x`` (B, L, E)."""
+    for step in way:
+        x = step(x)
+    return x
+
+
 def _same(x: Tensor, value: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
     """Whether a tensor is what its ways lead to, but for rounding.
 

@@ -29,7 +29,7 @@ from ...operators.readings.scan_tiles import tiles as scan_tiles
 from ...operators.readings.states import products_of
 from ...tracing import Layer
 from ...tracing.projection import projection_of
-from ...tracing.way import Step, Way
+from ...tracing.way import Step, Way, along
 from .scanned import scanned
 from .taps import Path, TapShares, paths_of, silenced
 
@@ -90,10 +90,7 @@ class Contributions:
     def total(self) -> Tensor:
         """The sum over all sources, (B, L, E), without a single tile."""
         before = torch.stack([path.total() for path in self.paths]).sum(0)
-        total = before.flatten(2) @ self.weight
-        for step in self._behind:
-            total = step(total)
-        return total
+        return along(self._behind, before.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
         """What belongs to no token: biases behind the activation and of W_out, (B, L, E)."""
@@ -101,10 +98,7 @@ class Contributions:
         offset = (operator if self._exact else silenced(operator)).offset()
         values = self._linear.values
         at_rest = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
-        constant = self._linear.project(at_rest)
-        for step in self._way:
-            constant = step(constant)
-        return constant
+        return along(self._way, self._linear.project(at_rest))
 
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
         """Sum over queries i of <T_i(x_j), direction_i>, without a single vector: (..., B, L).
@@ -135,9 +129,7 @@ class Contributions:
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
         """What becomes of vectors (B, q, s, E) of queries ``index`` (B, q) behind W_out."""
-        for step in self._behind:
-            vectors = step.at(index)(vectors)
-        return vectors
+        return along([step.at(index) for step in self._behind], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
         """The vectors before W_out, of queries ``index`` (B, q) from all sources: (q, B, L, C)."""
