@@ -51,7 +51,7 @@ class Layer:
         stage: number of the stage that it belongs to; None if the run was not arranged.
         has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
             to do unless the run was arranged and showed that it does not.
-        is_watched: whether sums were seen that it may have joined a stream by.
+        is_added: whether what it left was seen to be added to what it read.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:
@@ -84,7 +84,7 @@ class Layer:
         self._is_ordered = False
         self.residual: Tensor | None = None
         self._way: Way | None = None
-        self._is_added = self.is_watched = False
+        self._has_joined = self.is_added = False
         self.has_stream = True
         self._holder: Layer | None = None
         self.mixer = mixer
@@ -277,7 +277,7 @@ class Layer:
             way: what was done to the output before, by the mixer's own tokens; None if that is not
                 known.
         """
-        self._holder, self._way, self._is_added = holder, way, True
+        self._holder, self._way, self._has_joined = holder, way, True
 
     @property
     def way(self) -> Way:
@@ -294,8 +294,7 @@ class Layer:
         if declared != 1 and (self._way is None or seen is not None):
             return [Step(declared)]
         if self._way is None:
-            arranged = self.is_watched and self.stage is not None
-            if self._is_added or (arranged and self.has_stream):
+            if self._has_joined or self.is_added:
                 raise InputError(
                     f"Layer {self.name!r}: on its way into the residual stream what the mixer "
                     "returns passes more than factors, norms and projections within tokens and one "

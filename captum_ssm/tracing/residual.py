@@ -157,8 +157,6 @@ class Sums:
                 mixed = read.entering.mixed is not None
                 key = {-number} if mixed else _sources(read.entering)
                 stages.setdefault(frozenset(key), []).append(number)
-        for layer in self._layers:
-            layer.is_watched = True
         for stage in map(frozenset, stages.values()):
             holder: Layer | None = None
             for number in sorted(stage):

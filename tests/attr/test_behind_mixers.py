@@ -436,6 +436,63 @@ def test_a_stack_of_which_one_layer_has_a_stream() -> None:
     assert relative_error(found, wanted[:, -1]) <= 1e-9
 
 
+#: Ways of joining what was read to what the mixer returned, and whether that is a stream.
+BESIDE: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], bool]] = {
+    "a gate": (lambda b, x, m: m * torch.sigmoid(b.gate(x)), False),
+    "a gate and a norm": (lambda b, x, m: b.norm(torch.sigmoid(b.gate(x)) * m), False),
+    "a gate and a constant": (lambda b, x, m: torch.addcmul(b.gain, m, b.gate(x)), False),
+    "a gate in letters": (lambda b, x, m: torch.einsum("ble,ble->ble", m, b.gate(x)), False),
+    "a divisor": (lambda b, x, m: m / (1 + x.square()), False),
+    "a product and a sum": (lambda b, x, m: torch.addcmul(x, m, b.gate(x)), True),
+    "a sum in place": (lambda b, x, m: x.clone().add_(m), True),
+    "a weighted sum": (lambda b, x, m: torch.lerp(x, m, 0.3), True),
+    "both gated": (lambda b, x, m: (lambda g: g * m + (1 - g) * x)(torch.sigmoid(b.gate(x))), True),
+    "a projection of both": (
+        lambda b, x, m: torch.cat([m, x], -1) @ torch.cat([b.gate.weight] * 2), True
+    ),
+    "a sum of a stack": (lambda b, x, m: torch.stack([m, x]).sum(0), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_the_identity_stands_for_what_outputs_are_added_to(kind: str, named: bool) -> None:
+    joins, has_stream = BESIDE[kind]
+    model, x = joined(joins)
+    first, second = dense(model, x)
+    if has_stream:
+        first, second = (m + torch.eye(TOKENS).double() for m in (first, second))
+    layers = [block.block.mixer for block in model] if named else None
+    found = ImplicitAttentionRollout(model, layers=layers).attribute(x, TARGET, components="exact")
+    assert relative_error(found.sum(-1), (second @ first)[:, -1]) <= 1e-9
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_shares_of_layers_with_gates_in_place_of_streams(named: bool) -> None:
+    model, x = joined(BESIDE["a gate and a norm"][0])
+    with torch.no_grad(), trace(model) as record:
+        model(x)
+    first, second = (own_vectors(layer) for layer in record.layers)
+    layers = [block.block.mixer for block in model] if named else None
+    found = LatimALTI(model, layers=layers).attribute(x, TARGET).sum(-1)
+    wanted = oracle.alti(second) @ oracle.alti(first)
+    assert relative_error(found, wanted[:, -1]) <= 1e-9
+
+
+@pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimALTI, MambaAttribution])
+@pytest.mark.parametrize(
+    "joins",
+    [
+        lambda b, x, m: F.glu(torch.cat([m, b.gate(x)], -1), -1),
+        lambda b, x, m: torch.where(b.gain > 0, m, x),
+    ],
+)
+def test_what_is_neither_added_nor_multiplied_is_refused(method: Any, joins: Any) -> None:
+    model, x = joined(joins)
+    with pytest.raises(InputError, match=r"neither a sum nor a product.*LatimFlow"):
+        method(model).attribute(x, TARGET)
+
+
 class Around(nn.Module):
     """x + f2(f1(x)): what passes both layers by at once."""
 

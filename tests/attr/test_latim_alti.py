@@ -21,7 +21,7 @@ from captum_ssm import LatimALTI, trace
 from captum_ssm.attr.engine.run import Request, traced
 from captum_ssm.attr.vectors import contributions, latim
 from captum_ssm.attr.vectors.shares import AltiShares
-from captum_ssm.errors import InputError, OptionError, ReconstructionError
+from captum_ssm.errors import OptionError, ReconstructionError
 from captum_ssm.operators import DenseHeads
 
 EXACT = 1e-11  # of rows divided by sums of differences
@@ -440,8 +440,6 @@ def test_a_mixer_alone_has_no_stream() -> None:
     assert streams_of(mixer, hidden) == [None]
     (layer,) = record(mixer, hidden)
     wanted = oracle.alti(all_vectors(layer))
-    for residual in (False, True):
-        (found,) = LatimALTI(mixer, residual=residual).maps(hidden)
+    for options in ({}, {"residual": False}, {"layers": [mixer]}):
+        (found,) = LatimALTI(mixer, **options).maps(hidden)
         assert relative_error(found, wanted) <= 1e-5
-    with pytest.raises(InputError, match=r"but stands alone\. Use residual=False"):
-        LatimALTI(mixer, layers=[mixer]).maps(hidden)  # named, it is taken to have one

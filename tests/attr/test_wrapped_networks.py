@@ -55,10 +55,17 @@ CASES = {
     "a projection behind a mixer": {
         "blocks": (BLOCK, ("Residual", "gpt2", "rms", False, "projection", "none", "behind"))
     },
-    "no stream at all": {"blocks": (("Bare", "mamba", "rms"), ("Bare", "griffin", "layer"))},
-    "one layer without": {"blocks": (("Bare", "rwkv", "layer"),), "reads": "last", "virtual": 2},
+    "no stream at all": {
+        "blocks": (("Bare", "mamba", "rms", False), ("Bare", "griffin", "layer", False))
+    },
+    "a gate in its place": {
+        "blocks": (("Bare", "mamba", "rms", True), BLOCK, ("Bare", "gpt2", "layer", True))
+    },
+    "one layer without": {
+        "blocks": (("Bare", "rwkv", "layer", False),), "reads": "last", "virtual": 2
+    },
     "none at the end, where all tokens are read": {
-        "blocks": (BLOCK, ("Bare", "lfm2", "rms")), "reads": "mean"
+        "blocks": (BLOCK, ("Bare", "lfm2", "rms", False)), "reads": "mean"
     },
     "branches of one mixer": {
         "blocks": (("norm", "rms"), ("Doubled", ("mamba", "lfm2"), "rms"), BLOCK)

@@ -123,7 +123,9 @@ def _mixing(random: Random) -> tuple[Any, ...]:
         return name, kinds[0], norms, flags[0], scale, mlp, one(["behind", "behind", "beside"])
     if name == "Beside":
         return name, tuple(kinds), norms, *flags
-    return name, kinds[0] if name in ("Parts", "Bare") else tuple(kinds), norms
+    if name == "Bare":
+        return name, kinds[0], norms, flags[0]
+    return name, kinds[0] if name == "Parts" else tuple(kinds), norms
 
 
 def _branches(random: Random) -> tuple[Any, ...]:

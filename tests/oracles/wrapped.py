@@ -171,7 +171,12 @@ class Walk:
 
     def bare(self, block: Any, x: Tensor) -> Tensor:
         self.stage += 1
-        return self.mix(block.mixer, self.norm(block.norm, x), None)
+        h = self.norm(block.norm, x)
+        out = self.mix(block.mixer, h, None)
+        if block.gate is None:
+            return out
+        z = h @ block.gate.weight.detach().T + block.gate.bias.detach()
+        return self.product(out, z)
 
     def parts(self, block: Any, x: Tensor) -> Tensor:
         self.stage += 1
@@ -240,18 +245,22 @@ class Walk:
         return left
 
     def mlp(self, module: Any, h: Tensor, stages: int) -> Tensor:
-        half, linear = self.mode == "half", self.mode != "real"
         up = h @ module.up.weight.detach().T + module.up.bias.detach()
         if module.gate is None:
-            up = straight(F.gelu, up) if linear else F.gelu(up)
+            up = F.gelu(up) if self.mode == "real" else straight(F.gelu, up)
         else:
-            z = h @ module.gate.weight.detach().T + module.gate.bias.detach()
-            up = gated(up, straight(F.silu, z), half) if linear else up * F.silu(z)
+            up = self.product(up, h @ module.gate.weight.detach().T + module.gate.bias.detach())
         out = up @ module.down.weight.detach().T + module.down.bias.detach()
         if self.mode == "direct":
             out = out.detach().requires_grad_()
             self.locals.append((out, self.order, stages))
         return out * self.factors.get(module, 1)
+
+    def product(self, x: Tensor, z: Tensor) -> Tensor:
+        """Numbers and a gate."""
+        if self.mode == "real":
+            return x * F.silu(z)
+        return gated(x, straight(F.silu, z), self.mode == "half")
 
     def norm(self, module: Any, x: Tensor) -> Tensor:
         if isinstance(module, nn.Identity):

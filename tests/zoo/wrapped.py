@@ -243,14 +243,17 @@ class Residual(nn.Module):
 
 
 class Bare(nn.Module):
-    """mixer(norm(x)), without a residual connection."""
+    """mixer(norm(x)), without a residual connection, or times a gate of what it reads."""
 
-    def __init__(self, kind: str, norms: str) -> None:
+    def __init__(self, kind: str, norms: str, gated: bool) -> None:
         super().__init__()
         self.norm, self.mixer = norm(norms), mixer(kind)
+        self.gate = nn.Linear(WIDTH, WIDTH) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return mixed(self.mixer, self.norm(x))
+        h = self.norm(x)
+        out = mixed(self.mixer, h)
+        return out if self.gate is None else out * F.silu(self.gate(h))
 
 
 class Pair(nn.Module):

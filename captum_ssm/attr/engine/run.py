@@ -26,8 +26,8 @@ from ...tracing import (
 )
 from ...tracing.chance import refusals
 from ...tracing.hooks import Running
-from ...tracing.places import Origin, Places
-from ...tracing.places.chain import Chain, NotAChain, arrange
+from ...tracing.places import Joins, Origin, Places
+from ...tracing.places.chain import Chain, NotAChain, arrange, note_streams
 from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model, explained_ids
 from ..call.layout import TokenLayout
@@ -332,7 +332,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the model's last mixer, where the tail begins, did not run, or not as the last one
         return traced(replace(request, graph="outputs"), shared=shared)
-    chain = None if request.layers is not None else _chained(record, origin, request.folds)
+    chain = None if follow is None else _chained(request, record, origin, follow.joins)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
         if len(found) != batch:
@@ -350,10 +350,10 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
     """What follows tokens through a run, to be switched on for it.
 
     A user who chose the mixers vouches for the rest: then it is followed what their outputs are
-    added to, and nothing more.
+    joined with, and nothing more.
     """
     chosen = request.layers is not None
-    if chosen and not request.streams:
+    if chosen and not (request.streams or request.folds):
         return None
     running = Running(request.model)
     running.watch(stack)
@@ -363,17 +363,18 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
     return follow
 
 
-def _chained(record: Trace, output: Origin | None, folds: bool) -> Chain | None:
-    """How the tokens of a run lie; None where that was not followed, or lies in maps."""
-    if not record.reads or any(layer.map is not None for layer in record.layers):
-        return None
-    try:
-        return arrange(record.layers, record.reads, output)
-    except NotAChain:
-        if folds:
-            raise
-    for layer in record.layers:  # each by itself, in the order in which it reads the tokens
-        layer.arrange(None, None, None)
+def _chained(request: Request, record: Trace, output: Origin | None, joins: Joins) -> Chain | None:
+    """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
+    layers, reads = record.layers, record.reads
+    if request.layers is None and not any(layer.map is not None for layer in layers):
+        try:
+            return arrange(layers, reads, output, joins)
+        except NotAChain:
+            if request.folds:
+                raise
+        for layer in layers:  # each by itself, in the order in which it reads the tokens
+            layer.arrange(None, None, None)
+    note_streams(layers, reads, output, joins)
     return None
 
 

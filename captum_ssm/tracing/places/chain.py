@@ -8,15 +8,16 @@ read the same stream are one stage, as the two directions of a bidirectional wra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
 from ..layer import Layer
-from .origin import OTHERS, Mixed, Origin, token_places, within_examples
+from .origin import OTHERS, Joins, Mixed, Origin, token_places, within_examples
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
@@ -90,13 +91,16 @@ class Chain:
         return x if order is None else x.index_select(1, order.argsort().to(x.device))
 
 
-def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | None) -> Chain:
+def arrange(
+    layers: Sequence[Layer], reads: Sequence[Read], output: Origin | None, joins: Joins
+) -> Chain:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
 
     Args:
         layers: in the order in which they ran.
         reads: what each of them read.
         output: where the model's output comes from; None if that was not seen.
+        joins: with what the layers' outputs were joined.
 
     Raises:
         NotAChain: naming the first layer that does not fit.
@@ -105,92 +109,127 @@ def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | Non
     first = _apart(reads[0].entering, f"Layer {layers[0].name!r}")
     given = _given(layers[0], first)
     orders: dict[int, Tensor | None] = {}
-    stage, outputs, stage_reads, run = 0, set[int](), set[int](), reads[0].run
-    together: list[Layer] = []  # the layers of a stage
-    for number, (layer, read) in enumerate(zip(layers, reads, strict=True), 1):
-        name = f"Layer {layer.name!r}"
-        entering = _apart(read.entering, name)
-        sources = set(entering.sources)
-        if outputs and sources != stage_reads:
-            if not outputs <= sources:
-                missing = layers[min(outputs - sources) - 1].name
+    outputs = set[int]()
+    for stage, numbers in enumerate(_stages(reads)):
+        run = reads[numbers[0] - 1].run
+        for number in numbers:
+            layer, read = layers[number - 1], reads[number - 1]
+            name = f"Layer {layer.name!r}"
+            entering = _apart(read.entering, name)
+            if not outputs <= set(entering.sources):
+                missing = layers[min(outputs - set(entering.sources)) - 1].name
                 raise NotAChain(
                     f"{name} does not read what layer {missing!r}, which ran before it, left: the "
                     f"model has branches of layers, or runs several times. {_INSTEAD}"
                 )
-            if not (reads[0].begins and stage == 0):
-                _note_stream(together, layers, stage_reads, sources, name)
-            stage, outputs, run, together = stage + 1, set(), read.run, []
-        if run is not None and read.run is not None and run[0] is read.run[0] and run != read.run:
-            raise NotAChain(f"The model runs several times in one call, side by side. {_INSTEAD}")
-        stage_reads = sources
-        outputs.add(number)
-        together.append(layer)
-        orders[number] = None if number == 1 else _order(entering, orders, first, name)
-        stream = None
-        if read.stream is not None and read.stream.mixed is None:
-            stream = _order(read.stream, orders, first, name)
-        layer.arrange(stage, orders[number], stream)
-    sources = _sources_of_output(output)
-    if outputs <= sources and not (reads[0].begins and stage == 0):
-        # some tokens of the input may not be there any more
-        whole = output is not None and output.shape[:2] == first.shape[:2]
-        name = "The model's output"
-        _note_stream(together, layers, stage_reads, sources, name, whole=whole)
-    elif stage > 0:  # nothing was seen of it
-        before = next(layer for layer in layers if layer.stage == stage - 1)
-        for layer in together:
-            layer.has_stream = before.has_stream
+            again = run is not None and read.run is not None and run[0] is read.run[0]
+            if again and run != read.run:
+                raise NotAChain(
+                    f"The model runs several times in one call, side by side. {_INSTEAD}"
+                )
+            orders[number] = None if number == 1 else _order(entering, orders, first, name)
+            stream = None
+            if read.stream is not None and read.stream.mixed is None:
+                stream = _order(read.stream, orders, first, name)
+            layer.arrange(stage, orders[number], stream)
+        outputs = set(numbers)
+    note_streams(layers, reads, output, joins, first)
     return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
 
 
-def _note_stream(
-    stage: Sequence[Layer],
+def _stages(reads: Sequence[Read]) -> list[list[int]]:
+    """The numbers of layers, those together that read the same, one after the other."""
+    numbers = range(1, len(reads) + 1)
+    return [[*each] for _, each in groupby(numbers, lambda i: _sources(reads[i - 1].entering))]
+
+
+def _sources(origin: Origin | None) -> frozenset[int]:
+    """What a tensor comes from, or came from until its tokens were mixed."""
+    if origin is None:
+        return frozenset()
+    return frozenset(origin.sources) if origin.mixed is None else origin.mixed.sources
+
+
+def note_streams(
     layers: Sequence[Layer],
-    read: set[int],
-    sources: set[int],
-    name: str,
-    *,
-    whole: bool = True,
+    reads: Sequence[Read],
+    output: Origin | None,
+    joins: Joins,
+    first: Origin | None = None,
 ) -> None:
-    """Note whether what a stage reads passes it by on a residual stream.
+    """Note whether what layers read passes them by on a residual stream.
+
+    That is, what they return was added to it, and not only multiplied with it as with a gate.
 
     Args:
-        stage: its layers.
-        layers: all layers.
-        read: the sources of what it reads.
-        sources: those of what is read behind it.
-        name: of what reads that.
-        whole: whether that holds all tokens. Default: True.
+        layers: in the order in which they ran.
+        reads: what each of them read.
+        output: where the model's output comes from; None if that was not seen.
+        joins: with what the layers' outputs were joined.
+        first: where the tokens that the first layer read come from, of layers that are a chain.
+            Default: None; then they have a stream unless it was seen that they have none.
 
     Raises:
-        NotAChain: when a part of what it reads passes it by, and not the rest.
+        NotAChain: when a part of what layers of a chain read passes them by, and not the rest.
     """
-    passing, stopped = read & sources, {s for s in read - sources if s < OTHERS}
-    stopped -= set() if whole else {0}
-    fed = {s for s in stopped if s > 0 and layers[s - 1].joins == "feeds"}
-    own = {layers.index(layer) + 1 for layer in stage}
-    if any(0 <= s < OTHERS for s in sources - read - own):
-        raise NotAChain(
-            f"{name} reads what layer {stage[0].name!r} left beside what passes several layers by "
-            f"at once. {_INSTEAD}"
-        )
-    for layer in stage:
-        layer.has_stream = bool(passing)
-    if passing and stopped - fed:
-        last = max(stopped - fed)
-        missing = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
-        raise NotAChain(
-            f"{name} reads what layer {stage[0].name!r} left beside a part of what that read, "
-            f"without what {missing}. {_INSTEAD}"
-        )
+    stages, has_stream, is_added = _stages(reads), True, False
+    behind = [_sources(reads[numbers[0] - 1].entering) for numbers in stages[1:]]
+    for i, (own, left) in enumerate(zip(stages, [*behind, _sources(output)], strict=True)):
+        is_last, read = i == len(behind), _sources(reads[own[0] - 1].entering)
+        if left.issuperset(own) and not (i == 0 and reads[0].begins):
+            added = read & left & _union(joins.added, own)
+            unknown = read & left - added - _union(joins.multiplied, own)
+            if first is not None:
+                name = "The model's output" if is_last else f"Layer {layers[own[-1]].name!r}"
+                beside = f"{name} reads what layer {layers[own[0] - 1].name!r} left beside "
+                missing = read - added
+                if output is not None and output.shape[:2] != first.shape[:2] and is_last:
+                    missing -= {0}  # some tokens of the input are not there any more
+                _require_one_stream(beside, left - read - {*own}, unknown, added, missing, layers)
+            is_added, has_stream = bool(added), bool(added or unknown)
+        elif not is_last:
+            is_added, has_stream = False, True
+        for number in own:
+            layers[number - 1].is_added, layers[number - 1].has_stream = is_added, has_stream
 
 
-def _sources_of_output(output: Origin | None) -> set[int]:
-    """What the model's output comes from, or came from until its tokens were pooled."""
-    if output is None:
-        return set()
-    return set(output.sources) if output.mixed is None else set(output.mixed.sources)
+def _union(known: Mapping[int, set[int]], numbers: Iterable[int]) -> set[int]:
+    return {source for number in numbers for source in known.get(number, ())}
+
+
+def _require_one_stream(
+    beside: str,
+    others: frozenset[int],
+    unknown: frozenset[int],
+    added: frozenset[int],
+    missing: frozenset[int],
+    layers: Sequence[Layer],
+) -> None:
+    """Raise unless all that layers read passes them by, or nothing of it.
+
+    Args:
+        beside: says what is read beside what.
+        others: what else is read that they have not.
+        unknown: what they read that is there as well, nobody knows how.
+        added: what they read that they were added to.
+        missing: what they read besides.
+        layers: all layers.
+
+    Raises:
+        NotAChain: as said.
+    """
+    if any(0 <= s < OTHERS for s in others):
+        raise NotAChain(f"{beside}what passes several layers by at once. {_INSTEAD}")
+    if unknown:
+        raise NotAChain(
+            f"{beside}what that read, put together by neither a sum nor a product. {_INSTEAD}"
+        )
+    feeding = {number for number, layer in enumerate(layers, 1) if layer.joins == "feeds"}
+    lost = {s for s in missing - feeding if s < OTHERS}
+    if added and lost:
+        last = max(lost)
+        left = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
+        raise NotAChain(f"{beside}a part of what that read, without what {left}. {_INSTEAD}")
 
 
 def _order_of_output(

@@ -34,7 +34,7 @@ from .calls import (
     storage_of,
     written_by,
 )
-from .origin import OTHERS, Mixed, Origin, without_others
+from .origin import OTHERS, Joins, Mixed, Origin, without_others
 from .rules import (
     CONSTANT,
     EMPTY,
@@ -99,6 +99,7 @@ class Places(TorchFunctionMode):
     Attributes:
         tell: what is told of functions before they are called, of their names and arguments, by
             these names; what that returns, if anything, is told of their results. Empty at first.
+        joins: with what the outputs of mixers were joined.
 
     Example:
         >>> import torch
@@ -115,6 +116,7 @@ class Places(TorchFunctionMode):
         super().__init__()
         self.where = where
         self.tell: dict[str, Tell] = {}
+        self.joins = Joins()
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -130,7 +132,7 @@ class Places(TorchFunctionMode):
 
     def restart(self) -> None:
         """Forget all that was followed, for another run."""
-        self._given = None
+        self._given, self.joins = None, Joins()
         for known in (self._sizes, self._unseen, self._records, self._memories):
             known.clear()
 
@@ -305,6 +307,7 @@ class Places(TorchFunctionMode):
             return
         if name[-1] == "_" != name[-2]:
             name, writes = name if name in RULES else plain(name[:-1]), True
+        self.joins.note(name, args[0] if args else None, known.values())
         origins = self._origins(name, func, args, kwargs, results, known)
         for result, origin in zip(results, origins, strict=True):
             changed = writes or (id(result) in known and name not in HANDING)
@@ -466,5 +469,4 @@ class Places(TorchFunctionMode):
 
 def _numbers(known: dict[int, tuple[Tensor, Origin]]) -> frozenset[int]:
     """The sources that followed tensors come from."""
-    groups = (group for _, origin in known.values() for group in origin.groups)
-    return frozenset(source for group in groups for source in group.skips)
+    return frozenset().union(*(origin.numbers for _, origin in known.values()))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from ...operators.kernels.arithmetic import unseen
+from .rules import CONTRACTING, HANDING, PRODUCTS, WITH_SUMMAND
 from .rules.groups import Group, Groups, TokensMeet, settled
 
 #: Sources from this number on are neither the explained input nor what a mixer returned: tokens
@@ -113,6 +116,12 @@ class Origin:
                             out.setdefault(source, []).append(Entry(places, skip))
         return dict(sorted(out.items()))
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The sources, also of what was mixed, and of memory that nobody was seen fill."""
+        mixed = frozenset[int]() if self.blend is None else self.blend.sources
+        return mixed.union(*(group.skips for group in self.groups))
+
     def tokens(self, source: int) -> list[Tensor] | None:
         """Places of a source over the tensor's first two dimensions (B, L), one for each entry.
 
@@ -143,6 +152,55 @@ class Origin:
             if not torch.equal(tokens[0].long().sort(1).values, steps):
                 return None
             return tokens[0].long() - steps[:, :1]
+
+
+class Joins:
+    """With which sources the outputs of mixers were joined while nothing else held them.
+
+    Attributes:
+        added: the sources of what they were added to, by the number of the mixer.
+        multiplied: the sources of what they were multiplied with.
+    """
+
+    def __init__(self) -> None:
+        self.added: dict[int, set[int]] = defaultdict(set)
+        self.multiplied: dict[int, set[int]] = defaultdict(set)
+
+    def note(
+        self, name: str, first: Tensor | None, operands: Collection[tuple[Tensor, Origin]]
+    ) -> None:
+        """Note a function.
+
+        Args:
+            name: its plain name; of one that works in place that of the one that does not.
+            first: its first argument.
+            operands: what is followed among its arguments.
+        """
+        if name in HANDING:
+            return
+        several = operands if len(operands) > 1 else ()
+        pairs = permutations([(x is first, origin.numbers) for x, origin in several], 2)
+        for (is_first, own), (other_first, other) in pairs:
+            sums = name not in PRODUCTS or (name in WITH_SUMMAND and (is_first or other_first))
+            for number in filter(_is_output, own - other):
+                (self.added if sums else self.multiplied)[number] |= other
+        if name in CONTRACTING:
+            for _, origin in operands:
+                self._add_features(origin.groups)
+
+    def _add_features(self, groups: Groups) -> None:
+        """Note that what features apart come from is added up."""
+        for one, other in permutations(groups, 2):
+            for number in filter(_is_output, one.skips.keys() - other.skips.keys()):
+                if not other.skips.keys() <= self.added[number]:
+                    here, there = one.places >= 0, other.places >= 0
+                    if bool(here.any()) and bool(there.any()) and not bool((here & there).any()):
+                        self.added[number] |= other.skips.keys()
+
+
+def _is_output(number: int) -> bool:
+    """Whether a source is what a mixer returned."""
+    return 0 < number < OTHERS
 
 
 def within_examples(places: Tensor, size: tuple[int, int]) -> Tensor:

@@ -80,6 +80,9 @@ POINTWISE = """
     fake_quantize_per_tensor_affine
 """
 SUMS = "add sub rsub"
+#: Products, and such as are added to their first operand.
+SUMMAND = "addmm baddbmm addmv addcmul addcdiv"
+MATMUL = "matmul __rmatmul__ mm bmm mv dot vdot"
 DROPOUT = """
     dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
 """
@@ -139,7 +142,7 @@ def _table() -> dict[str, Rule]:
         ("__setitem__ index_put", joins.assigned),
         ("copy fill __set__", joins.copied),
         ("layer_norm rms_norm", along.last_dims),
-        ("matmul __rmatmul__ mm bmm mv dot vdot", products.matmul),
+        (MATMUL, products.matmul),
         ("addmm baddbmm addmv", products.with_summand),
         ("inner", products.inner),
         ("outer ger", products.outer),
@@ -202,3 +205,11 @@ WRITING = frozenset(
 )
 #: What their result holds is in their first operand alone.
 OF_FIRST = HANDING - WRITING - {"where", "broadcast_tensors"}
+_CONTRACTING = f"""
+    {MATMUL} addmm baddbmm addmv linear grouped_mm einsum inner conv1d conv2d conv3d sum mean
+"""
+#: They add up what lies along a dimension, with weights or without.
+CONTRACTING = frozenset(_CONTRACTING.split())
+WITH_SUMMAND = frozenset(SUMMAND.split())
+#: They multiply what they are given with each other.
+PRODUCTS = CONTRACTING | WITH_SUMMAND | {"mul", "div", "outer", "ger"}
