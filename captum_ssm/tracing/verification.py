@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
-from ..operators import Chain, Operator
+from ..operators import Chain, Operator, Sum
 from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, autocast_dtype, sum_tensors
 from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
 from .find import Mixer
@@ -202,17 +202,25 @@ def _signs(draws: int, batch: int, tokens: int) -> Tensor:
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     """Sum over tokens of row times what the operator makes of values, by channel, (B, H, P)."""
-    parts = operator.parts if isinstance(operator, Chain) else (operator,)
     alike: list[tuple[Tensor, Tensor]] = []  # offsets common to all tokens, and the sum of the row
     others: list[Tensor] = []
-    for part in parts:  # the last one acting first
+
+    def back(part: Operator, row: Tensor) -> Tensor:
+        """The adjoint.  Offsets meet the row where they are, and are sent through nothing."""
+        if isinstance(part, Chain):
+            for each in part.parts:  # the last one acting first
+                row = back(each, row)
+            return row
+        if isinstance(part, Sum) and any(isinstance(each, Chain) for each in part.parts):
+            return sum_tensors(back(each, row) for each in part.parts)
         offset = part.offset()
         if offset is not None and offset.stride(1) == 0:
             alike.append((row.sum(1), offset[:, 0]))
         elif offset is not None:
             others.append((row * offset).sum(1))
-        row = part.transpose(row)
-    total = sum_tensors([(row * values).sum(1), *others])
+        return part.transpose(row)
+
+    total = sum_tensors([(back(operator, row) * values).sum(1), *others])
     for factors in alike:
         total = torch.addcmul(total, *factors)
     return total

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.vim import randomise
 
+from captum_ssm import trace
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.mixers import Architecture
+from captum_ssm.models.vim import VimMixer
+from captum_ssm.operators import SelectiveScan
 from captum_ssm.tracing.verification import (
     TOLERANCES,
     Errors,
+    combined_errors,
     output_errors,
     relative_error,
     require_same,
@@ -81,6 +86,17 @@ def test_sums_with_random_signs_are_held_to_less() -> None:
     single, both = relative_error(off, real), output_errors(off, real).strict
     assert single < both < 10 * single
     assert output_errors(real.clone(), real) == (0, 0)
+
+
+def test_no_operator_is_applied_for_sums_of_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for what the biases of two directions' convolutions come to."""
+    mixer = randomise(VimMixer(bimamba_type="v2", d_model=5, d_state=3)).double()
+    with torch.no_grad(), trace(mixer) as record:
+        real = mixer(torch.randn(2, 7, 5).double())
+    linear = record.layers[0].linear
+    monkeypatch.setattr(SelectiveScan, "apply", None)
+    assert combined_errors(linear, real).sums <= 1e-9
+    assert combined_errors(linear, 1.01 * real).sums > 1e-4
 
 
 def test_what_is_no_number_is_no_small_error() -> None:
