@@ -25,7 +25,7 @@ from torch.overrides import (
 
 # --- exponentials as powers of two -------------------------------------------------------------
 # On a processor torch takes exp of a large tensor from a library that is several times slower than
-# its own exp2, and slower by another ten times where results underflow.
+# its own exp2, and slower by another ten times where results underflow.  On a GPU it is one launch.
 
 #: exp(x) is 2 to the power of this times x.
 BINARY = 1 / math.log(2)
@@ -33,12 +33,12 @@ BINARY = 1 / math.log(2)
 
 def exponential(x: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(x), written to ``out`` if that is given."""
-    return torch.mul(x, BINARY, out=out).exp2_()
+    return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, BINARY, out=out).exp2_()
 
 
 def exponential_(x: Tensor) -> Tensor:
     """exp(x), in place."""
-    return x.mul_(BINARY).exp2_()
+    return x.exp_() if x.is_cuda else x.mul_(BINARY).exp2_()
 
 
 #: Kinds of devices that have no float64.
@@ -238,6 +238,8 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
         (B, L, H).
     """
     tokens = scores.shape[1]
+    if scores.is_cuda:
+        return fading_log_sums_at_once(scores, log_decay)
     length = max(1, math.isqrt(tokens))
     out = F.pad(scores, (0, 0, 0, -tokens % length), value=-torch.inf)  # a copy
     runs = torch.unflatten(out, 1, (-1, length))  # (B, R, T, H)
@@ -247,6 +249,18 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     for before, sums in pairwise(runs.unbind(1)):
         torch.logaddexp(before[:, -1:] + faded, sums, out=sums)
     return out[:, :tokens]
+
+
+def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
+    """The same in a few launches: of scores as they were had nothing faded since the first token.
+
+    They are as large as all decays together, of which float64 keeps enough digits and float32 not.
+
+    Args:
+        scores, log_decay: as above, in float64.
+    """
+    faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
+    return torch.logcumsumexp(scores - faded, 1).add_(faded)
 
 
 def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
