@@ -311,13 +311,17 @@ def _order(
         name: of the layer that reads them.
     """
     found: list[Tensor | None] = []
+    seen: set[tuple[int, int]] = set()  # most sources lie alike
     for source, entries in origin.sources.items():
         if len(entries) > 1:
             raise NotAChain(
                 f"{name} reads the same tokens in {len(entries)} orders at once. {_INSTEAD}"
             )
         if source in orders:
-            found.append(_common(origin.permutation(source), orders[source], name))
+            permutation, order = origin.permutation(source), orders[source]
+            if (id(permutation), id(order)) not in seen:
+                seen.add((id(permutation), id(order)))
+                found.append(_common(permutation, order, name))
     if any(source not in orders for source in origin.sources):
         numbers = _numbers(origin)
         match = _match(numbers, _numbers(first))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,7 +106,7 @@ class Origin:
             return Mixed("empty", self.unseen[hidden[0]], joined=bool(self.sources))
         return self.blend
 
-    @property
+    @functools.cached_property
     def sources(self) -> dict[int, list[Entry]]:
         """How each source enters; nothing where tokens are mixed."""
         with unseen():
@@ -144,14 +146,27 @@ class Origin:
 
         None if that is not each of them once, within its own example.
         """
-        tokens, (batch, length) = self.tokens(source), self.sizes.get(source, (0, 0))
-        if not tokens or len(tokens) > 1 or tokens[0].shape != (batch, length):
+        entries, size = self.sources.get(source, []), self.sizes.get(source, (0, 0))
+        if len(entries) != 1:
             return None
-        with unseen():
-            steps = torch.arange(batch * length, device="cpu").view(batch, length)
-            if not torch.equal(tokens[0].long().sort(1).values, steps):
-                return None
-            return tokens[0].long() - steps[:, :1]
+        key = id(entries[0].places), size  # most sources share theirs
+        if key not in self._permutations:
+            with unseen():
+                self._permutations[key] = self._permutation(entries[0].places, size)
+        return self._permutations[key]
+
+    def _permutation(self, places: Tensor, size: tuple[int, int]) -> Tensor | None:
+        tokens = token_places(self.shape, places)
+        if tokens is None or tokens.shape != size:
+            return None
+        steps = torch.arange(math.prod(size), device="cpu").view(size)
+        if not torch.equal(tokens.long().sort(1).values, steps):
+            return None
+        return tokens.long() - steps[:, :1]
+
+    @functools.cached_property
+    def _permutations(self) -> dict[tuple[int, tuple[int, int]], Tensor | None]:
+        return {}
 
 
 class Joins:
