@@ -54,6 +54,9 @@ _READING = ("as_tensor", "asarray", "new_tensor", "tensor")
 #: What may copy from one device to the other, or is told places by the host.
 _BETWEEN = ("copy_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 
+#: Tokens of a chunk with which a delta rule takes about the arithmetic that it takes by token.
+_CORRECTED = 16
+
 aten = torch.ops.aten
 _built_in = torch._C.TensorBase
 _plain_device = _built_in.device.__get__
@@ -564,8 +567,8 @@ def _corrected(
     erasing = {"erase": erase, "erase_step": erase_step}
     rule = DeltaRule(query, key, beta, log_decay, v.shape[-1], **erasing)
     with torch.no_grad():
-        steps = CorrectedSteps(rule._corrected, CHUNK, transposed)
-        for part in parts(v.shape[2], CHUNK, transposed):
+        steps = CorrectedSteps(rule._corrected, _CORRECTED, transposed)
+        for part in parts(v.shape[2], _CORRECTED, transposed):
             steps(v[:, :, part], part, out[:, :, part])
     return out
 
