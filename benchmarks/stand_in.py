@@ -24,13 +24,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import mps
 from benchmarks.counts import Counts, arithmetic, kind_of, place, tensors_in
-from captum_ssm.operators import ScalarDecayHeads
-from captum_ssm.operators.kernels import fused_fading, fused_heads, fused_scan, fused_taps, gpu
+from captum_ssm.operators import DeltaRule, ScalarDecayHeads
+from captum_ssm.operators.kernels import (
+    fused_delta,
+    fused_fading,
+    fused_heads,
+    fused_scan,
+    fused_taps,
+    gpu,
+)
 from captum_ssm.operators.kernels.chunks import CHUNK, ChunkSteps
 from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.portions import parts
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
+from captum_ssm.operators.kernels.ut_transform import CorrectedSteps
 
 #: The number of the host among devices, as of ``Tensor.get_device``.
 _HOST = -1
@@ -45,6 +53,9 @@ _MAKING_METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 _READING = ("as_tensor", "asarray", "new_tensor", "tensor")
 #: What may copy from one device to the other, or is told places by the host.
 _BETWEEN = ("copy_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+
+#: Tokens of a chunk with which a delta rule takes about the arithmetic that it takes by token.
+_CORRECTED = 16
 
 aten = torch.ops.aten
 _built_in = torch._C.TensorBase
@@ -331,6 +342,7 @@ class StandIn(TorchDispatchMode):
         self._set(fused_fading, "run", self.kernel(_faded))
         self._set(fused_taps, "run", self.kernel(_convolved))
         self._set(fused_heads, "run", self.kernel(_attended))
+        self._set(fused_delta, "run", self.kernel(_corrected))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             self._set(torch, name, self._on_host(getattr(torch, name)))
@@ -535,6 +547,28 @@ def _attended(
     with torch.no_grad():
         steps = ChunkSteps(heads.chunk, CHUNK, transposed)
         for part in parts(v.shape[2], CHUNK, transposed):
+            steps(v[:, :, part], part, out[:, :, part])
+    return out
+
+
+def _corrected(
+    query: Tensor,
+    key: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor | None,
+    erase_step: Tensor | None,
+    v: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """What :func:`fused_delta.run` returns, on a processor: of one chunk after the other."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    erasing = {"erase": erase, "erase_step": erase_step}
+    rule = DeltaRule(query, key, beta, log_decay, v.shape[-1], **erasing)
+    with torch.no_grad():
+        steps = CorrectedSteps(rule._corrected, _CORRECTED, transposed)
+        for part in parts(v.shape[2], _CORRECTED, transposed):
             steps(v[:, :, part], part, out[:, :, part])
     return out
 

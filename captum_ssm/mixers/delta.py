@@ -135,16 +135,10 @@ def _linearize(
     conv, u = causal_conv(module.conv1d, channels, mask, Shape(*channels.shape))
     name = _after_convolution(module)
     ratio = activation_ratio(_activation(name), name, u)
-    query, key = (u * ratio)[:, :, :-width, 0].chunk(2, -1)
-    value = (u * ratio)[:, :, -width:].view(shape)
-    key_heads = getattr(module, "num_k_heads", heads)
-    scan = DeltaRule(
-        _unit(query, key_heads, heads) * (query.shape[-1] // key_heads) ** -0.5,
-        _unit(key, key_heads, heads),
-        beta,
-        log_decay,
-        per_head,
-    )
+    activated = u * ratio
+    query, key = _units(activated[:, :, :-width, 0], getattr(module, "num_k_heads", heads), heads)
+    value = activated[:, :, -width:].view(shape)
+    scan = DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, per_head)
     mixing = scan.apply(value)
     rms = torch.rsqrt(mixing.square().mean(-1, keepdim=True) + norm.variance_epsilon)
     bias = conv.bias
@@ -162,11 +156,12 @@ def _linearize(
     return LinearMixer(values, operator, lambda y: run(out_proj, y.flatten(2)), mask)
 
 
-def _unit(x: Tensor, key_heads: int, heads: int) -> Tensor:
-    """Vectors of length one per key head, each repeated for the value heads it serves."""
-    x = as_heads(x, key_heads)
+def _units(x: Tensor, key_heads: int, heads: int) -> tuple[Tensor, ...]:
+    """Queries and keys of length one, each repeated for the value heads that its head serves."""
+    x = as_heads(x, 2 * key_heads)
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-    return x.repeat_interleave(heads // key_heads, 2)
+    x = x if heads == key_heads else x.repeat_interleave(heads // key_heads, 2)
+    return x.chunk(2, 2)
 
 
 def _after_convolution(module: Any) -> str:

@@ -209,6 +209,12 @@ def test_launches_grow_with_chunks_at_most(family: str) -> None:
         assert more <= FOR_A_CHUNK.get(call, 32) * budgets.LAYERS * chunks, call
 
 
+def test_a_gated_delta_net_takes_no_launch_for_a_chunk() -> None:
+    for call in CHECKED_TOGETHER:
+        few, many = (row("Gated DeltaNet", length, call)["launches"] for length in (FEW, MANY))
+        assert few == many, call
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["Mamba", "RG-LRU"])
 def test_pairs_of_tokens_take_no_launch_each(family: str) -> None:

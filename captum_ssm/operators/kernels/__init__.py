@@ -26,12 +26,13 @@ positions are adjoints of unit vectors.  VectorDecayHeads takes odd_even for few
 strips, like those of ScalarDecayHeads, are trees of pivots where factors are common to the channels
 of a head, and trees of chunks else.  On a GPU, where a launch for each token would cost more than
 its arithmetic, fused_scan serves in place of token_loop and scan_backward, fused_heads for maps and
-gradients of ScalarDecayHeads, and fused_fading for an ElementwiseRecurrence and from chunk to
-chunk; without Triton, odd_even serves in place of the first, and chunks for many vectors.  With it,
-short convolutions of one tap for each token back are fused_taps.  Where a DeltaRule has a decay for
-each key channel, its gradients take vector_decay_backward in place of within_chunk.  Other
-operators need none of these: diagonals and short convolutions are bands, long convolutions fast
-Fourier transforms, and given matrices products.
+gradients of ScalarDecayHeads, fused_delta for maps of a DeltaRule, and fused_fading for an
+ElementwiseRecurrence and from chunk to chunk; without Triton, odd_even serves in place of the
+first, and chunks for many vectors.  With it, short convolutions of one tap for each token back are
+fused_taps.  Where a DeltaRule has a decay for each key channel, its gradients take
+vector_decay_backward in place of within_chunk.  Other operators need none of these: diagonals and
+short convolutions are bands, long convolutions fast Fourier transforms, and given matrices
+products.
 
 What their algorithms are called; each module says more, with a reference and its naive version in
 tests/oracles:
@@ -41,6 +42,7 @@ odd_even               odd-even (cyclic) reduction of first-order linear recurre
 token_loop             the recurrence token by token, Mamba's recurrent mode
 fused_scan             the same in one launch: prefix computations of runs of tokens, on a GPU
 fused_heads            linear attention with one decay per head in one launch, on a GPU
+fused_delta            a delta rule with decay in one launch, on a GPU
 fused_fading           first-order linear recurrences in one launch, on a GPU
 fused_taps             a short causal convolution in one launch, on a GPU
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base import Operator, Role, Shape
+from ..kernels import fused_delta
 from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, Steps, in_chunks
@@ -121,18 +122,21 @@ class DeltaRule(ChunkedHeads):
         log_decay, *erasing = others
         return DeltaRule(query, key, beta, log_decay, self.shape.per_head, self.component, *erasing)
 
-    def corrections(self, part: slice = slice(None)) -> Correction:
+    def corrections(self, part: slice = slice(None), decays: Tensor | None = None) -> Correction:
         """What steps write and erase.
 
         Args:
             part: the tokens. Default: all of them.
+            decays: those of the tokens, as they multiply keys. Default: None, they are found.
         """
         key = self.key[:, part]
         written = key * self.beta[:, part, :, None]
         if self.erase is not None:
             erase = self.erase[:, part]
+        elif self.log_decay is None:
+            erase = key
         else:
-            erase = key if self.log_decay is None else key * self._decays(part)
+            erase = key * (self._decays(part) if decays is None else decays)
         steps = self.erase_step
         return Correction(written, erase, written if steps is None else erase * steps[:, part])
 
@@ -145,7 +149,9 @@ class DeltaRule(ChunkedHeads):
     # --- what it is of its coefficients ----------------------------------------------------
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        key, erase, taken = self.corrections()
+        late = self.erase is None and self.log_decay is not None  # asked after their decay
+        decays = self._decays() if late else None
+        key, erase, taken = self.corrections(decays=decays)
         ahead = shift_tokens(erase, -1)  # each is asked by what the token before would read
         found = shift_tokens(self.at({"query": ahead}).apply(values), 1)
         asked = self.transpose(gradient)
@@ -177,12 +183,12 @@ class DeltaRule(ChunkedHeads):
             of_erase = of_erase + of_taken[0] * self.erase_step
         if self.erase is not None:
             gradients["erase"] = of_erase
-        elif self.log_decay is None:
+        elif decays is None:
             gradients["key"] += of_erase
         else:
-            gradients["key"] += of_erase * self._decays()
-            bent = of_erase * erase
-            gradients["log_decay"] += bent if self.log_decay.dim() == 4 else bent.sum(-1)
+            gradients["key"].addcmul_(of_erase, decays)
+            of_log, bent = gradients["log_decay"], of_erase * erase
+            of_log += bent if of_log.dim() == 4 else bent.sum(-1)
         return asked, gradients
 
     def _attention(self, query: Tensor, key: Tensor) -> ScalarDecayHeads | VectorDecayHeads:
@@ -213,6 +219,13 @@ class DeltaRule(ChunkedHeads):
         return corrected(query, beta * key, erase, taken, logs, late)
 
     # --- the map and its adjoint -----------------------------------------------------------
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        if not (x.is_cuda and fused_delta.serves(self)):
+            return super()._run(x, transposed)
+        rule = self.query, self.key, self.beta, self.log_decay, self.erase, self.erase_step
+        stacked = x.reshape(-1, *x.shape[-4:])
+        return fused_delta.run(*rule, stacked, transposed=transposed).view(x.shape)
 
     def _steps(self, length: int, transposed: bool) -> Steps:
         """By the corrected values: chunks' own matrices would cost more."""

@@ -108,7 +108,9 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         written = values if self.scale is None else self.scale[..., None] * values
-        query, key = (vectors_of_heads(x, self.shape.heads) for x in (self.query, self.key))
+        query, key = self.query, self.key
+        if self._shared:
+            query, key = (vectors_of_heads(x, self.shape.heads) for x in (query, key))
         # each gradient is linear attention again, with queries, keys and values changed about
         swapped = ScalarDecayHeads(gradient, written, self.log_decay, None, key.shape[-1])
         plain = ScalarDecayHeads(query, key, self.log_decay, None, self.shape.per_head)
@@ -128,7 +130,7 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def _by_group(self, x: Tensor) -> Tensor:
         """The sums (B, L, G, N) over heads that share vectors."""
-        return torch.unflatten(x, 2, (-1, self._each)).sum(3)
+        return torch.unflatten(x, 2, (-1, self._each)).sum(3) if self._shared else x
 
     def _groups(self) -> Iterator[slice]:
         """The heads of each group."""

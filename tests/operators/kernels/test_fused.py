@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from zoo import triton_interpreter
 
 from benchmarks.counts import Counts
 from benchmarks.stand_in import StandIn
 from captum_ssm.operators import (
+    DeltaRule,
     ElementwiseRecurrence,
     Operator,
     ScalarDecayHeads,
@@ -21,37 +23,65 @@ from captum_ssm.operators import (
     Shape,
     ShortConv,
 )
-from captum_ssm.operators.kernels import fused_fading, fused_heads, fused_scan, fused_taps, gpu
+from captum_ssm.operators.kernels import (
+    fused_delta,
+    fused_fading,
+    fused_heads,
+    fused_scan,
+    fused_taps,
+    gpu,
+)
 
 BINARY = {"BINARY": fused_scan.BINARY}
-#: What each kernel is made for, its flag, and the tensors that are no values.
-KERNELS: dict[Callable[[], Any], tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    fused_scan.compiled: (
+#: Of a delta rule; what is erased is the key's, or of its own along steps of channels.
+DELTA = {**BINARY, "DECAYING": True, "AHEAD": 4, "BLOCK": 16, "STATES": 128}
+#: Each kernel, what it is made for, its flag, and the tensors that are no values.
+KERNELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, tuple[str, ...]]] = {
+    "scan": (
+        fused_scan.compiled,
         {**BINARY, "T": 32, "BLOCK": 4, "STATES": 16},
         "TRANSPOSED",
         ("dt", "a", "key", "read"),
     ),
-    fused_scan.compiled_gradients: (
+    "gradients": (
+        fused_scan.compiled_gradients,
         {**BINARY, "T": 16, "BLOCK": 16, "STATES": 16},
         "BACK",
         ("dt", "a", "b", "c", "kept", "of_dt", "of_shared"),
     ),
-    fused_fading.compiled: ({"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
-    fused_taps.compiled: ({"TAPS": 4, "T": 16, "BLOCK": 64}, "TRANSPOSED", ("weight",)),
-    fused_heads.compiled: (
+    "fading": (fused_fading.compiled, {"T": 64, "BLOCK": 32}, "TRANSPOSED", ("decay",)),
+    "taps": (
+        fused_taps.compiled,
+        {"TAPS": 4, "T": 16, "BLOCK": 64},
+        "TRANSPOSED",
+        ("weight",),
+    ),
+    "heads": (
+        fused_heads.compiled,
         {**BINARY, "SCALED": True, "T": 16, "BLOCK": 32, "STATES": 128},
         "TRANSPOSED",
         ("read", "key", "decay", "scale"),
     ),
+    "delta": (
+        fused_delta.compiled,
+        {**DELTA, "ERASING": False, "APART": False},
+        "TRANSPOSED",
+        ("query", "key", "beta", "decay", "erase", "steps"),
+    ),
+    "delta of two keys": (
+        fused_delta.compiled,
+        {**DELTA, "ERASING": True, "APART": True},
+        "TRANSPOSED",
+        ("query", "key", "beta", "decay", "erase", "steps"),
+    ),
 }
-NAMES = ["scan", "gradients", "fading", "taps", "heads"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("values", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("compiled", KERNELS, ids=NAMES)
-def test_it_compiles(compiled: Callable[[], Any], values: str, turned: bool) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles(name: str, values: str, turned: bool) -> None:
     """For the oldest and a later generation of GPUs that packages' own kernels are made for."""
     triton = pytest.importorskip("triton")
     if triton_interpreter.is_on():
@@ -60,7 +90,7 @@ def test_it_compiles(compiled: Callable[[], Any], values: str, turned: bool) -> 
     from triton.compiler import ASTSource
 
     wide = values == "fp64"
-    own, flag, coefficients = KERNELS[compiled]
+    compiled, own, flag, coefficients = KERNELS[name]
     kernel = compiled()
     names = list(inspect.signature(kernel.fn).parameters)
     constants = {**own, flag: turned} | ({"WIDE": wide} if "WIDE" in names else {})
@@ -95,10 +125,27 @@ def heads(states: int, tokens: int = 40) -> ScalarDecayHeads:
     return ScalarDecayHeads(query, key, decays.log(), scale, per_head=1)
 
 
+def rule(states: int, tokens: int = 40, *, by_channel: bool = False) -> DeltaRule:
+    """Of three heads; by channel it erases by keys of its own."""
+    query, *keys = torch.randn(4, 2, tokens, 3, states)
+    key, erase, logs = (F.normalize(x, dim=-1) for x in keys)
+    beta, decays = torch.rand(2, 2, tokens, 3)
+    if not by_channel:
+        return DeltaRule(query, key, beta, decays.log(), 1)
+    return DeltaRule(query, key, beta, -logs.abs(), 1, erase=erase, erase_step=logs.abs())
+
+
 @pytest.mark.parametrize(
     ("make", "each"),
-    [(lambda: scan(4), 4), (conv, 4), (recurrence, 1), (lambda: heads(4), 8)],
-    ids=["scan", "conv", "recurrence", "heads"],
+    [
+        (lambda: scan(4), 4),
+        (conv, 4),
+        (recurrence, 1),
+        (lambda: heads(4), 8),
+        (lambda: rule(4), 12),
+        (lambda: rule(4, by_channel=True), 16),
+    ],
+    ids=["scan", "conv", "recurrence", "heads", "delta", "delta of two keys"],
 )
 def test_on_a_device_it_is_one_launch(make: Callable[[], Operator], each: int) -> None:
     """What is read and written are coefficients and values, and what is computed all the same.
@@ -140,11 +187,14 @@ def test_gradients_on_a_device_take_no_launch_for_a_token() -> None:
     assert launches[0] == launches[1]
 
 
-def test_heads_on_a_device_take_as_few_launches_for_many_tokens() -> None:
+@pytest.mark.parametrize(("make", "most"), [(heads, 256), (rule, 512)], ids=["heads", "delta"])
+def test_heads_on_a_device_take_as_few_launches_for_many_tokens(
+    make: Callable[[int, int], Operator], most: int
+) -> None:
     """Of maps, adjoints and their gradients; with too many states, they take more."""
     launches = []
-    for tokens, states in ((40, 16), (400, 16), (400, 257)):
-        here, v = heads(states, tokens), torch.randn(5, 2, tokens, 3, 1)
+    for tokens, states in ((40, 16), (400, 16), (400, most + 1)):
+        here, v = make(states, tokens), torch.randn(5, 2, tokens, 3, 1)
         given = v.clone().requires_grad_()
         (wanted,) = torch.autograd.grad(here.apply(given).square().sum(), given)
         with StandIn() as device:
@@ -163,6 +213,7 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_triton", lambda: True)
     assert [fused_scan.serves(scan(n)) for n in (1, 64, 65)] == [True, True, False]
     assert [fused_heads.serves(heads(n)) for n in (1, 256, 257)] == [True, True, False]
+    assert [fused_delta.serves(rule(n)) for n in (1, 512, 513)] == [True, True, False]
     double = {name: x.double() for name, x in heads(1).tensors().items()}
     assert not fused_heads.serves(heads(1).at(double))
     causal = tuple(range(17))
@@ -174,4 +225,4 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert not fused_scan.serves(scan(1)) and not fused_taps.serves((0, 1))
-    assert not fused_heads.serves(heads(1))
+    assert not fused_heads.serves(heads(1)) and not fused_delta.serves(rule(1))

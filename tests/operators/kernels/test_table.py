@@ -32,7 +32,7 @@ MODULES = {info.name for info in pkgutil.iter_modules(kernels.__path__)}
 #: What they share, in the words of the second table.
 SHARED = {"arithmetic", "bands", "gpu", "portions", "rows", "truths"}
 #: What no operator takes on a processor.
-ON_A_GPU = {"fused_fading", "fused_heads", "fused_scan", "fused_taps"}
+ON_A_GPU = {"fused_delta", "fused_fading", "fused_heads", "fused_scan", "fused_taps"}
 BATCH, TOKENS, HEADS, STATES, VALUES = 1, 150, 4, 3, 2
 
 
