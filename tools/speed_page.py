@@ -131,8 +131,8 @@ No figure of this section was measured on a GPU. The paths that calls take on on
 device that stands in for it (`benchmarks/stand_in.py`): a processor holds its numbers, and what it
 is asked to do is counted. `f+b` is a pass of the same model, in which what packages have a fused
 kernel of is one launch, and one more in the backward. In calls the scan of Mamba, linear
-attention with one decay per head, short convolutions and recurrences of channels are one launch
-each, the scan's gradients two: of these there are Triton kernels in
+attention with one decay per head, delta rules, short convolutions and recurrences of channels are
+one launch each, the scan's gradients two: of these there are Triton kernels in
 `captum_ssm/operators/kernels`, tested by Triton's interpreter and compiled, and not yet run on a
 GPU. Small models of {layers} layers; eight times the width adds
 hardly a launch. A wait is one of the host for the device: checks are noted there and read together
@@ -150,7 +150,7 @@ time; the counts are extended from those of small models, of which they are poly
 {times}
 
 Each operation of torch counts all it reads and writes, while a fused kernel keeps its states to
-itself. How long the steps of a scan wait for each other is in no count."""
+itself. How long the steps of a scan or of a delta rule wait for each other is in no count."""
 _PARTS = """\
 # {title}
 
