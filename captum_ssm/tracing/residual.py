@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..operators.kernels.arithmetic import sum_tensors, unseen
+from ..operators.kernels.rows import tokens_at
 from ..operators.kernels.truths import holds
 from .layer import Layer, same_memory
 from .offload import brought_in
@@ -183,7 +184,7 @@ class Sums:
         return self._ways.told(name, args, kwargs) if self._open & self._apart else None
 
     def _output_at(self, number: int, places: Tensor) -> Tensor:
-        return _gathered(self._layers[number - 1].output, places)
+        return tokens_at(self._layers[number - 1].output.detach(), places)
 
     def _terms_apart(self, x: Tensor) -> Terms | None:
         """What comes from mixers that have not joined the stream yet."""
@@ -220,7 +221,7 @@ class Sums:
                 is_stream = is_term or any(same_memory(rest, x) for x in self._entered.values())
                 alone = _sources(origin) <= self._open
                 for number, place in places.items():
-                    own = _gathered(whole, place.argsort(1))
+                    own = tokens_at(whole, place.argsort(1))
                     before = self._found.setdefault(number, [])
                     # a sum of two that is made again is no other stream
                     if not (alone and any(_is_same(sum.other, own) for sum in before)):
@@ -263,7 +264,7 @@ class Sums:
             joined = along(ways[number] or (), self._layers[number - 1].output.detach())
             if joined.shape != x.shape:
                 return x, frozenset()
-            x = x - _gathered(joined, place).to(x.device)
+            x = x - tokens_at(joined, place).to(x.device)
         return x, frozenset(places)
 
     def _latest_way(self, number: int) -> Way | None:
@@ -298,12 +299,6 @@ def _skip(origin: Origin, source: int) -> float:
     return sum(group.skips.get(source, 0.0) for group in origin.groups)
 
 
-def _gathered(x: Tensor, places: Tensor) -> Tensor:
-    """Tokens of each example (B, L, E) at places (B, L), as a copy."""
-    places = places.to(x.device)
-    return x.detach()[torch.arange(len(x), device=x.device)[:, None], places]
-
-
 def _is_same(other: Tensor, stream: Tensor) -> bool:
     """Whether what an output was added to is the stream, told by its numbers.
 
@@ -321,4 +316,4 @@ def _alike(x: Tensor, y: Tensor) -> Tensor:
 
 def _in_own_order(way: Way, place: Tensor) -> Way:
     """A way by the tokens of a mixer that are at places (B, L) of what it leads to."""
-    return [step.reordered(lambda x: _gathered(x, place.argsort(1))) for step in way]
+    return [step.reordered(lambda x: tokens_at(x, place.argsort(1))) for step in way]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..operators.kernels.arithmetic import sum_tensors, unseen
+from ..operators.kernels.rows import tokens_at
 from ..operators.kernels.truths import holds
 from .places.calls import storage_of
 from .places.rules import KEPT, REORDERED, RESHAPED
@@ -75,8 +76,7 @@ class Step(NamedTuple):
         if not isinstance(factor, Tensor) or factor.dim() < 3:
             return self
         if factor.shape[1] > 1:
-            examples = torch.arange(len(index), device=factor.device)[:, None]
-            factor = factor.expand(len(index), -1, -1)[examples, index.to(factor.device)]
+            factor = tokens_at(factor, index)
         return self._replace(factor=factor[:, :, None])
 
     def fits(self, x: Tensor) -> bool:
@@ -133,12 +133,7 @@ def _between(start: Mapping[int, Tensor], end: Mapping[int, Tensor]) -> Callable
     """
     number = next(iter(start))
     order = start[number].argsort(1).gather(1, end[number])
-
-    def change(x: Tensor) -> Tensor:
-        examples = torch.arange(len(order), device=x.device)[:, None]
-        return x.expand(len(order), -1, -1)[examples, order.to(x.device)]
-
-    return change
+    return lambda x: tokens_at(x, order)
 
 
 def _at(factor: float | Tensor, x: Tensor) -> float | Tensor:
@@ -237,10 +232,11 @@ class Ways:
         ways: list[list[Summand]] = []
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         with unseen(), torch.no_grad():
-            if all(self._terms(x) is None for x in given):
+            terms_of = {id(x): self._terms(x) for x in given}
+            if all(terms is None for terms in terms_of.values()):
                 return None
             for options in STEPS[name](name, args, kwargs):
-                each = [(x.detach(), self._terms(x), steps) for x, steps in options]
+                each = [(x.detach(), terms_of[id(x)], steps) for x, steps in options]
                 found = [Summand(x, terms, way) for x, terms, way in each if terms is not None]
                 if found and len(found) == len(each):
                     ways.append(found)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...operators.kernels.arithmetic import underflow_flushed
+from ...operators.kernels.rows import tokens_at
 from ...tracing import Layer
 from .contributions import Contributions, tiles
 from .latim import weighted_rows
@@ -83,7 +84,7 @@ class AltiShares:
         shares = self._output.new_zeros(*index.shape, tokens)
         kept, given = self._stream if self._before is None else None, index
         index = index.to(self._output.device)
-        output = _at_queries(self._output, index)[:, :, None]  # (B, Q, 1, E)
+        output = tokens_at(self._output, index)[:, :, None]  # (B, Q, 1, E)
         for tile in tiles(self._parts, given, kept):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
         if self._mask is not None:
@@ -93,7 +94,7 @@ class AltiShares:
         if self._before is not None:
             shares = shares @ self._before
             if self._stream is not None:
-                stream = _at_queries(self._stream, index)[:, :, None]
+                stream = tokens_at(self._stream, index)[:, :, None]
                 shares = shares + _share(output, stream) * own
         total = shares.sum(-1, keepdim=True)
         return torch.where(total > 0, shares / total.where(total > 0, 1), own.to(shares))
@@ -129,11 +130,6 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
             f"but {found}. Use residual=False for the mixers' own maps."
         )
     return stream.to(like)
-
-
-def _at_queries(x: Tensor, index: Tensor) -> Tensor:
-    """The entries of ``x`` (B, L, ...) at tokens ``index`` (B, Q), as (B, Q, ...)."""
-    return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
 class ProjectionShares:

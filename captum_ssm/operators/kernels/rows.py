@@ -141,6 +141,13 @@ def at_positions(x: Tensor, positions: Positions) -> Tensor:
     return x[torch.arange(len(x), device=x.device), index][:, :, None]
 
 
+def tokens_at(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens of each example, x (B or 1, L, ...), at its own places (B, Q), as (B, Q, ...)."""
+    places = places.to(x.device)
+    x = x.expand(len(places), *x.shape[1:])
+    return x[torch.arange(len(places), device=x.device)[:, None], places]
+
+
 def unit_vectors(positions: Positions, tokens: int, like: Tensor) -> Tensor:
     """For Q positions ((Q,) or (Q, B)) one at each and zero elsewhere, (Q, 1 or B, L, 1, 1)."""
     index = by_query(positions, like.device)
