@@ -50,7 +50,7 @@ class Layer:
             asked for it, or the mixer stands alone.
         stage: number of the stage that it belongs to; None if the run was not arranged.
         has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
-            to do unless the run was arranged and showed that it does not.
+            to do unless tokens were followed and showed that it does not.
         is_added: whether what it left was seen to be added to what it read.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
