@@ -23,6 +23,7 @@ from .offload import brought_in
 from .places import Origin, Places
 from .places.calls import Term, terms_of
 from .places.chain import Read
+from .places.rules.groups import plain_number
 from .way import STEPS, Step, Terms, Way, Ways, along
 
 #: Norms that some models put before the first of their blocks, inside of it (RWKV).
@@ -285,7 +286,7 @@ def _stream(found: Sequence[_Sum]) -> _Sum | None:
 
 
 def _sources(origin: Origin) -> set[int]:
-    return {source for group in origin.groups for source in group.skips}
+    return {plain_number(source) for group in origin.groups for source in group.skips}
 
 
 def _places(origin: Origin, numbers: Iterable[int]) -> dict[int, Tensor]:

@@ -436,31 +436,66 @@ def test_a_stack_of_which_one_layer_has_a_stream() -> None:
     assert relative_error(found, wanted[:, -1]) <= 1e-9
 
 
-#: Ways of joining what was read to what the mixer returned, and whether that is a stream.
-BESIDE: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], bool]] = {
-    "a gate": (lambda b, x, m: m * torch.sigmoid(b.gate(x)), False),
-    "a gate and a norm": (lambda b, x, m: b.norm(torch.sigmoid(b.gate(x)) * m), False),
-    "a gate and a constant": (lambda b, x, m: torch.addcmul(b.gain, m, b.gate(x)), False),
-    "a gate in letters": (lambda b, x, m: torch.einsum("ble,ble->ble", m, b.gate(x)), False),
-    "a divisor": (lambda b, x, m: m / (1 + x.square()), False),
-    "a product and a sum": (lambda b, x, m: torch.addcmul(x, m, b.gate(x)), True),
-    "a sum in place": (lambda b, x, m: x.clone().add_(m), True),
-    "a weighted sum": (lambda b, x, m: torch.lerp(x, m, 0.3), True),
-    "both gated": (lambda b, x, m: (lambda g: g * m + (1 - g) * x)(torch.sigmoid(b.gate(x))), True),
-    "a projection of both": (
-        lambda b, x, m: torch.cat([m, x], -1) @ torch.cat([b.gate.weight] * 2), True
-    ),
-    "a sum of a stack": (lambda b, x, m: torch.stack([m, x]).sum(0), True),
+def gate(block: Any, x: Tensor) -> Tensor:
+    return torch.sigmoid(block.gate(x))
+
+
+def wide(block: Any, x: Tensor) -> Tensor:
+    """A projection of twice the width."""
+    return F.linear(x, torch.cat([block.gate.weight, block.gate.weight.flip(0)], -1))
+
+
+def halves(m: Tensor, x: Tensor) -> Any:
+    return torch.cat([m, x], -1).chunk(2, -1)
+
+
+#: Ways of joining what was read to what the mixer returned.
+GATES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a gate": lambda b, x, m: m * gate(b, x),
+    "a gate and a norm": lambda b, x, m: b.norm(gate(b, x) * m),
+    "a gate and a constant": lambda b, x, m: torch.addcmul(b.gain, m, gate(b, x)),
+    "a gate in letters": lambda b, x, m: torch.einsum("ble,ble->ble", m, gate(b, x)),
+    "a gate in place": lambda b, x, m: b.norm(m).mul_(gate(b, x)),
+    "a divisor": lambda b, x, m: m / (1 + x.square()),
+    "a gate of both": lambda b, x, m: m * gate(b, m + x),
+    "a gate of both together": lambda b, x, m: m * torch.sigmoid(wide(b, torch.cat([m, x], -1))),
+    "a distance": lambda b, x, m: m * (m - x).norm(dim=-1, keepdim=True),
+    "a gated unit": lambda b, x, m: F.glu(torch.cat([m, b.gate(x)], -1), -1),
+    "halves": lambda b, x, m: (lambda one, other: one * torch.sigmoid(other))(*halves(m, x)),
+    "halves of what was normed": lambda b, x, m: (
+        lambda one, other: one * torch.tanh(other)
+    )(*(lambda c: c * c.pow(2).mean(-1, keepdim=True).rsqrt())(torch.cat([m, x], -1)).chunk(2, -1)),
 }  # fmt: skip
+STREAMS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a product and a sum": lambda b, x, m: torch.addcmul(x, m, gate(b, x)),
+    "by name": lambda b, x, m: torch.addcmul(input=x, tensor1=m, tensor2=gate(b, x)),
+    "a sum in place": lambda b, x, m: x.clone().add_(m),
+    "a weighted sum": lambda b, x, m: torch.lerp(x, m, 0.3),
+    "a gated sum": lambda b, x, m: torch.lerp(x, m, gate(b, x)),
+    "both gated": lambda b, x, m: (lambda g: g * m + (1 - g) * x)(gate(b, x)),
+    "both gated by the output": lambda b, x, m: (lambda g: g * m + (1 - g) * x)(gate(b, m)),
+    "a gate of the output": lambda b, x, m: x * gate(b, m) + m,
+    "gates of each other": lambda b, x, m: m * gate(b, x) + x * gate(b, m),
+    "a factor near one": lambda b, x, m: x * (1 + m),
+    "the same as a sum": lambda b, x, m: x + x * m,
+    "a projection of both": lambda b, x, m: wide(b, torch.cat([m, x], -1)),
+    "of a gated output, too": lambda b, x, m: wide(b, torch.cat([m * gate(b, x), x], -1)),
+    "a sum of a stack": lambda b, x, m: torch.stack([m, x]).sum(0),
+    "of a gated stack": lambda b, x, m: torch.stack([x, m * gate(b, x)]).sum(0),
+    "weights of a stack": lambda b, x, m: (
+        torch.stack([m, x], -1) * torch.softmax(wide(b, torch.cat([x, m], -1))[..., None, :2], -1)
+    ).sum(-1),
+    "parts of a stack": lambda b, x, m: (lambda both: both[0] + both[1])(torch.stack([x, m])),
+    "a sum of halves": lambda b, x, m: sum(halves(m * gate(b, x), x)),
+}
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("kind", [*GATES, *STREAMS])
 def test_the_identity_stands_for_what_outputs_are_added_to(kind: str, named: bool) -> None:
-    joins, has_stream = BESIDE[kind]
-    model, x = joined(joins)
+    model, x = joined((GATES | STREAMS)[kind])
     first, second = dense(model, x)
-    if has_stream:
+    if kind in STREAMS:
         first, second = (m + torch.eye(TOKENS).double() for m in (first, second))
     layers = [block.block.mixer for block in model] if named else None
     found = ImplicitAttentionRollout(model, layers=layers).attribute(x, TARGET, components="exact")
@@ -469,7 +504,7 @@ def test_the_identity_stands_for_what_outputs_are_added_to(kind: str, named: boo
 
 @pytest.mark.parametrize("named", [False, True])
 def test_shares_of_layers_with_gates_in_place_of_streams(named: bool) -> None:
-    model, x = joined(BESIDE["a gate and a norm"][0])
+    model, x = joined(GATES["a gate and a norm"])
     with torch.no_grad(), trace(model) as record:
         model(x)
     first, second = (own_vectors(layer) for layer in record.layers)
@@ -479,17 +514,77 @@ def test_shares_of_layers_with_gates_in_place_of_streams(named: bool) -> None:
     assert relative_error(found, wanted[:, -1]) <= 1e-9
 
 
+class Late(nn.Module):
+    """What the first layer reads is its gate, and is added to the output of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, None) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        h = first(x) * gate(first, x)
+        return h + second(h) + x
+
+
+class Merged(nn.Module):
+    """Two directions that take turns by a gate, and no stream."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.one, self.other = Block(index, None), Block(index, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = gate(self.one, x)
+        found: Tensor = g * self.one(x) + (1 - g) * self.other(x.flip(1)).flip(1)
+        return found
+
+
+def test_directions_that_take_turns_have_no_stream() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(Merged(0), Merged(1)).double().eval()
+    x = torch.randn(2, TOKENS, WIDTH).double()
+    one, other, *later = dense(model, x)
+    first, second = one + other.flip(1, 2), later[0] + later[1].flip(1, 2)
+    found = ImplicitAttentionRollout(model).attribute(x, TARGET, components="exact").sum(-1)
+    assert relative_error(found, (second @ first)[:, -1]) <= 1e-9
+
+
+class Local(nn.Module):
+    """x + a convolution over tokens of what the mixer returned."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block, self.conv = Block(index, None), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.block(x).mT).mT
+
+
+def test_what_mixes_tokens_behind_named_layers_is_vouched_for() -> None:
+    """The stream is there all the same."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Local(0), Local(1)).double().eval()
+    x = torch.randn(2, TOKENS, WIDTH).double()
+    first, second = (m + torch.eye(TOKENS).double() for m in dense(model, x))
+    layers = [block.block.mixer for block in model]
+    found = ImplicitAttentionRollout(model, layers=layers).attribute(x, TARGET, components="exact")
+    assert relative_error(found.sum(-1), (second @ first)[:, -1]) <= 1e-9
+    with pytest.raises(InputError, match="conv1d"):
+        ImplicitAttentionRollout(model).attribute(x, TARGET)
+
+
+def test_features_that_later_layers_replace_are_missed() -> None:
+    model, x = joined(lambda b, x, m: torch.where(torch.arange(WIDTH) < 3, m, x))
+    with pytest.raises(InputError, match=r"beside a part.*without what layer '0"):
+        ImplicitAttentionRollout(model).attribute(x, TARGET)
+
+
 @pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimALTI, MambaAttribution])
-@pytest.mark.parametrize(
-    "joins",
-    [
-        lambda b, x, m: F.glu(torch.cat([m, b.gate(x)], -1), -1),
-        lambda b, x, m: torch.where(b.gain > 0, m, x),
-    ],
-)
-def test_what_is_neither_added_nor_multiplied_is_refused(method: Any, joins: Any) -> None:
-    model, x = joined(joins)
-    with pytest.raises(InputError, match=r"neither a sum nor a product.*LatimFlow"):
+def test_what_is_a_gate_first_and_added_later_is_refused(method: Any) -> None:
+    torch.manual_seed(1)
+    model, x = Late().eval(), torch.randn(2, TOKENS, WIDTH)
+    with pytest.raises(InputError, match="passes several layers by"):
         method(model).attribute(x, TARGET)
 
 

@@ -26,7 +26,7 @@ from ...tracing import (
 )
 from ...tracing.chance import refusals
 from ...tracing.hooks import Running
-from ...tracing.places import Joins, Origin, Places
+from ...tracing.places import Origin, Places
 from ...tracing.places.chain import Chain, NotAChain, arrange, note_streams
 from ..call.head import Kept
 from ..call.inputs import BatchPart, call_model, explained_ids
@@ -332,7 +332,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the model's last mixer, where the tail begins, did not run, or not as the last one
         return traced(replace(request, graph="outputs"), shared=shared)
-    chain = None if follow is None else _chained(request, record, origin, follow.joins)
+    chain = None if follow is None else _chained(request, record, origin)
     tail, batch = record.layers[-1], len(request.inputs)
     for found, what in ((tail.in_order(tail.output), "mixers see"), (output, "output has")):
         if len(found) != batch:
@@ -363,18 +363,18 @@ def _followed(request: Request, stack: ExitStack) -> Places | None:
     return follow
 
 
-def _chained(request: Request, record: Trace, output: Origin | None, joins: Joins) -> Chain | None:
+def _chained(request: Request, record: Trace, output: Origin | None) -> Chain | None:
     """How the tokens of a run lie; None where the user vouches for that, or they lie in maps."""
     layers, reads = record.layers, record.reads
     if request.layers is None and not any(layer.map is not None for layer in layers):
         try:
-            return arrange(layers, reads, output, joins)
+            return arrange(layers, reads, output)
         except NotAChain:
             if request.folds:
                 raise
         for layer in layers:  # each by itself, in the order in which it reads the tokens
             layer.arrange(None, None, None)
-    note_streams(layers, reads, output, joins)
+    note_streams(layers, reads, output)
     return None
 
 

@@ -8,7 +8,7 @@ read the same stream are one stage, as the two directions of a bidirectional wra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ..layer import Layer
-from .origin import OTHERS, Joins, Mixed, Origin, token_places, within_examples
+from .origin import OTHERS, Mixed, Origin, token_places, within_examples
+from .rules.groups import plain_number
 
 #: What to do where layers cannot be folded.
 _INSTEAD = (
@@ -31,6 +32,10 @@ _OF_A_TOWER = (
     "If the layer is of a tower of images beside the explained text, name the layers of the text "
     "with layers=[...], or use LatimFlow, which explains both."
 )
+
+
+#: What the first source is.
+_GIVEN = "the model was given"
 
 
 class NotAChain(InputError):
@@ -91,16 +96,13 @@ class Chain:
         return x if order is None else x.index_select(1, order.argsort().to(x.device))
 
 
-def arrange(
-    layers: Sequence[Layer], reads: Sequence[Read], output: Origin | None, joins: Joins
-) -> Chain:
+def arrange(layers: Sequence[Layer], reads: Sequence[Read], output: Origin | None) -> Chain:
     """Put the tokens of all layers into the order of the first one's, and layers into stages.
 
     Args:
         layers: in the order in which they ran.
         reads: what each of them read.
         output: where the model's output comes from; None if that was not seen.
-        joins: with what the layers' outputs were joined.
 
     Raises:
         NotAChain: naming the first layer that does not fit.
@@ -133,7 +135,7 @@ def arrange(
                 stream = _order(read.stream, orders, first, name)
             layer.arrange(stage, orders[number], stream)
         outputs = set(numbers)
-    note_streams(layers, reads, output, joins, first)
+    note_streams(layers, reads, output, first)
     return Chain(first, given, orders, _order_of_output(output, orders, first, outputs))
 
 
@@ -147,25 +149,24 @@ def _sources(origin: Origin | None) -> frozenset[int]:
     """What a tensor comes from, or came from until its tokens were mixed."""
     if origin is None:
         return frozenset()
-    return frozenset(origin.sources) if origin.mixed is None else origin.mixed.sources
+    mixed = origin.mixed
+    return frozenset(origin.sources if mixed is None else map(plain_number, mixed.sources))
 
 
 def note_streams(
     layers: Sequence[Layer],
     reads: Sequence[Read],
     output: Origin | None,
-    joins: Joins,
     first: Origin | None = None,
 ) -> None:
     """Note whether what layers read passes them by on a residual stream.
 
-    That is, what they return was added to it, and not only multiplied with it as with a gate.
+    It does where it is there behind them other than by what they returned, and more than a gate.
 
     Args:
         layers: in the order in which they ran.
         reads: what each of them read.
         output: where the model's output comes from; None if that was not seen.
-        joins: with what the layers' outputs were joined.
         first: where the tokens that the first layer read come from, of layers that are a chain.
             Default: None; then they have a stream unless it was seen that they have none.
 
@@ -173,63 +174,35 @@ def note_streams(
         NotAChain: when a part of what layers of a chain read passes them by, and not the rest.
     """
     stages, has_stream, is_added = _stages(reads), True, False
-    behind = [_sources(reads[numbers[0] - 1].entering) for numbers in stages[1:]]
-    for i, (own, left) in enumerate(zip(stages, [*behind, _sources(output)], strict=True)):
-        is_last, read = i == len(behind), _sources(reads[own[0] - 1].entering)
-        if left.issuperset(own) and not (i == 0 and reads[0].begins):
-            added = read & left & _union(joins.added, own)
-            unknown = read & left - added - _union(joins.multiplied, own)
+    behind = [reads[numbers[0] - 1].entering for numbers in stages[1:]]
+    for i, (own, left) in enumerate(zip(stages, [*behind, output], strict=True)):
+        is_last, entering = i == len(behind), reads[own[0] - 1].entering
+        if _sources(left).issuperset(own) and not (i == 0 and reads[0].begins):
+            assert left is not None and entering is not None
+            passing = entering.live & left.live
             if first is not None:
                 name = "The model's output" if is_last else f"Layer {layers[own[-1]].name!r}"
                 beside = f"{name} reads what layer {layers[own[0] - 1].name!r} left beside "
-                missing = read - added
-                if output is not None and output.shape[:2] != first.shape[:2] and is_last:
-                    missing -= {0}  # some tokens of the input are not there any more
-                _require_one_stream(beside, left - read - {*own}, unknown, added, missing, layers)
-            is_added, has_stream = bool(added), bool(added or unknown)
+                lost = {s for s in entering.live - passing if s < OTHERS and not _feeds(s, layers)}
+                if is_last and left.shape[:2] != first.shape[:2]:
+                    lost -= {0}  # some tokens of the input are not there any more
+                if any(s < OTHERS for s in left.live - entering.live - {*own}):
+                    raise NotAChain(f"{beside}what passes several layers by at once. {_INSTEAD}")
+                if passing and lost:
+                    number = max(lost)
+                    what = f"layer {layers[number - 1].name!r} left" if number else _GIVEN
+                    raise NotAChain(
+                        f"{beside}a part of what that read, without what {what}. {_INSTEAD}"
+                    )
+            is_added = has_stream = bool(passing)
         elif not is_last:
             is_added, has_stream = False, True
         for number in own:
             layers[number - 1].is_added, layers[number - 1].has_stream = is_added, has_stream
 
 
-def _union(known: Mapping[int, set[int]], numbers: Iterable[int]) -> set[int]:
-    return {source for number in numbers for source in known.get(number, ())}
-
-
-def _require_one_stream(
-    beside: str,
-    others: frozenset[int],
-    unknown: frozenset[int],
-    added: frozenset[int],
-    missing: frozenset[int],
-    layers: Sequence[Layer],
-) -> None:
-    """Raise unless all that layers read passes them by, or nothing of it.
-
-    Args:
-        beside: says what is read beside what.
-        others: what else is read that they have not.
-        unknown: what they read that is there as well, nobody knows how.
-        added: what they read that they were added to.
-        missing: what they read besides.
-        layers: all layers.
-
-    Raises:
-        NotAChain: as said.
-    """
-    if any(0 <= s < OTHERS for s in others):
-        raise NotAChain(f"{beside}what passes several layers by at once. {_INSTEAD}")
-    if unknown:
-        raise NotAChain(
-            f"{beside}what that read, put together by neither a sum nor a product. {_INSTEAD}"
-        )
-    feeding = {number for number, layer in enumerate(layers, 1) if layer.joins == "feeds"}
-    lost = {s for s in missing - feeding if s < OTHERS}
-    if added and lost:
-        last = max(lost)
-        left = f"layer {layers[last - 1].name!r} left" if last else "the model was given"
-        raise NotAChain(f"{beside}a part of what that read, without what {left}. {_INSTEAD}")
+def _feeds(source: int, layers: Sequence[Layer]) -> bool:
+    return source > 0 and layers[source - 1].joins == "feeds"
 
 
 def _order_of_output(

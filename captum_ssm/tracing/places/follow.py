@@ -34,15 +34,20 @@ from .calls import (
     storage_of,
     written_by,
 )
-from .origin import OTHERS, Joins, Mixed, Origin, without_others
+from .origin import OTHERS, Mixed, Origin, without_others
 from .rules import (
+    BENDING,
     CONSTANT,
     EMPTY,
+    GATED,
     HANDING,
     INDEXED,
     OF_FIRST,
+    PRODUCTS,
+    PROJECTING,
     REPLACING,
     RULES,
+    WITH_SUMMAND,
     WRITING,
     plain,
 )
@@ -51,7 +56,9 @@ from .rules.groups import (
     Group,
     Groups,
     TokensMeet,
+    gating,
     joined,
+    plain_number,
     tensors,
     thinned,
 )
@@ -99,7 +106,6 @@ class Places(TorchFunctionMode):
     Attributes:
         tell: what is told of functions before they are called, of their names and arguments, by
             these names; what that returns, if anything, is told of their results. Empty at first.
-        joins: with what the outputs of mixers were joined.
 
     Example:
         >>> import torch
@@ -116,7 +122,6 @@ class Places(TorchFunctionMode):
         super().__init__()
         self.where = where
         self.tell: dict[str, Tell] = {}
-        self.joins = Joins()
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -132,7 +137,7 @@ class Places(TorchFunctionMode):
 
     def restart(self) -> None:
         """Forget all that was followed, for another run."""
-        self._given, self.joins = None, Joins()
+        self._given = None
         for known in (self._sizes, self._unseen, self._records, self._memories):
             known.clear()
 
@@ -307,7 +312,6 @@ class Places(TorchFunctionMode):
             return
         if name[-1] == "_" != name[-2]:
             name, writes = name if name in RULES else plain(name[:-1]), True
-        self.joins.note(name, args[0] if args else None, known.values())
         origins = self._origins(name, func, args, kwargs, results, known)
         for result, origin in zip(results, origins, strict=True):
             changed = writes or (id(result) in known and name not in HANDING)
@@ -325,13 +329,19 @@ class Places(TorchFunctionMode):
         results: list[Tensor],
         known: dict[int, tuple[Tensor, Origin]],
     ) -> list[Origin | None]:
-        rule = RULES.get(name)
-        sizes = {key: (origin.shape, origin.groups) for key, (_, origin) in known.items()}
+        rule, gates = RULES.get(name), _gates(name, args, kwargs, known)
+        sizes = {
+            key: (o.shape, tuple(g.gating() for g in o.groups) if key in gates else o.groups)
+            for key, (_, o) in known.items()
+        }
         call = Call(name, func, args, kwargs, results, sizes, self._length)
         live = [r.numel() > 0 and is_followed(r, name, known.values()) for r in results]
         if not any(live):
             return [None] * len(results)
-        blend = self._blend(call, known)
+        sources = frozenset[int]().union(
+            *(gating(o.numbers) if key in gates else o.numbers for key, (_, o) in known.items())
+        )
+        blend = self._blend(call, known, sources)
         groups: Sequence[Groups] = [()] * len(results)
         if blend is None and known:
             try:
@@ -343,16 +353,25 @@ class Places(TorchFunctionMode):
                 given = without_others(known)
                 if given is not None:  # what is no token of the input may meet others
                     return self._origins(name, func, args, kwargs, results, given)
-                blend = Mixed(name, self.where(), met.pooled, sources=_numbers(known))
+                blend = Mixed(name, self.where(), met.pooled, sources=sources)
             except _CANNOT:
-                blend = Mixed(name, self.where(), sources=_numbers(known))
+                blend = Mixed(name, self.where(), sources=sources)
+        is_bent = _bends(name, known)
         return [
-            self._origin(result, found, blend) if is_live and (found or blend) else None
+            self._origin(result, found, blend, is_bent) if is_live and (found or blend) else None
             for result, found, is_live in zip(results, groups, live, strict=True)
         ]
 
-    def _blend(self, call: Call, known: dict[int, tuple[Tensor, Origin]]) -> Mixed | None:
-        """What mixed the tokens of an operand already, if the function hands that on."""
+    def _blend(
+        self, call: Call, known: dict[int, tuple[Tensor, Origin]], sources: frozenset[int]
+    ) -> Mixed | None:
+        """What mixed the tokens of an operand already, if the function hands that on.
+
+        Args:
+            call: of the function.
+            known: the followed operands.
+            sources: what all of them come from.
+        """
         operands = list(known.values())
         if call.name in CONSTANT:
             return None
@@ -364,16 +383,18 @@ class Places(TorchFunctionMode):
         blends = [(x, o.blend) for x, o in operands if o.blend is not None]
         if not blends:
             return None
-        blend = blends[0][1]
+        blend = replace(blends[0][1], sources=sources)
         onto = [o for _, o in operands if o.blend is None and o.shape == call.results[0].shape]
         if (call.name in WRITING and onto) or any(b.joined for _, b in blends):
             return replace(blend, joined=True)
         return blend
 
-    def _origin(self, tensor: Tensor, groups: Groups, blend: Mixed | None = None) -> Origin:
+    def _origin(
+        self, tensor: Tensor, groups: Groups, blend: Mixed | None = None, is_bent: bool = False
+    ) -> Origin:
         if blend is not None:
             groups = ()
-        return Origin(tensor.shape, groups, self._sizes, self._unseen, blend)
+        return Origin(tensor.shape, groups, self._sizes, self._unseen, blend, is_bent)
 
     def _identity(self, batch: int, length: int) -> Tensor:
         """The places of a source's own tokens, the same tensor for all sources of one size."""
@@ -384,7 +405,7 @@ class Places(TorchFunctionMode):
         return self._steps[key]
 
     def _length(self, source: int) -> int:
-        return self._sizes[source][1] if source >= 0 else 1
+        return self._sizes[plain_number(source)][1] if source >= 0 else 1
 
     def _fill(self, tensor: Tensor) -> None:
         """Note that whatever comes to be in new memory has come there out of sight."""
@@ -467,6 +488,29 @@ class Places(TorchFunctionMode):
         return self._origin(tensor, groups) if groups else None
 
 
-def _numbers(known: dict[int, tuple[Tensor, Origin]]) -> frozenset[int]:
-    """The sources that followed tensors come from."""
-    return frozenset().union(*(origin.numbers for _, origin in known.values()))
+def _gates(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: dict[int, tuple[Tensor, Origin]],
+) -> set[int]:
+    """The followed operands that are gates to others, by their ids."""
+    if len(known) < 2:
+        return set()
+    if name in GATED:
+        return {id(x) for x in (*args, *kwargs.values())[GATED[name] :]}
+    first = next(iter((*args, *kwargs.values())))
+    summand = id(first) if name in WITH_SUMMAND else None
+    factors = {key: o.is_bent for key, (_, o) in known.items() if key != summand}
+    bent = {key for key, is_bent in factors.items() if is_bent}
+    return bent if name in PRODUCTS and len(bent) < len(factors) else set()
+
+
+def _bends(name: str, known: dict[int, tuple[Tensor, Origin]]) -> bool:
+    """Whether a function's result is bent: as by an activation, or as all that it is given is.
+
+    A projection of what is bent is straight again.
+    """
+    if name in BENDING:
+        return True
+    return name not in PROJECTING and all(o.is_bent for _, o in known.values())

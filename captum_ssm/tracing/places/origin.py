@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from ...operators.kernels.arithmetic import unseen
-from .rules import CONTRACTING, HANDING, PRODUCTS, WITH_SUMMAND
-from .rules.groups import Group, Groups, TokensMeet, settled
+from .rules.groups import GATES, Group, Groups, TokensMeet, plain_number, same, settled, united
 
 #: Sources from this number on are neither the explained input nor what a mixer returned: tokens
 #: that come from elsewhere, each tensor of which is a source.
@@ -78,6 +75,8 @@ class Origin:
         sizes: batch and tokens (B, L) of every source.
         unseen: by negative number, the modules in which memory was filled out of torch's sight.
         blend: what mixed tokens in torch's sight, or None.
+        is_bent: whether the tensor is what an activation returned, or the like, which in a product
+            is a gate to what is not. Default: False.
 
     Example:
         >>> import torch
@@ -97,6 +96,7 @@ class Origin:
     sizes: dict[int, tuple[int, int]]
     unseen: dict[int, str]
     blend: Mixed | None = None
+    is_bent: bool = False
 
     @property
     def mixed(self) -> Mixed | None:
@@ -109,20 +109,33 @@ class Origin:
     @functools.cached_property
     def sources(self) -> dict[int, list[Entry]]:
         """How each source enters; nothing where tokens are mixed."""
+        out: dict[int, list[Entry]] = {}
+        gates: list[tuple[int, Entry]] = []
         with unseen():
-            out: dict[int, list[Entry]] = {}
             for places, skips in self.groups:
                 if bool((places >= 0).any()):
                     for source, skip in skips.items():
-                        if source >= 0:
+                        if source >= GATES:
+                            gates.append((source - GATES, Entry(places, skip)))
+                        elif source >= 0:
                             out.setdefault(source, []).append(Entry(places, skip))
+            for source, entry in gates:
+                _add_gate(out.setdefault(source, []), entry)
         return dict(sorted(out.items()))
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The sources, also of what was mixed, and of memory that nobody was seen fill."""
+        """The sources with the marks of factors, also those of what was mixed."""
         mixed = frozenset[int]() if self.blend is None else self.blend.sources
         return mixed.union(*(group.skips for group in self.groups))
+
+    @functools.cached_property
+    def live(self) -> frozenset[int]:
+        """The sources that are more than factors, such as gates, of something else."""
+        with unseen():
+            groups = [skips for places, skips in self.groups if bool((places >= 0).any())]
+        mixed = frozenset[int]() if self.blend is None else self.blend.sources
+        return frozenset(s for s in mixed.union(*groups) if 0 <= s < GATES)
 
     def tokens(self, source: int) -> list[Tensor] | None:
         """Places of a source over the tensor's first two dimensions (B, L), one for each entry.
@@ -169,53 +182,14 @@ class Origin:
         return {}
 
 
-class Joins:
-    """With which sources the outputs of mixers were joined while nothing else held them.
-
-    Attributes:
-        added: the sources of what they were added to, by the number of the mixer.
-        multiplied: the sources of what they were multiplied with.
-    """
-
-    def __init__(self) -> None:
-        self.added: dict[int, set[int]] = defaultdict(set)
-        self.multiplied: dict[int, set[int]] = defaultdict(set)
-
-    def note(
-        self, name: str, first: Tensor | None, operands: Collection[tuple[Tensor, Origin]]
-    ) -> None:
-        """Note a function.
-
-        Args:
-            name: its plain name; of one that works in place that of the one that does not.
-            first: its first argument.
-            operands: what is followed among its arguments.
-        """
-        if name in HANDING:
+def _add_gate(known: list[Entry], gate: Entry) -> None:
+    """Add the way of a source that is a factor to its others, or to one that it does not deny."""
+    for i, one in enumerate(known):
+        union = united(one.places, gate.places, True)
+        if union is not None:
+            known[i] = one if same(union, one.places) else Entry(union, 0.0)
             return
-        several = operands if len(operands) > 1 else ()
-        pairs = permutations([(x is first, origin.numbers) for x, origin in several], 2)
-        for (is_first, own), (other_first, other) in pairs:
-            sums = name not in PRODUCTS or (name in WITH_SUMMAND and (is_first or other_first))
-            for number in filter(_is_output, own - other):
-                (self.added if sums else self.multiplied)[number] |= other
-        if name in CONTRACTING:
-            for _, origin in operands:
-                self._add_features(origin.groups)
-
-    def _add_features(self, groups: Groups) -> None:
-        """Note that what features apart come from is added up."""
-        for one, other in permutations(groups, 2):
-            for number in filter(_is_output, one.skips.keys() - other.skips.keys()):
-                if not other.skips.keys() <= self.added[number]:
-                    here, there = one.places >= 0, other.places >= 0
-                    if bool(here.any()) and bool(there.any()) and not bool((here & there).any()):
-                        self.added[number] |= other.skips.keys()
-
-
-def _is_output(number: int) -> bool:
-    """Whether a source is what a mixer returned."""
-    return 0 < number < OTHERS
+    known.append(gate)
 
 
 def within_examples(places: Tensor, size: tuple[int, int]) -> Tensor:
@@ -269,10 +243,11 @@ def without_others(
     found, dropped = {}, False
     for key, (x, origin) in known.items():
         kept = [
-            Group(places, {s: skip for s, skip in skips.items() if s < OTHERS})
+            Group(places, {s: skip for s, skip in skips.items() if plain_number(s) < OTHERS})
             for places, skips in origin.groups
         ]
-        dropped = dropped or any(s >= OTHERS for _, skips in origin.groups for s in skips)
+        numbers = (plain_number(s) for _, skips in origin.groups for s in skips)
+        dropped = dropped or any(number >= OTHERS for number in numbers)
         groups = tuple(group for group in kept if group.skips)
         if groups or origin.blend is not None:
             found[key] = x, replace(origin, groups=groups)

@@ -93,7 +93,7 @@ ALONG: tuple[tuple[int, Any, str], ...] = (
     (1, None, """
         sum mean nansum nanmean amax amin aminmax prod logsumexp median nanmedian var std var_mean
         std_mean softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp"""),
-    (1, -1, "sort glu mode"),
+    (1, -1, "sort mode"),
     (2, None, "norm vector_norm fftn ifftn rfftn irfftn"),
     (2, -1, "topk kthvalue fft ifft rfft irfft diff"),
     (2, 1, "normalize cosine_similarity"),
@@ -169,6 +169,7 @@ def _table() -> dict[str, Rule]:
         "index_add": joins.index_add,
         "scatter_add": joins.scatter_add,
         "neg": along.negative,
+        "glu": along.glu,
         "group_norm": along.behind_first,
         "instance_norm": along.of_images,
         "batch_norm": along.batch_norm,
@@ -205,11 +206,24 @@ WRITING = frozenset(
 )
 #: What their result holds is in their first operand alone.
 OF_FIRST = HANDING - WRITING - {"where", "broadcast_tensors"}
-_CONTRACTING = f"""
-    {MATMUL} addmm baddbmm addmv linear grouped_mm einsum inner conv1d conv2d conv3d sum mean
-"""
-#: They add up what lies along a dimension, with weights or without.
-CONTRACTING = frozenset(_CONTRACTING.split())
+
+#: Products, of whose operands those that are bent are gates to those that are not.
+PRODUCTS = frozenset(f"{MATMUL} {SUMMAND} linear einsum inner outer ger mul".split())
+#: Those with a weight.
+PROJECTING = frozenset(
+    f"{MATMUL} addmm baddbmm addmv linear einsum inner grouped_mm conv1d conv2d conv3d".split()
+)
+#: They have a first operand that is no factor.
 WITH_SUMMAND = frozenset(SUMMAND.split())
-#: They multiply what they are given with each other.
-PRODUCTS = CONTRACTING | WITH_SUMMAND | {"mul", "div", "outer", "ger"}
+#: The positions of operands that are gates, bent or not.
+GATED = {"div": 1, "lerp": 2, "addcdiv": 2}
+_STRAIGHT = """
+    mul div lerp addcmul addcdiv maximum minimum fmax fmin real imag complex nan_to_num dequantize
+    deg2rad rad2deg fake_quantize_per_tensor_affine
+"""
+_BENT = """
+    softmax log_softmax softmin logsumexp logcumsumexp prod cumprod norm vector_norm var std
+    var_mean std_mean cosine_similarity
+"""
+#: Their results bend what they are given: they scale it, or are scaled by it.
+BENDING = frozenset(POINTWISE.split()) - set(_STRAIGHT.split()) | set(_BENT.split())

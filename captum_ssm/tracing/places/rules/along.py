@@ -117,6 +117,18 @@ def last_dims(call: Call) -> Sequence[Groups]:
     return _reduced(call, tuple(range(count - len(call.argument(1, "normalized_shape")), count)))
 
 
+def glu(call: Call) -> Sequence[Groups]:
+    """The first half along a dimension, and the second one as its gate."""
+    (dim,) = _dims(call, 1, (-1,))
+    groups: list[Group] = []
+    for group in call.groups(call.first):
+        settled(group.places, (dim,))  # or both would be of different tokens
+        halves = group.places.chunk(2, dim) if group.places.size(dim) > 1 else (group.places,) * 2
+        value, gate = (group.through(half) for half in halves)
+        groups += value, gate.gating()
+    return alike(call, tidied(groups))
+
+
 def behind_first(call: Call) -> Sequence[Groups]:
     """group_norm: of one example."""
     return _reduced(call, tuple(range(1, len(call.shape(call.first)))))

@@ -14,6 +14,11 @@ from ....operators.kernels.truths import read_once
 MOST = 4
 
 
+#: Beyond all numbers of sources.  One that is only a factor, such as a gate, has this added to its
+#: number, and goes its own ways.
+GATES = 2**40
+
+
 class Group(NamedTuple):
     """Sources that share their places, each with its skip."""
 
@@ -24,8 +29,22 @@ class Group(NamedTuple):
         """Other places of the same sources, none of which is a term any more."""
         return Group(places, dict.fromkeys(self.skips, 0.0))
 
+    def gating(self) -> Group:
+        """The same of what is only a factor."""
+        return Group(self.places, dict.fromkeys(gating(self.skips), 0.0))
+
 
 Groups = tuple[Group, ...]
+
+
+def gating(sources: Iterable[int]) -> set[int]:
+    """The numbers of sources that are only factors; of memory that nobody saw filled its own."""
+    return {s + GATES if 0 <= s < GATES else s for s in sources}
+
+
+def plain_number(source: int) -> int:
+    """The number of a source, whether it is only a factor or not."""
+    return source - GATES if source >= GATES else source
 
 
 class TokensMeet(Exception):
@@ -226,11 +245,19 @@ def tidied(groups: Iterable[Group]) -> Groups:
                 break
         else:
             merged.append(group)
+    merged = [Group(places, _without_gates(skips)) for places, skips in merged]
     if len(merged) > 1 and len({s for g in merged for s in g.skips}) < sum(
         len(g.skips) for g in merged
     ):
         return _unified(merged)
     return tuple(merged)
+
+
+def _without_gates(skips: dict[int, float]) -> dict[int, float]:
+    """Without factors that are more than that."""
+    if max(skips) < GATES:
+        return skips
+    return {s: skip for s, skip in skips.items() if s - GATES not in skips}
 
 
 def _unified(groups: Sequence[Group]) -> Groups:
@@ -268,7 +295,7 @@ def _put(
         if skip == weight:
             key, overlapping = (id(other), id(places), skip == 0), skip == 0
             if key not in unions:
-                unions[key] = other, places, _union(other, places, overlapping)
+                unions[key] = other, places, united(other, places, overlapping)
             union = unions[key][2]
         elif not skip and _within(places, other):
             union, skip = other, weight
@@ -285,7 +312,7 @@ def _put(
     entries.append((places, skip))
 
 
-def _union(a: Tensor, b: Tensor, overlapping: bool) -> Tensor | None:
+def united(a: Tensor, b: Tensor, overlapping: bool) -> Tensor | None:
     """The places of both, where no element has two different ones; None if one has."""
     apart = (a < 0) | (b < 0)
     fits = apart | (a == b) if overlapping else apart
