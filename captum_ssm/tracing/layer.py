@@ -51,7 +51,7 @@ class Layer:
         stage: number of the stage that it belongs to; None if the run was not arranged.
         has_stream: whether what the layer reads passes it by on a residual stream, as it is taken
             to do unless tokens were followed and showed that it does not.
-        is_added: whether what it left was seen to be added to what it read.
+        is_added: whether that stream was seen, nothing having mixed its tokens.
         checked: the errors that were found when the operator was made; None if none was looked for.
 
     Example:

@@ -194,7 +194,8 @@ def note_streams(
                     raise NotAChain(
                         f"{beside}a part of what that read, without what {what}. {_INSTEAD}"
                     )
-            is_added = has_stream = bool(passing)
+            has_stream = bool(passing)
+            is_added = has_stream and left.mixed is None  # else nobody saw to what
         elif not is_last:
             is_added, has_stream = False, True
         for number in own:

@@ -17,6 +17,9 @@ along      norms, softmax, reductions: the places must not differ along the dime
 products   likewise, along the dimensions that are contracted
 =========  ======================================================================================
 
+In a product of what activations returned and of what is straight, the former is a gate: its sources
+go on as such, by numbers of their own, unless they are there otherwise as well.
+
 A rule that finds elements of several tokens brought together raises :class:`TokensMeet`.
 """
 
