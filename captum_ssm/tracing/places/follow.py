@@ -338,9 +338,11 @@ class Places(TorchFunctionMode):
         live = [r.numel() > 0 and is_followed(r, name, known.values()) for r in results]
         if not any(live):
             return [None] * len(results)
-        sources = frozenset[int]().union(
-            *(gating(o.numbers) if key in gates else o.numbers for key, (_, o) in known.items())
-        )
+
+        def sources() -> frozenset[int]:
+            each = (gating(o.numbers) if k in gates else o.numbers for k, (_, o) in known.items())
+            return frozenset[int]().union(*each)
+
         blend = self._blend(call, known, sources)
         groups: Sequence[Groups] = [()] * len(results)
         if blend is None and known:
@@ -353,9 +355,9 @@ class Places(TorchFunctionMode):
                 given = without_others(known)
                 if given is not None:  # what is no token of the input may meet others
                     return self._origins(name, func, args, kwargs, results, given)
-                blend = Mixed(name, self.where(), met.pooled, sources=sources)
+                blend = Mixed(name, self.where(), met.pooled, sources=sources())
             except _CANNOT:
-                blend = Mixed(name, self.where(), sources=sources)
+                blend = Mixed(name, self.where(), sources=sources())
         is_bent = _bends(name, known)
         return [
             self._origin(result, found, blend, is_bent) if is_live and (found or blend) else None
@@ -363,14 +365,17 @@ class Places(TorchFunctionMode):
         ]
 
     def _blend(
-        self, call: Call, known: dict[int, tuple[Tensor, Origin]], sources: frozenset[int]
+        self,
+        call: Call,
+        known: dict[int, tuple[Tensor, Origin]],
+        sources: Callable[[], frozenset[int]],
     ) -> Mixed | None:
         """What mixed the tokens of an operand already, if the function hands that on.
 
         Args:
             call: of the function.
             known: the followed operands.
-            sources: what all of them come from.
+            sources: finds what all of them come from.
         """
         operands = list(known.values())
         if call.name in CONSTANT:
@@ -383,7 +388,7 @@ class Places(TorchFunctionMode):
         blends = [(x, o.blend) for x, o in operands if o.blend is not None]
         if not blends:
             return None
-        blend = replace(blends[0][1], sources=sources)
+        blend = replace(blends[0][1], sources=sources())
         onto = [o for _, o in operands if o.blend is None and o.shape == call.results[0].shape]
         if (call.name in WRITING and onto) or any(b.joined for _, b in blends):
             return replace(blend, joined=True)

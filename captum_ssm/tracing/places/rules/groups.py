@@ -255,7 +255,7 @@ def tidied(groups: Iterable[Group]) -> Groups:
 
 def _without_gates(skips: dict[int, float]) -> dict[int, float]:
     """Without factors that are more than that."""
-    if max(skips) < GATES:
+    if max(skips, default=0) < GATES:
         return skips
     return {s: skip for s, skip in skips.items() if s - GATES not in skips}
 
