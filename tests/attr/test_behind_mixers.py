@@ -514,6 +514,29 @@ def test_shares_of_layers_with_gates_in_place_of_streams(named: bool) -> None:
     assert relative_error(found, wanted[:, -1]) <= 1e-9
 
 
+class Again(nn.Module):
+    """What the model was given is added once more between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, None) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x
+        for block in self.blocks:
+            x = 0.8 * x + 0.2 * given
+            x = x + block.mixer(block.norm(x))
+        return x
+
+
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit])
+def test_a_stream_that_is_not_clear_is_refused(method: Any) -> None:
+    torch.manual_seed(1)
+    model, x = Again().eval(), torch.randn(2, TOKENS, WIDTH)
+    with pytest.raises(InputError, match=r"but stands alone\. Use residual=False"):
+        method(model).attribute(x, TARGET)
+
+
 class Late(nn.Module):
     """What the first layer reads is its gate, and is added to the output of all."""
 

@@ -34,10 +34,6 @@ _OF_A_TOWER = (
 )
 
 
-#: What the first source is.
-_GIVEN = "the model was given"
-
-
 class NotAChain(InputError):
     """Layers of a run that cannot be multiplied one after the other."""
 
@@ -183,17 +179,12 @@ def note_streams(
             if first is not None:
                 name = "The model's output" if is_last else f"Layer {layers[own[-1]].name!r}"
                 beside = f"{name} reads what layer {layers[own[0] - 1].name!r} left beside "
-                lost = {s for s in entering.live - passing if s < OTHERS and not _feeds(s, layers)}
-                if is_last and left.shape[:2] != first.shape[:2]:
-                    lost -= {0}  # some tokens of the input are not there any more
                 if any(s < OTHERS for s in left.live - entering.live - {*own}):
                     raise NotAChain(f"{beside}what passes several layers by at once. {_INSTEAD}")
-                if passing and lost:
-                    number = max(lost)
-                    what = f"layer {layers[number - 1].name!r} left" if number else _GIVEN
-                    raise NotAChain(
-                        f"{beside}a part of what that read, without what {what}. {_INSTEAD}"
-                    )
+                # some tokens of the input may not be there any more
+                cut = {0} if is_last and left.shape[:2] != first.shape[:2] else set()
+                if passing:
+                    _require_all(entering.live - passing - cut, beside, layers)
             has_stream = bool(passing)
             is_added = has_stream and left.mixed is None  # else nobody saw to what
         elif not is_last:
@@ -202,8 +193,19 @@ def note_streams(
             layers[number - 1].is_added, layers[number - 1].has_stream = is_added, has_stream
 
 
-def _feeds(source: int, layers: Sequence[Layer]) -> bool:
-    return source > 0 and layers[source - 1].joins == "feeds"
+def _require_all(stopped: frozenset[int], beside: str, layers: Sequence[Layer]) -> None:
+    """Raise if a part of what layers read does not pass them by, but for what others fed to it.
+
+    Args:
+        stopped: the sources that do not.
+        beside: says what is read beside the rest.
+        layers: all layers.
+    """
+    feeding = {i for i, layer in enumerate(layers, 1) if layer.joins == "feeds"}
+    lost = max((s for s in stopped - feeding if s < OTHERS), default=None)
+    if lost is not None:
+        what = f"layer {layers[lost - 1].name!r} left" if lost else "the model was given"
+        raise NotAChain(f"{beside}a part of what that read, without what {what}. {_INSTEAD}")
 
 
 def _order_of_output(

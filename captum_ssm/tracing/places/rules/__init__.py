@@ -83,9 +83,10 @@ POINTWISE = """
     fake_quantize_per_tensor_affine
 """
 SUMS = "add sub rsub"
-#: Products, and such as are added to their first operand.
-SUMMAND = "addmm baddbmm addmv addcmul addcdiv"
 MATMUL = "matmul __rmatmul__ mm bmm mv dot vdot"
+#: Products that are added to their first operand.
+ADDED_MATMUL = "addmm baddbmm addmv"
+SUMMAND = f"{ADDED_MATMUL} addcmul addcdiv"
 DROPOUT = """
     dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
 """
@@ -146,7 +147,7 @@ def _table() -> dict[str, Rule]:
         ("copy fill __set__", joins.copied),
         ("layer_norm rms_norm", along.last_dims),
         (MATMUL, products.matmul),
-        ("addmm baddbmm addmv", products.with_summand),
+        (ADDED_MATMUL, products.with_summand),
         ("inner", products.inner),
         ("outer ger", products.outer),
         ("conv1d conv2d conv3d", products.convolution),
@@ -214,7 +215,7 @@ OF_FIRST = HANDING - WRITING - {"where", "broadcast_tensors"}
 PRODUCTS = frozenset(f"{MATMUL} {SUMMAND} linear einsum inner outer ger mul".split())
 #: Those with a weight.
 PROJECTING = frozenset(
-    f"{MATMUL} addmm baddbmm addmv linear einsum inner grouped_mm conv1d conv2d conv3d".split()
+    f"{MATMUL} {ADDED_MATMUL} linear einsum inner grouped_mm conv1d conv2d conv3d".split()
 )
 #: They have a first operand that is no factor.
 WITH_SUMMAND = frozenset(SUMMAND.split())
