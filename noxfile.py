@@ -161,29 +161,30 @@ def timm(session: nox.Session) -> None:
 
 @nox.session
 def captum08(session: nox.Session) -> None:
-    """The tests of methods and pages with Captum 0.8, its Insights, and NumPy 1."""
+    """The tests of methods and pages with Captum 0.8, its Insights, and NumPy 1.
+
+    Of conformance what Captum's tools and its protocol are asked.
+    """
     constraints = pins_without(session, "captum", "numpy")
     old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    # What the device that stands in for a GPU is asked does not depend on Captum.
-    aside = "--ignore=tests/conformance/test_stand_in.py"
-    pytest(session, "-m", CORE, aside, files=("tests/conformance", "tests/insights"))
+    conformance = (f"tests/conformance/test_{name}.py" for name in ("protocol", "tools"))
+    pytest(session, "-m", CORE, files=(*conformance, "tests/insights"))
     quick = ("tests/attr", "tests/cli/test_cli.py", "tests/project/test_documents.py")
     pytest(session, files=quick)
 
 
 @nox.session
 def transformers4(session: nox.Session) -> None:
-    """The mixers, the whole network, and conformance, with the last version 4 of transformers."""
+    """The quick tests of what meets models, with the last version 4 of transformers."""
     constraints = pins_without(session, *TRANSFORMERS_4)
     old = ("transformers==4.57.6",)
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
     session.run("pip", "check")
-    pytest(session, "-m", CORE, files=("tests/mixers", "tests/tracing/test_wrappers.py"))
     methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
     files = (f"tests/attr/test_{method}.py" for method in methods)
-    rooms = ("tests/linear", "tests/tracing", "tests/inside", "tests/conformance")
-    pytest(session, files=(*rooms, *files))
+    rooms = ("mixers", "linear", "tracing", "inside", "conformance")
+    pytest(session, files=(*(f"tests/{room}" for room in rooms), *files))
 
 
 @nox.session

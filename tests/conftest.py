@@ -19,8 +19,13 @@ from zoo import fla_cpu, mamba_ssm_cpu, triton_interpreter, xlstm_cpu
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
 FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
+#: A file of the tests that have passed, which are left out; one that is not there yet is written.
+PASSED = Path(os.environ["CAPTUM_SSM_PASSED"]) if "CAPTUM_SSM_PASSED" in os.environ else None
+#: A file of tests that have passed, which are left out; those that pass now are added to it.
+PASSED = os.environ.get("CAPTUM_SSM_PASSED")
 
 _seed_key = pytest.StashKey[int]()
+_passed: list[str] = []
 
 settings.register_profile("quick", deadline=None, print_blob=True)
 settings.register_profile("long", settings.get_profile("quick"))
@@ -73,8 +78,12 @@ def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share_out(items, Path(__file__).parent)
+    if PASSED and PASSED.exists():
+        passed = set(PASSED.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     if FIXED_SEED:
         for test in {getattr(item, "function", None) for item in items}:
             if is_hypothesis_test(test):
@@ -120,6 +129,16 @@ def pytest_runtest_makereport(
     if report.failed and _seed_key in item.stash:
         report.sections.append(("Seed", f"run again with CAPTUM_SSM_SEED={item.stash[_seed_key]}"))
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        _passed.append(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    if PASSED and not PASSED.exists():
+        PASSED.write_text("\n".join(_passed), encoding="utf-8")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from captum_ssm.attr.catalogue import METHODS
 from captum_ssm.errors import NotLinearError, ReconstructionError
 
 #: How many default calls there are in all, and the share of those of small models.
-CALLS, SMALL = 200, 0.6
+CALLS, SMALL = 120, 0.6
 #: More tokens than these are left to methods whose cost grows with their number alone.
 LINEAR_FROM = 300
 #: Width and tokens of models that are as their packages initialise them: few are wide and long.

@@ -323,8 +323,7 @@ def test_autocast(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by_blocks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "by_blocks"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_brought_to_the_device_as_modules_run(
     family: str, dtype: torch.dtype, by_blocks: bool

@@ -75,4 +75,4 @@ def test_after_a_failure_anywhere(make: Any, name: str, monkeypatch: pytest.Monk
 @pytest.mark.full
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_after_many_failures(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(make, name, monkeypatch, draws=15)
+    check(make, name, monkeypatch, draws=6)

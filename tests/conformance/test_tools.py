@@ -62,8 +62,7 @@ def each_of(targets, example):
 
 
 @kinds
-@pytest.mark.parametrize("smoothing", SMOOTHING)
-@pytest.mark.parametrize("at_a_time", [None, 1, 2])
+@pytest.mark.parametrize(("smoothing", "at_a_time"), zip(SMOOTHING, (None, 1, 2), strict=True))
 def test_noise_tunnel(method, watched, kind, smoothing, at_a_time):
     model, inputs, options = KINDS[kind]()
     attribution, samples, stdev = method(watched(model)), 4, 0.1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import (
-    FeatureAblation,
+    IntegratedGradients,
     LLMGradientAttribution,
     NoiseTunnel,
     Saliency,
@@ -231,7 +231,7 @@ def text_template_input(s):
 
 @workflow()
 def captums_methods_beside_ours(s):
-    out = compare(s.vim, [LatimFlow, Saliency, FeatureAblation], s.image, target=1)
+    out = compare(s.vim, [LatimFlow, Saliency, IntegratedGradients], s.image, target=1)
     assert len(out) == 3
     return next(iter(out.values()))
 
