@@ -21,8 +21,6 @@ NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
 FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
 #: A file of the tests that have passed, which are left out; one that is not there yet is written.
 PASSED = Path(os.environ["CAPTUM_SSM_PASSED"]) if "CAPTUM_SSM_PASSED" in os.environ else None
-#: A file of tests that have passed, which are left out; those that pass now are added to it.
-PASSED = os.environ.get("CAPTUM_SSM_PASSED")
 
 _seed_key = pytest.StashKey[int]()
 _passed: list[str] = []
