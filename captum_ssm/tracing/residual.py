@@ -165,8 +165,9 @@ class Sums:
                 layer = self._layers[number - 1]
                 found = [s for s in self._found.get(number, ()) if s.without <= stage]
                 if not found:
-                    if number in self._beside:
-                        layer.join(None, self._beside[number])
+                    # what is alone is a term of nothing, and mixers beside it of nothing together
+                    if number in self._beside or len(stage) > 1:
+                        layer.join(None, self._beside.get(number))
                     continue
                 stream = _stream(found)
                 if stream is not None:

@@ -19,6 +19,7 @@ from ..operators.kernels.rows import tokens_at
 from ..operators.kernels.truths import holds
 from .places.calls import storage_of
 from .places.rules import KEPT, REORDERED, RESHAPED
+from .places.rules.groups import tensors
 
 
 class Step(NamedTuple):
@@ -230,7 +231,7 @@ class Ways:
     ) -> Callable[[Any], None] | None:
         """Hear of a function before it is called; returns what is to hear of its result."""
         ways: list[list[Summand]] = []
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = list(tensors((*args, *kwargs.values())))
         with unseen(), torch.no_grad():
             terms_of = {id(x): self._terms(x) for x in given}
             if all(terms is None for terms in terms_of.values()):
@@ -423,6 +424,16 @@ def _matmul(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
     return [[(one, [Step(matrix=other.detach())])]]
 
 
+def _side_by_side(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Options:
+    """Features of several tensors: each stands among zeros, and the result is their sum."""
+    parts, dim = _arguments("tensors dim", args, kwargs)
+    if dim not in (-1, 2) or not all(x.dim() == 3 for x in parts):
+        return []
+    widths = [x.shape[-1] for x in parts]
+    places = torch.eye(sum(widths), dtype=parts[0].dtype, device=parts[0].device).split(widths)
+    return [[(x, [Step(matrix=place)]) for x, place in zip(parts, places, strict=True)]]
+
+
 def _is_of_tokens(x: Any) -> bool:
     """Whether an operand is a tensor (B, L, E), and not the same for all tokens of all examples."""
     return isinstance(x, Tensor) and x.dim() == 3 and x.numel() > x.shape[-1]
@@ -455,6 +466,7 @@ STEPS: dict[str, Callable[[str, _Arguments, dict[str, Any]], _Options]] = {
     "div": _quotient,
     "neg": _negative,
     "matmul": _matmul,
+    "cat": _side_by_side,
     **dict.fromkeys(("add", "sub"), _sum),
     **dict.fromkeys(
         (*f"{KEPT} {REORDERED} {RESHAPED}".split(), "index_select", "__getitem__"), _handed_on

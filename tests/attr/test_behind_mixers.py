@@ -316,6 +316,17 @@ IN_TURN: dict[str, tuple[Any, Any]] = {
         lambda b, x, m, n: x + b.one.gate(m) + b.other.gate(n),
         lambda b, v, w, m, n: v @ b.one.gate.weight.T + w @ b.other.gate.weight.T,
     ),
+    "a projection of both": (
+        lambda b, x, m, n: x + wide(b.one, torch.cat([m, n], -1)),
+        lambda b, v, w, m, n: v @ b.one.gate.weight.T + w @ b.one.gate.weight.flip(0).T,
+    ),
+    "a gate and a projection of both": (
+        lambda b, x, m, n: x + wide(b.one, torch.cat([b.one.norm(m), n * gate(b.one, n)], dim=2)),
+        lambda b, v, w, m, n: (
+            layer_norm(b.one, v, m, m) @ b.one.gate.weight.T
+            + w * gate(b.one, n) @ b.one.gate.weight.flip(0).T
+        ),
+    ),
     "the second alone": (
         lambda b, x, m, n: x + m + b.other.norm(n),
         lambda b, v, w, m, n: v + layer_norm(b.other, w, n, n),
@@ -655,35 +666,68 @@ def test_a_part_of_what_is_read_that_passes_by_alone_is_refused(method: Any) -> 
 
 
 class Parallel(nn.Module):
-    """Two mixers that are weighted and added up, then projected, beside a stream or alone."""
+    """Two mixers, of which the second reads the other way round, beside a stream or alone.
 
-    def __init__(self, index: int, projects: bool, adds: bool) -> None:
+    What they return is weighted and added up, then projected or not, or is projected side by side.
+    """
+
+    def __init__(self, index: int, kind: str, adds: bool) -> None:
         super().__init__()
         self.mixers = nn.ModuleList(Block(index, None).mixer for _ in range(2))
-        self.projection, self.projects, self.adds = nn.Linear(WIDTH, WIDTH), projects, adds
+        width = 2 * WIDTH if kind == "side by side" else WIDTH
+        self.projection, self.kind, self.adds = nn.Linear(width, WIDTH), kind, adds
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = 0.3 * self.mixers[0](x) + 0.7 * self.mixers[1](x.flip(1)).flip(1)
-        if self.projects:
-            out = self.projection(out)
+        one, other = self.mixers[0](x), self.mixers[1](x.flip(1)).flip(1)
+        if self.kind == "side by side":
+            out: Tensor = self.projection(torch.cat([one, other], -1))
+        else:
+            out = 0.3 * one + 0.7 * other
+            out = self.projection(out) if self.kind == "projected" else out
         return x + out if self.adds else out
 
+    def sent(self, one: Tensor, other: Tensor) -> Tensor:
+        """What joins the stream, of vectors of both mixers; without one, what is projected."""
+        weight = self.projection.weight.detach()
+        if self.kind == "side by side":
+            return torch.cat([one, other], -1) @ weight.T
+        out = 0.3 * one + 0.7 * other
+        return out @ weight.T if self.kind == "projected" and self.adds else out
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("projects", [False, True])
-def test_mixers_that_are_weighted_and_added_up(projects: bool, adds: bool) -> None:
+
+def parallel(kind: str, adds: bool) -> tuple[Any, Tensor]:
     torch.manual_seed(1)
-    model = nn.Sequential(*(Parallel(i, projects, adds) for i in range(2))).double().eval()
-    x = torch.randn(2, TOKENS, WIDTH).double()
+    model = nn.Sequential(*(Parallel(i, kind, adds) for i in range(2))).double().eval()
+    return model, torch.randn(2, TOKENS, WIDTH).double()
+
+
+@pytest.mark.parametrize(
+    ("kind", "adds"),
+    [
+        ("plain", False),
+        ("plain", True),
+        ("projected", False),
+        ("projected", True),
+        ("side by side", True),
+    ],
+)
+def test_mixers_that_are_brought_together(kind: str, adds: bool) -> None:
+    model, x = parallel(kind, adds)
     wanted = torch.eye(TOKENS).double().expand(2, -1, -1)
     stream = x
     for block in model:
         with torch.no_grad(), trace(block) as record:
             after = block(stream)
         one, other = (own_vectors(layer) for layer in record.layers)
-        vectors = 0.3 * one + 0.7 * other.flip(1, 2)
-        if projects and adds:  # else each mixer's token is what the mixer returned
-            vectors = (vectors @ block.projection.weight.T).detach()
-        wanted, stream = oracle.alti(vectors, stream if adds else None) @ wanted, after
+        sent = block.sent(one, other.flip(1, 2))
+        wanted, stream = oracle.alti(sent, stream if adds else None) @ wanted, after
     found = LatimALTI(model).attribute(x, TARGET).sum(-1)
     assert relative_error(found, wanted[:, -1]) <= 1e-9
+
+
+@pytest.mark.parametrize("method", [LatimALTI, LatimLogit, LatimNorm])
+def test_mixers_that_are_not_added_to_each_other_nor_to_a_stream_are_refused(method: Any) -> None:
+    """Of no vector each of them is a term."""
+    model, x = parallel("side by side", False)
+    with pytest.raises(InputError, match=r"'\d\.mixers\.\d'.*more than factors"):
+        method(model).attribute(x, TARGET)

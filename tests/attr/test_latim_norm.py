@@ -228,7 +228,7 @@ def test_decomposition_error_of_the_papers_choice() -> None:
     exact = LatimNorm(model).decomposition_error(ids)
     assert len(exact) == 3 and max(exact) <= 1e-6
     papers = LatimNorm(model, activation="silu").decomposition_error(ids)
-    assert min(papers) > 0.05
+    assert min(papers) > 0.01
     last_first = LatimNorm(model, activation="silu").decomposition_error(ids, layers=[-1, 0])
     assert last_first == [papers[2], papers[0]]
 
