@@ -430,8 +430,9 @@ def _side_by_side(name: str, args: _Arguments, kwargs: dict[str, Any]) -> _Optio
     if dim not in (-1, 2) or not all(x.dim() == 3 for x in parts):
         return []
     widths = [x.shape[-1] for x in parts]
-    places = torch.eye(sum(widths), dtype=parts[0].dtype, device=parts[0].device).split(widths)
-    return [[(x, [Step(matrix=place)]) for x, place in zip(parts, places, strict=True)]]
+    places = torch.eye(sum(widths), dtype=parts[0].dtype, device=parts[0].device)
+    each = zip(parts, torch.split(places, widths), strict=True)
+    return [[(x, [Step(matrix=place)]) for x, place in each]]
 
 
 def _is_of_tokens(x: Any) -> bool:
