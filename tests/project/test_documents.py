@@ -147,6 +147,7 @@ def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
         "CAPTUM_SSM_METHOD": "my_method:GradientRollout",
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
+    environment.pop("CAPTUM_SSM_PASSED", None)  # what has passed did so for other methods
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "conformance", "tests/conformance"],
         cwd=ROOT,
