@@ -16,7 +16,7 @@ import pytest
 #: Folders whose tests all belong to one session, which has the folder's name.
 ROOMS = ("bench", "browser", "fuzz", "interpreter")
 #: Marks of cases that the quick session leaves to others, or cannot run without what they need.
-OTHERS = ("full", *ROOMS, "processes", "gpu", "timm", "mambavision", "captum08")
+OTHERS = ("slow", "full", *ROOMS, "processes", "gpu", "timm", "mambavision", "captum08")
 
 #: A value of a parameter, or one row of values of several.
 Value = tuple[tuple[str, ...], tuple[Hashable, ...]]
@@ -72,13 +72,14 @@ def spread(rows: Iterable[Any]) -> list[Any]:
 def share_out(items: Iterable[pytest.Item], tests: Path) -> None:
     """Mark every collected test with the session that runs it."""
     folders: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        if not item.path.is_relative_to(tests):
-            continue
-        room = item.path.relative_to(tests).parts[0]
+    items = [item for item in items if item.path.is_relative_to(tests)]
+    rooms = {item: item.path.relative_to(tests).parts[0] for item in items}
+    # Where tests say themselves which of them are slow, nothing is chosen.
+    said = {room for item, room in rooms.items() if item.get_closest_marker("slow")}
+    for item, room in rooms.items():
         if room in ROOMS:
             item.add_marker(room)
-        if not any(item.get_closest_marker(name) for name in OTHERS):
+        if room not in said and not any(item.get_closest_marker(name) for name in OTHERS):
             folders.setdefault(item.path.parent, []).append(item)
     for cases in folders.values():
         chosen = _each_value_once(cases)
