@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.pages import read_page
+from zoo.folders import sentences
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.cli import main
@@ -88,7 +89,8 @@ def test_wrong_options(
 def test_answers_are_of_models_that_write_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[Any] = ["explain", "valence-mamba", "--text", "a good film", "--spans", "all"]
+    asked: list[Any] = ["explain", str(sentences(tmp_path / "mamba")), "--text", "a good film"]
+    asked += ["--spans", "all"]
     assert main([*asked, "--out", str(tmp_path / "a.json")]) == 1
     assert "models that write texts" in capsys.readouterr().err
     assert explain(tmp_path / "answers.txt", "--generate", "2") == 1

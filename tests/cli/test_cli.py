@@ -10,11 +10,11 @@ import torch
 from matplotlib.image import imread
 
 from captum_ssm import LatimFlow, LatimNorm
-from captum_ssm.bench.tasks.recall import Example, generate
 from captum_ssm.cli import main
 from captum_ssm.cli.architectures import architectures_table
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
+from captum_ssm.models.recall import Example, generate
 
 ROOT = Path(__file__).parents[2]
 

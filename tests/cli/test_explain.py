@@ -16,6 +16,7 @@ from helpers.sessions import sampled
 from matplotlib.image import imread
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from zoo.folders import SHAPES, sentences, shapes
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm, randomise
 from zoo.vision_language import vision_language_model
@@ -260,24 +261,24 @@ def test_vision_mamba(tmp_path: Path, picture: Path, target: str) -> None:
     assert (tmp_path / "out-2.png").exists()
 
 
-def test_a_bundled_image_classifier(tmp_path: Path, picture: Path) -> None:
+def test_a_folder_of_an_image_classifier(tmp_path: Path, picture: Path) -> None:
     out = tmp_path / "shape.json"
-    words = ["explain", "scenes-vim", "--image", str(picture), "--target", "ring"]
+    words = ["explain", str(shapes(tmp_path / "vim")), "--image", str(picture), "--target", "ring"]
     assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
     (example,) = read(out)["examples"]
-    _, classes = load_bundled("scenes-vim")
     assert "ring" in example["explained"]
-    assert {each["label"] for each in example["predictions"]} <= set(classes)
+    assert {each["label"] for each in example["predictions"]} <= set(SHAPES)
     relevance = example["relevance"]["LatimFlow"]
     assert len(relevance) == 65 and relevance.count(None) == 1  # 64 patches and the cls token
     sums, shares = example["accounts"]["LatimFlow"], [x for x in relevance if x is not None]
     assert sum(shares) + sums["bias"] + sums["delta"] == pytest.approx(sums["output"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(["valence-mamba", "valence-rwkv", "valence-bert"], 3))
-def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("architecture", sampled(["mamba", "rwkv", "bert"], 3))
+def test_folders_of_classifiers_of_sentences(tmp_path: Path, architecture: str) -> None:
     out = tmp_path / "sentence.json"
-    words = ["explain", name, "--text", "a truly wonderful film", "--target", "positive"]
+    folder = sentences(tmp_path / architecture, architecture)
+    words = ["explain", str(folder), "--text", "a truly wonderful film", "--target", "positive"]
     assert main([*words, "--method", "LatimFlow", "--out", str(out), "--quiet"]) == 0
     (example,) = read(out)["examples"]
     assert "positive" in example["explained"]
@@ -285,8 +286,7 @@ def test_bundled_classifiers_of_sentences(tmp_path: Path, name: str) -> None:
     first = example["tokens"].index("a")
     assert example["tokens"][first : first + 4] == ["a", "truly", "wonderful", "film"]
     assert len(example["tokens"]) == 5  # and the mark
-    scores = example["relevance"]["LatimFlow"]
-    assert max(scores[first : first + 4]) == max(scores[first + 1 : first + 3]) > 0
+    assert all(example["relevance"]["LatimFlow"][first : first + 4])
 
 
 def test_an_image_classifier_of_transformers(tmp_path: Path, picture: Path) -> None:
@@ -402,7 +402,8 @@ def test_a_model_that_segments_images(
     mask.write_bytes(png(torch.zeros(16, 16, 3)))
     assert main([*arguments, "--target-mask", str(mask)]) == 1
     assert "mask.png has no light pixels" in capsys.readouterr().err
-    asked = ["explain", "scenes-vim", "--image", str(picture), "--target-pixel", "0", "0"]
+    vim = str(shapes(tmp_path / "vim"))
+    asked = ["explain", vim, "--image", str(picture), "--target-pixel", "0", "0"]
     assert main([*asked, "--out", str(out), "--force"]) == 1
     assert "models that answer for every pixel" in capsys.readouterr().err
 
@@ -426,7 +427,6 @@ def test_a_model_that_segments_images(
         (["recall-mamba", "--text", "anna", "--target", "zebra"], "--target 'zebra': unknown word"),
         (["recall-mamba", "--text", "anna", "--layers", "0", "--out", "x.json"], "--layers says"),
         (["recall-mamba", "--text", "anna", "--maps", "--out", "x.png"], "--maps says"),
-        (["valence-bert", "--text", "good", "--target", "x"], "classes (negative, positive)"),
     ],
 )
 def test_errors_are_a_sentence(

@@ -1,51 +1,25 @@
-"""Disks that are full and folders that cannot be written to: clear errors, and old files whole.
-
-A limit on the size of files stands for a full disk: the system's own calls fail midway, whichever
-library makes them.
-"""
+"""Disks that are full and folders that cannot be written to: clear errors, and old files whole."""
 
 from __future__ import annotations
 
 import io
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.full_disk import ROOM, check_no_folder, check_writer, contents, full_disk
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import report
 from captum_ssm._files import filling, make_folder, replacing, write_whole
 from captum_ssm.attr import Comparison
-from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
-from captum_ssm.bench.harness import machine
-from captum_ssm.bench.training import loop
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
 from captum_ssm.models import VisionMamba, folders
 from captum_ssm.models.vocabulary import WordVocabulary
-
-ROOM = 100  # bytes that fit into a file
-
-
-@contextmanager
-def full_disk(room: int = ROOM) -> Iterator[None]:
-    """No file may grow beyond ``room`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    """Everything below a folder."""
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
 
 # --- the helpers ---------------------------------------------------------------------------------
 
@@ -96,7 +70,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
 def test_no_folder_can_be_there(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("first")
     place = tmp_path / below
-    for write in (make_folder, lambda p: write_whole(p / "x", "text"), Records):
+    for write in (make_folder, lambda p: write_whole(p / "x", "text")):
         with pytest.raises(WriteError, match=f"{below}.* could not be written") as caught:
             write(place)
         assert isinstance(caught.value, OSError | CaptumSSMError)
@@ -131,19 +105,8 @@ def test_files_of_a_folder_come_together(tmp_path: Path) -> None:
 # --- everything that writes ----------------------------------------------------------------------
 
 
-def tables(folder: Path, examples: int) -> None:
-    experiment = EXPERIMENTS["decomposition-error"]
-    keys = [Key(experiment.name, "m", "Latim", "silu", 0, i) for i in range(examples)]
-    found = [(key, {"mean": {"error": 0.1 + 0.01 * key.example}}) for key in keys]
-    write_tables(experiment, lines(experiment, found), folder)
-
-
 def saved(folder: Path, examples: int) -> None:
     Comparison({"zero": torch.zeros(examples, 99)}).to_json(folder / "found.json")
-
-
-def machine_note(folder: Path, examples: int) -> None:
-    machine.note(folder, torch.device("cpu"))
 
 
 def page(folder: Path, examples: int) -> None:
@@ -174,13 +137,6 @@ def vocabulary(folder: Path, examples: int) -> None:
     WordVocabulary([f"word{i}" for i in range(100 * examples)]).to_json(folder / "vocab.json")
 
 
-def trained(folder: Path, examples: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        recipe = loop.recipe_of("recall-mamba")
-        patch.setattr(type(recipe), "measure", lambda *_: {})
-        loop.train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
-
-
 def plain_model(folder: Path, examples: int) -> None:
     settings: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6}
     folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
@@ -188,39 +144,24 @@ def plain_model(folder: Path, examples: int) -> None:
 
 #: What is written, and where it takes long, the session that writes it.
 WRITERS = {
-    tables: pytest.mark.bench,
-    machine_note: pytest.mark.bench,
     page: (),
     saved: (),
     explained(".json"): (),
     **{explained(ending): pytest.mark.full for ending in (".html", ".png")},
     demo: pytest.mark.full,
     vocabulary: (),
-    trained: pytest.mark.bench,
     plain_model: (),
 }
 
 
 @pytest.mark.parametrize("write", [pytest.param(w, marks=m) for w, m in WRITERS.items()])
 def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
-    write(folder, 1)
-    before = contents(folder)
-    assert before and any(len(data or b"") > ROOM for data in before.values())
-    with full_disk(), pytest.raises(WriteError, match=f"{folder}.*could not be written: .*large"):
-        write(folder, 2)
-    assert contents(folder) == before
-    write(folder, 2)
-    assert contents(folder).keys() >= before.keys()
+    check_writer(write, tmp_path / "results")
 
 
-@pytest.mark.parametrize("write", [w for w in WRITERS if w not in (vocabulary, machine_note)])
+@pytest.mark.parametrize("write", [w for w in WRITERS if w != vocabulary])
 def test_a_place_that_is_no_folder(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
-    (tmp_path / "file").write_text("first")
-    with pytest.raises(WriteError, match=r"file could not be written: .*name another place"):
-        write(tmp_path / "file", 1)
-    assert (tmp_path / "file").read_text() == "first"
+    check_no_folder(write, tmp_path)
 
 
 @pytest.mark.parametrize("room", [ROOM, 2000])
@@ -230,32 +171,12 @@ def test_a_full_disk_under_weights_of_transformers(tmp_path: Path, room: int) ->
         folders.save_of_transformers(mamba_lm(), tmp_path)
 
 
-def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:
-    """What was cut off is taken off, and measured again."""
-    records = Records(tmp_path)
-
-    def append(example: int) -> None:
-        records.append(Key("e", "m", "n", "f", 0, example), {"": {"x": example / 7}})
-
-    append(0)
-    own = tmp_path / "records-0.jsonl"
-    room = own.stat().st_size + 20
-    with full_disk(room), pytest.raises(WriteError, match=r"records-0\.jsonl could not be written"):
-        append(1)
-    assert own.stat().st_size == room and [key.example for key, _ in records] == [0]
-    append(1)
-    append(2)
-    assert [key.example for key, _ in records] == [0, 1, 2]
-
-
 def test_the_command_says_so_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("first")
     for arguments in (
         ["demo", "--out", str(tmp_path / "file")],
-        ["train", "recall-mamba", "--out", str(tmp_path / "file")],
-        ["evaluate", "decomposition-error", "--quick", "--out", str(tmp_path / "file")],
         ["explain", "recall-mamba", "--text", "anna", "--out", str(tmp_path / "file" / "x.json")],
     ):
         assert main(arguments) == 1

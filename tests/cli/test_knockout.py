@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from zoo.folders import SHAPES, sentences, shapes
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm
 
@@ -150,8 +151,8 @@ def test_a_model_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert found["without"] == pytest.approx(float(model(ids).logits[0, -1, token]), 1e-4)
 
 
-def test_a_classifier_of_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["knockout", "valence-mamba", "a good film", "--top", "2"]
+def test_a_classifier_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["knockout", str(sentences(tmp_path)), "a good film", "--top", "2"]
     assert main(arguments) == 0
     assert "What it loses" in capsys.readouterr().out
 
@@ -161,12 +162,11 @@ def test_patches_of_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     files = [tmp_path / "one.png", tmp_path / "other.png"]
     for file in files:
         file.write_bytes(png(torch.rand(32, 32, 3)))
-    model, classes = load_bundled("scenes-vim")
-    images = load(Source("scenes-vim")).prepared(files)
-    ring = list(classes).index("ring")
+    loaded = load(Source(str(shapes(tmp_path / "vim"))))
+    model, images, ring = loaded.model, loaded.prepared(files), SHAPES.index("ring")
 
     def told(*options: str) -> Any:
-        words = ["knockout", "scenes-vim", str(files[0]), "--target", "ring", "--json"]
+        words = ["knockout", str(tmp_path / "vim"), str(files[0]), "--target", "ring", "--json"]
         assert main([*words, *options]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -229,6 +229,6 @@ def test_mistakes_are_named(
     assert said in capsys.readouterr().err
 
 
-def test_a_text_is_no_file_of_an_image(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["knockout", "scenes-vim", "a cat"]) == 1
+def test_a_text_is_no_file_of_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["knockout", str(shapes(tmp_path)), "a cat"]) == 1
     assert "a cat" in capsys.readouterr().err

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.insights_examples import ask
+from zoo.folders import letters, sentences
 from zoo.small import randomise
 
-from captum_ssm.bench.tasks.recall import generate
 from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
 from captum_ssm.insights.files import Images, Texts, class_names, common_classes
 from captum_ssm.models import VisionMamba, load_bundled
+from captum_ssm.models.recall import generate
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
@@ -281,17 +282,20 @@ def test_models_side_by_side_have_the_same_words_and_classes():
 def test_models_of_different_vocabularies_are_refused_by_their_names(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("anna owns the\n")
-    with pytest.raises(OptionError, match="recall-mamba and pairs-mamba have different vocab"):
-        made("recall-mamba", "pairs-mamba", "--texts", path)
+    other = letters(tmp_path / "letters")
+    with pytest.raises(OptionError, match=r"recall-mamba and .*letters have different vocab"):
+        made("recall-mamba", str(other), "--texts", path)
 
 
-def test_bundled_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
+def test_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "sentences.txt"
     path.write_text("a truly wonderful film\na dull , stupid plot\n")
-    visualizer = made("valence-mamba", "valence-rwkv", "--texts", path)
+    folders = [sentences(tmp_path / name, name) for name in ("mamba", "rwkv")]
+    visualizer = made(*map(str, folders), "--texts", path)
     visualizer.config = FilterConfig("LatimFlow", num_examples=2)
     shown = visualizer.visualize()
     assert len(shown) == 2
-    for outputs, label in zip(shown, ("positive", "negative"), strict=True):
-        assert [output.predicted[0].label for output in outputs] == [label, label]
-        assert all(len(output.predicted) == 2 for output in outputs)
+    for outputs in shown:
+        for output in outputs:
+            assert {each.label for each in output.predicted} == {"positive", "negative"}
+    assert set(tmp_path.iterdir()) == {path, *folders}

@@ -47,6 +47,19 @@ print(*sorted(name.partition(".")[0] for name in sys.modules))
     assert "captum_ssm" in imported and len(done.stdout.split()) < 300
 
 
+@pytest.mark.parametrize("name", ["evaluate", "train"])
+@pytest.mark.parametrize("rest", [[], ["--list"], ["copying", "--out", "x", "--help"]])
+def test_commands_of_the_other_program_say_so(
+    name: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, *rest])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"captum-ssm: {name} is a command of captum-ssm-bench")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("ending", [".json", ".html", ".png"])
 def test_nothing_is_replaced_unless_asked(
     ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,12 +87,10 @@ def test_pictures_of_roles_are_not_replaced(
 
 
 def test_other_commands_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("matrices.png", "model.safetensors"):
-        (tmp_path / name).write_text("first")
+    (tmp_path / "matrices.png").write_text("first")
     answer = ["--text", PROMPT, "--answer", "lamp", "--out", str(tmp_path / "matrices.png")]
     for asked in (
         ["demo", "--out", str(tmp_path)],
-        ["train", "recall-mamba", "--out", str(tmp_path)],
         ["explain", "recall-mamba", *answer],
     ):
         assert main(asked) == 1

@@ -11,9 +11,9 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM, MambaModel, PreTrainedTokenizerFast
+from zoo.folders import shapes
 
 from captum_ssm.explain.loading import Source, load
-from captum_ssm.models import load_bundled
 
 TEXT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 _WORDS = ("<unk>", "<pad>", "<eos>", *dict.fromkeys(TEXT.split()), "carl", "drum")
@@ -55,11 +55,16 @@ class Made:
         return Classifier(self.config).eval()
 
     @cached_property
+    def shapes(self) -> Path:
+        """A folder of a classifier of images."""
+        return shapes(self.tmp / "shapes")
+
+    @cached_property
     def vim(self) -> nn.Module:
-        return load_bundled("scenes-vim")[0]
+        return load(Source(str(self.shapes))).model
 
     @cached_property
     def image(self) -> Tensor:
         pixels = (np.random.default_rng(0).random((64, 64, 3)) * 255).astype("uint8")
         Image.fromarray(pixels).save(self.picture)
-        return load(Source("scenes-vim")).prepared([self.picture])
+        return load(Source(str(self.shapes))).prepared([self.picture])

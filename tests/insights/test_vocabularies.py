@@ -10,7 +10,7 @@ from zoo.small import mamba_lm
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import AttributionVisualizer, EmptyFeature
 from captum_ssm.insights.vocabularies import check_sizes, check_tokenizers
-from captum_ssm.models import load_bundled
+from captum_ssm.models import WordVocabulary
 
 
 def reader(size):
@@ -39,9 +39,8 @@ def test_large_embeddings_may_be_filled_up(sizes, fits):
 
 
 def test_tokenizers_are_compared_word_by_word():
-    _, first = load_bundled("pairs-mamba")
-    _, same = load_bundled("pairs-mamba2")
-    _, other = load_bundled("valence-mamba")
+    words = ["<pad>", "a", "b", "c"]
+    first, same, other = (WordVocabulary(each) for each in (words, words, words[::-1]))
     check_tokenizers(["a", "b"], [first, same])
     with pytest.raises(OptionError, match="pairs and valence have different vocabularies: '"):
         check_tokenizers(["pairs", "valence"], [first, other])

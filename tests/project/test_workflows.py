@@ -27,6 +27,7 @@ from captum.metrics import infidelity, sensitivity_max
 from helpers.user_models import TEXT, Made
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, pipeline
+from zoo.folders import SHAPES
 
 from captum_ssm import (
     LatimFlow,
@@ -39,7 +40,6 @@ from captum_ssm import (
 from captum_ssm.cli import main
 from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.insights import AttributionVisualizer, Batch, ImageFeature
-from captum_ssm.models import load_bundled
 
 
 class Workflow(NamedTuple):
@@ -241,7 +241,7 @@ def insights(s):
     visualizer = AttributionVisualizer(
         models=[s.vim],
         score_func=lambda o: torch.softmax(o, 1),
-        classes=list(load_bundled("scenes-vim")[1]),
+        classes=list(SHAPES),
         features=[ImageFeature("Photo", [lambda x: x * 0], [])],
         dataset=iter([Batch(inputs=s.image, labels=torch.tensor([1]))]),
     )
@@ -391,7 +391,7 @@ def explain_a_contrast(s):
 @workflow()
 def explain_an_image(s):
     assert s.image.dim() == 4
-    command("scenes-vim", "--image", s.picture, "--target", "ring", "--out", "image.png")
+    command(str(s.shapes), "--image", s.picture, "--target", "ring", "--out", "image.png")
 
 
 # --- all of them ---------------------------------------------------------------------------------
