@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "mathml",
+    "measured",
 ]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorials/**"]

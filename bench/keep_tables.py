@@ -1,23 +1,24 @@
-"""Keep what ``evaluate`` recorded as the tables that the pages of results are made of.
+"""Keep what ``evaluate`` recorded as the tables that the pages of results read.
 
-Usage: python tools/results_tables.py RESULTS [DOCS], where RESULTS is the folder that was given as
+Usage: python bench/keep_tables.py RESULTS [DOCS], where RESULTS is the folder that was given as
 ``--out`` and DOCS the one to write to; by default that of this checkout.  In RESULTS/trainings may
 lie what was recorded of several trainings of each model, with ``--models``.  Of experiments that
-RESULTS does not hold, tables stay as they are; ``python tools/results_page.py`` makes the pages.
+RESULTS does not hold, tables stay as they are.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from captum_ssm_bench import EXPERIMENTS, Experiment, Line, Records, lines
+from captum_ssm_bench import EXPERIMENTS, Records, lines
 from captum_ssm_bench.harness.runner import Result
-from captum_ssm_bench.harness.tables import Entry, as_csv
+from captum_ssm_bench.harness.tables import as_csv
 from captum_ssm_bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
 from captum_ssm_bench.published.beyond import BEYOND
 from captum_ssm_bench.published.on_images import IMAGES
@@ -28,9 +29,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES, MEASURED, ORDERINGS = "results", "measured.json", "orderings"
 #: What begins the names of the tables of several trainings.
 AGAIN = "again-"
-#: Experiments whose pages other tools make.
-OWN_PAGES = (
+#: Experiments whose tables are kept as the command writes them, with groups of models.
+AS_WRITTEN = (
     "causal",
+    "causal-against",
     "roles",
     "knockout",
     "hybrid-parts",
@@ -70,11 +72,6 @@ class Judged:
     high: float
     verdict: str
 
-    @property
-    def entry(self) -> Entry:
-        """The gain with its interval."""
-        return Entry(self.gain, self.low, self.high)
-
 
 def main(folder: Path, docs: Path = DOCS) -> None:
     machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
@@ -91,12 +88,16 @@ def main(folder: Path, docs: Path = DOCS) -> None:
         path = place / f"{begin}{ORDERINGS}.csv"
         stays = [each for each in judged(path) if each.experiment not in results]
         write_judged(path, [*stays, *judgements(results, PUBLISHED), *judgements(results, BEYOND)])
+    for name in AS_WRITTEN:
+        if (folder / f"{name}.csv").exists():
+            shutil.copy(folder / f"{name}.csv", place)
+            measured[name] = machine
     known.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def recorded(folder: Path) -> Results:
-    """What was measured of each experiment, in their order, but for those with their own pages."""
-    names = [name for name in EXPERIMENTS if name not in OWN_PAGES and (folder / name).is_dir()]
+    """What was measured of each experiment, in their order, but for tables kept as written."""
+    names = [name for name in EXPERIMENTS if name not in AS_WRITTEN and (folder / name).is_dir()]
     known = {name: list(Records(folder / name)) for name in names}
     return {name: found for name, found in known.items() if found}
 
@@ -149,36 +150,6 @@ def write_judged(path: Path, found: Iterable[Judged]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-
-
-def read_lines(experiment: Experiment, path: Path) -> list[Line]:
-    """The lines of a table that was written as csv.
-
-    Args:
-        experiment: whose columns it has.
-        path: of the file.
-    """
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-
-    def entries(row: Mapping[str, str]) -> dict[str, Entry]:
-        names = [column.name for column in experiment.columns]
-        return {
-            n: Entry(*(float(row[f"{n}{end}"]) for end in ("", " low", " high"))) for n in names
-        }
-
-    return [
-        Line(
-            row["model"],
-            row["method"],
-            row["formulation"],
-            row["row"],
-            int(row["trainings"]),
-            int(row["examples"]),
-            entries(row),
-        )
-        for row in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""Pages of results: the directive that reads tables, and numbers in their texts."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("results.md", "results/interventions.md", "results/cuts.md", "decomposition_error.md")
+PAGES += ("methods/index.md",)
+_BLOCK = re.compile(r"^```\{measured\} (\S+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_OPTION = re.compile(r"^:(\w+):(.*)", re.MULTILINE)
+
+TABLE = """\
+model,method,formulation,row,trainings,examples,AP,AP low,AP high,runs,runs low,runs high
+b,one,,layer 0,1,9,0.25,0.2,0.3,2,2,2
+b,one,,layer 1,1,9,0.75,0.7,0.8,2,2,2
+b,two,x,,1,9,0.5,0.4,0.6,4,4,4
+b,none,,,1,9,nan,nan,nan,4,4,4
+a,two,x,,1,9,0.1234,-0.0001,0.2,4,4,4
+"""
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The extension of Sphinx."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    yield import_module("measured")
+    del sys.modules["measured"]
+
+
+@pytest.mark.parametrize(
+    ("options", "cells"),
+    [
+        (
+            {"columns": "AP", "models": "a|b"},
+            [
+                ["a", "two, x", "0.123 [0.000, 0.200]"],
+                ["b", "one, layer 0", "0.250 [0.200, 0.300]"],
+                ["b", "one, layer 1", "0.750 [0.700, 0.800]"],
+                ["b", "two, x", "0.500 [0.400, 0.600]"],
+                ["b", "none", "-"],
+            ],
+        ),
+        (
+            {"columns": "AP", "models": "b", "best": "2"},
+            [
+                ["b", "one, layer 1", "0.750 [0.700, 0.800]"],
+                ["b", "two, x", "0.500 [0.400, 0.600]"],
+            ],
+        ),
+        (
+            {"columns": "AP", "models": "b", "best": "1", "lowest": ""},
+            [["b", "one, layer 0", "0.250 [0.200, 0.300]"]],
+        ),
+        (
+            {"columns": "runs", "whole": "runs", "methods": "two, x | one, layer 0", "models": "b"},
+            [["b", "two, x", "4"], ["b", "one, layer 0", "2"]],
+        ),
+        ({"columns": "runs", "rows": "layer 1"}, [["b", "one", "2.000 [2.000, 2.000]"]]),
+        ({"columns": "AP", "pivot": "", "methods": "two"}, [["b", "0.50"], ["a", "0.12"]]),
+        ({"count": "model | row"}, [["b", "2", "1", "1"], ["a", "1", "0", "0"]]),
+    ],
+)
+def test_tables(measured: Any, options: dict[str, str], cells: list[list[str]]) -> None:
+    rows = list(csv.DictReader(TABLE.splitlines()))
+    assert measured.table(rows, options)[1:] == cells
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_all_that_is_asked_for_is_in_the_tables(measured: Any, page: str) -> None:
+    """Models, methods, rows and columns by their names."""
+    blocks = _BLOCK.findall((DOCS / page).read_text("utf-8"))
+    assert blocks
+    for name, text in blocks:
+        options = {key: value.strip() for key, value in _OPTION.findall(text)}
+        assert len(options) == len(text.splitlines()), (page, name)
+        assert options.keys() <= {*measured.OPTIONS, measured.WHOLE}
+        rows = list(read((DOCS / page).parent / name))
+        assert set(measured.names(options, "count")) <= rows[0].keys()
+        if "count" in options:
+            continue
+        lines = {measured.label(row) for row in rows} | {row["method"] for row in rows}
+        lines |= {f"{row['method']}, {row['formulation']}" for row in rows}
+        known = {
+            "models": {row["model"] for row in rows},
+            "methods": lines,
+            "rows": {row["row"] for row in rows},
+            "columns": rows[0].keys(),
+            "whole": rows[0].keys(),
+        }
+        for option, those in known.items():
+            assert set(measured.names(options, option)) <= those, (page, name, option)
+        assert measured.chosen(rows, options)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_with_intervals_are_those_of_a_table(measured: Any, page: str) -> None:
+    text = " ".join((DOCS / page).read_text("utf-8").split())
+    known = {
+        measured.entry(row, name)
+        for table in (DOCS / "results").glob("*.csv")
+        for row in read(table)
+        for name in row
+        if f"{name} low" in row
+    }
+    assert set(re.findall(r"-?\d\.\d+ \[[^\]]+\]", text)) <= known
+
+
+def test_which_method_when_says_what_the_tables_say() -> None:
+    """Each number of the page's first part is one of the tables."""
+    page = (DOCS / "methods" / "index.md").read_text(encoding="utf-8")
+    said = page[page.index("No method is best") : page.index("\n| question")]
+    columns = ("top 1", "ρ Shapley", "mask AP", "passes")
+    shown = {
+        (row["method"], row["formulation"], column): float(row[column])
+        for row in read(DOCS / "results" / "causal.csv")
+        if row["model"].startswith("confirming")
+        for column in columns
+        if row["model"].startswith("confirming on") == (column == "mask AP")
+    }
+    stated = {
+        "0.95": ("LatimFlow", "frozen", "top 1"),
+        "0.82": ("Shapley values", "", "top 1"),
+        "0.65": ("LatimFlow", "centred", "ρ Shapley"),
+        "0.44": ("LatimFlow", "frozen", "ρ Shapley"),
+        "0.70": ("ExpectedGradients", "32 references", "ρ Shapley"),
+        "0.89": ("LatimALTI", "", "mask AP"),
+        "0.81": ("LatimFlow", "frozen", "mask AP"),
+        "0.85": ("LatimFlow", "centred", "mask AP"),
+        "0.56": ("ImplicitAttention", "", "mask AP"),
+        "0.67": ("MambaAttribution", "", "mask AP"),
+    }
+    size = next(
+        float(row["mAP"])
+        for row in read(DOCS / "results" / "segmentation.csv")
+        if row["model"] == "scenes-vim"
+        and (row["method"], row["formulation"]) == ("LatimFlow", "patches, absolute")
+    )
+    assert set(re.findall(r"\d\.\d+", said)) == {*stated, f"{size:.2f}"}
+    for number, where in stated.items():
+        assert f"{shown[where]:.2f}" == number, where
+    assert shown["ExpectedGradients", "32 references", "passes"] == 64
+    tops = {where: value for where, value in shown.items() if where[2] == "top 1"}
+    assert max(tops, key=tops.__getitem__) == stated["0.95"]
+    objects = {where: value for where, value in shown.items() if where[2] == "mask AP"}
+    assert max(objects, key=objects.__getitem__) == stated["0.89"]
+
+
+def read(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
