@@ -16,8 +16,11 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 
 #: What `-m` chooses where the special packages are: all tests, the longer ones too.
 EVERYTHING = "not gpu and not interpreter and not timm and not mambavision and not captum08"
-#: The core whole: the quick tests and those marked full.
-CORE = "not bench and not processes and not browser and not fuzz and not interpreter"
+#: Tests that other versions of packages are asked, too.
+CONTRACTS = (
+    *("tests/conformance/test_protocol.py", "tests/conformance/test_tools.py", "tests/mixers"),
+    "tests/insights/test_captum08.py",
+)
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -160,43 +163,21 @@ def timm(session: nox.Session) -> None:
 
 
 @nox.session
-def captum08(session: nox.Session) -> None:
-    """The tests of methods and pages with Captum 0.8, its Insights, and NumPy 1.
+def oldest(session: nox.Session) -> None:
+    """The contracts with Captum 0.8, NumPy 1 and transformers 4, and the Insights of Captum 0.8.
 
-    Of conformance what Captum's tools and its protocol are asked.
+    ``-- torch`` takes torch 2.4, too, which is there for CUDA alone: 5 GB.
     """
-    constraints = pins_without(session, "captum", "numpy")
-    old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
-    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    conformance = (f"tests/conformance/test_{name}.py" for name in ("protocol", "tools"))
-    pytest(session, "-m", CORE, files=(*conformance, "tests/insights"))
-    quick = ("tests/attr", "tests/cli/test_cli.py", "tests/project/test_documents.py")
-    pytest(session, files=quick)
-
-
-@nox.session
-def transformers4(session: nox.Session) -> None:
-    """The quick tests of what meets models, with the last version 4 of transformers."""
-    constraints = pins_without(session, *TRANSFORMERS_4)
-    old = ("transformers==4.57.6",)
+    pinned = {"captum": "captum==0.8.*", "numpy": "numpy<2"}
+    pinned |= dict.fromkeys(TRANSFORMERS_4, "") | {"transformers": "transformers==4.57.6"}
+    if session.posargs == ["torch"]:
+        pinned |= {"torch": "torch==2.4.0", "triton": ""}
+    constraints = pins_without(session, *pinned)
+    old = (*filter(None, pinned.values()), "flask", "flask-compress")
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
     session.run("pip", "check")
-    methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
-    files = (f"tests/attr/test_{method}.py" for method in methods)
-    rooms = (f"tests/{room}" for room in ("mixers", "linear", "tracing", "inside"))
-    pytest(session, files=(*rooms, *files, "tests/conformance/test_protocol.py"))
-
-
-@nox.session
-def oldest(session: nox.Session) -> None:
-    """The quick tests with the oldest versions accepted: --force-python 3.10 adds that of Python.
-
-    torch 2.4 is there for CUDA alone, so this takes 5 GB.
-    """
-    constraints = pins_without(session, "torch", "triton", "captum", "numpy", *TRANSFORMERS_4)
-    old = ("torch==2.4.0", "captum==0.8.*", "numpy==1.26.*", "transformers==4.57.*")
-    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    pytest(session)
+    run = ("pytest", *PARALLEL, *CONTRACTS)
+    session.run(*run, env=ONE_THREAD)
 
 
 @nox.session
