@@ -37,7 +37,6 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
-from .fused import unfused
 from .mixer import through
 from .mode import Linearising
 from .shares import Rule, is_shared
@@ -374,7 +373,6 @@ def under_rules(
         running.watch(stack)
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
-        stack.enter_context(unfused())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         if own is not None and ids is not None:

@@ -1,4 +1,4 @@
-"""Fused functions of packages, in whose place torch's stand while a network is made linear."""
+"""Fused functions of packages, in whose place torch's stand while a run is observed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import NotLinearError
-from captum_ssm.linear.fused import unfused
+from captum_ssm.tracing.repair.fused import unfused
 from captum_ssm.tracing.repair.loops import replacing
 
 ORIGINALS: dict[str, tuple[str, ...]] = {
