@@ -137,9 +137,17 @@ class Network(Watcher):
         return self.mode.root
 
     @property
-    def passing(self) -> Tensor | None:
-        """The input, where the network begins behind it; None where it begins with it."""
-        return None if self.begins is None else self.mode.root
+    def roots(self) -> list[Tensor]:
+        """The root, and where it is a look-up of ids those of the same ids in further tables."""
+        again = [] if self.begins is not None else self.mode.again
+        return [self.root, *(x.leaf for x in again)]
+
+    @property
+    def passing(self) -> list[Tensor]:
+        """The input, where the network begins behind it; nothing where it begins with it."""
+        if self.begins is None or self.mode.root is None:
+            return []
+        return [self.mode.root, *(x.leaf for x in self.mode.again)]
 
     def met(self, site: Site) -> Met:
         """What there was at an activation.

@@ -156,15 +156,15 @@ def test_a_network_that_begins_inside_knows_what_passes() -> None:
     site = find_site(model, f"{BLOCK}.mixer")
     with linearised(model, ids, begins=site, constants=False) as network:
         logit = model(ids).logits[0, -1, 3]
-    assert network.root is network.met(site).leaf and network.passing is not None
-    assert network.passing.shape == network.root.shape
-    inside, past = torch.autograd.grad(logit, [network.root, network.passing])
-    total = (inside * network.root).sum() + (past * network.passing).sum()
+    (passing,) = network.passing
+    assert network.root is network.met(site).leaf and passing.shape == network.root.shape
+    inside, past = torch.autograd.grad(logit, [network.root, passing])
+    total = (inside * network.root).sum() + (past * passing).sum()
     with linearised(model, ids, constants=False) as whole:
         again = model(ids).logits[0, -1, 3]
     (gradient,) = torch.autograd.grad(again, whole.root)
     assert close(total.detach(), (gradient * whole.root).sum().detach())
-    assert whole.passing is None
+    assert not whole.passing
 
 
 def test_shapes_that_are_no_one_activation() -> None:

@@ -25,7 +25,7 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .baselines import Baselines, baseline_of, baselines_of_others, one_each
+from .baselines import Baselines, baselines_of, baselines_of_others, one_each
 from .decompose import (
     Decomposition,
     Parts,
@@ -269,8 +269,8 @@ def numbers_of(
     return numbers
 
 
-def start_of(network: Network, rules: Rules, baselines: Baselines) -> Tensor | None:
-    """The input that relevance is in comparison with by these rules; None for 0.
+def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
+    """The inputs that relevance is in comparison with by these rules; nothing for 0.
 
     Args:
         network: the network, after its forward run.
@@ -279,7 +279,7 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> Tensor | N
     """
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
-    return baseline_of(network, baselines)
+    return baselines_of(network, baselines)
 
 
 def coefficients(
