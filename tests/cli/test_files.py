@@ -1,53 +1,28 @@
 """Disks that are full and folders that cannot be written to: clear errors, and old files whole.
 
-A limit on the size of files stands for a full disk: the system's own calls fail midway, whichever
-library makes them.
+A limit on the size of files takes the place of a full disk, whichever library writes.
 """
 
 from __future__ import annotations
 
 import io
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.full_disk import ROOM, contents, full_disk
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import report
 from captum_ssm._files import filling, make_folder, replacing, write_whole
 from captum_ssm.attr import Comparison
-from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
-from captum_ssm.bench.harness import machine
-from captum_ssm.bench.training import loop
 from captum_ssm.cli import main
 from captum_ssm.errors import CaptumSSMError, WriteError
 from captum_ssm.models import VisionMamba, folders
 from captum_ssm.models.vocabulary import WordVocabulary
-
-ROOM = 100  # bytes that fit into a file
-
-
-@contextmanager
-def full_disk(room: int = ROOM) -> Iterator[None]:
-    """No file may grow beyond ``room`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    """Everything below a folder."""
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
-# --- the helpers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", ["ä" * ROOM, b"\xff" * (ROOM + 1)])
@@ -71,44 +46,27 @@ def test_the_file_is_what_it_was(tmp_path: Path, content: str | bytes) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_device_is_written_to_and_not_replaced() -> None:
+def test_odd_places(tmp_path: Path) -> None:
+    """A device, a link and new files are written as any program writes them; a folder is not."""
     with pytest.raises(WriteError, match="/dev/full could not be written: No space left on device"):
         write_whole(Path("/dev/full"), "text")
     assert Path("/dev/full").is_char_device()
-
-
-def test_a_link_leads_to_the_same_file(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "folder" / "link"
-    link.parent.mkdir()
+    real, link = tmp_path / "real", tmp_path / "link"
     link.symlink_to(real)
     write_whole(link, "text")
     assert link.is_symlink() and real.read_text() == "text"
-
-
-def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
-    write_whole(tmp_path / "ours", "text")
     (tmp_path / "any").write_text("text")
-    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "any").stat().st_mode
-
-
-@pytest.mark.parametrize("below", ["file", "file/folder"])
-def test_no_folder_can_be_there(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("first")
-    place = tmp_path / below
-    for write in (make_folder, lambda p: write_whole(p / "x", "text"), Records):
-        with pytest.raises(WriteError, match=f"{below}.* could not be written") as caught:
-            write(place)
-        assert isinstance(caught.value, OSError | CaptumSSMError)
-    with pytest.raises(WriteError, match=below), filling(place):
-        pass
-    assert (tmp_path / "file").read_text() == "first"
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(WriteError, match="folder could not be written: Is a directory"):
-        write_whole(tmp_path / "folder", "text")
+    assert real.stat().st_mode == (tmp_path / "any").stat().st_mode
+    with pytest.raises(WriteError, match="could not be written: Is a directory"):
+        write_whole(tmp_path, "text")
+    for below in ("any", "any/folder"):
+        for write in (make_folder, lambda p: write_whole(p / "x", "text")):
+            with pytest.raises(WriteError, match=f"{below}.* could not be written") as caught:
+                write(tmp_path / below)
+            assert isinstance(caught.value, OSError | CaptumSSMError)
+        with pytest.raises(WriteError, match=below), filling(tmp_path / below):
+            pass
+    assert (tmp_path / "any").read_text() == "text"
 
 
 def test_files_of_a_folder_come_together(tmp_path: Path) -> None:
@@ -128,22 +86,8 @@ def test_files_of_a_folder_come_together(tmp_path: Path) -> None:
     assert contents(folder) == before | {folder / "a": b"second"}
 
 
-# --- everything that writes ----------------------------------------------------------------------
-
-
-def tables(folder: Path, examples: int) -> None:
-    experiment = EXPERIMENTS["decomposition-error"]
-    keys = [Key(experiment.name, "m", "Latim", "silu", 0, i) for i in range(examples)]
-    found = [(key, {"mean": {"error": 0.1 + 0.01 * key.example}}) for key in keys]
-    write_tables(experiment, lines(experiment, found), folder)
-
-
 def saved(folder: Path, examples: int) -> None:
     Comparison({"zero": torch.zeros(examples, 99)}).to_json(folder / "found.json")
-
-
-def machine_note(folder: Path, examples: int) -> None:
-    machine.note(folder, torch.device("cpu"))
 
 
 def page(folder: Path, examples: int) -> None:
@@ -174,34 +118,17 @@ def vocabulary(folder: Path, examples: int) -> None:
     WordVocabulary([f"word{i}" for i in range(100 * examples)]).to_json(folder / "vocab.json")
 
 
-def trained(folder: Path, examples: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        recipe = loop.recipe_of("recall-mamba")
-        patch.setattr(type(recipe), "measure", lambda *_: {})
-        loop.train("recall-mamba", folder, examples, lambda line: None, steps=1, hidden=8)
-
-
 def plain_model(folder: Path, examples: int) -> None:
     settings: dict[str, Any] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 6}
     folders.save_plain(VisionMamba(**settings, num_classes=3, d_state=2), settings, folder)
 
 
-#: What is written, and where it takes long, the session that writes it.
-WRITERS = {
-    tables: pytest.mark.bench,
-    machine_note: pytest.mark.bench,
-    page: (),
-    saved: (),
-    explained(".json"): (),
-    **{explained(ending): pytest.mark.full for ending in (".html", ".png")},
-    demo: pytest.mark.full,
-    vocabulary: (),
-    trained: pytest.mark.bench,
-    plain_model: (),
-}
+SLOW = (page, explained(".html"), explained(".png"), demo)
+WRITERS = [saved, explained(".json"), plain_model]
+WRITERS += [pytest.param(write, marks=pytest.mark.slow) for write in SLOW]
 
 
-@pytest.mark.parametrize("write", [pytest.param(w, marks=m) for w, m in WRITERS.items()])
+@pytest.mark.parametrize("write", [*WRITERS, vocabulary])
 def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
@@ -215,7 +142,7 @@ def test_a_full_disk(tmp_path: Path, write: Callable[[Path, int], None]) -> None
     assert contents(folder).keys() >= before.keys()
 
 
-@pytest.mark.parametrize("write", [w for w in WRITERS if w not in (vocabulary, machine_note)])
+@pytest.mark.parametrize("write", WRITERS)
 def test_a_place_that_is_no_folder(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     (tmp_path / "file").write_text("first")
     with pytest.raises(WriteError, match=r"file could not be written: .*name another place"):
@@ -230,32 +157,12 @@ def test_a_full_disk_under_weights_of_transformers(tmp_path: Path, room: int) ->
         folders.save_of_transformers(mamba_lm(), tmp_path)
 
 
-def test_records_go_on_after_a_full_disk(tmp_path: Path) -> None:
-    """What was cut off is taken off, and measured again."""
-    records = Records(tmp_path)
-
-    def append(example: int) -> None:
-        records.append(Key("e", "m", "n", "f", 0, example), {"": {"x": example / 7}})
-
-    append(0)
-    own = tmp_path / "records-0.jsonl"
-    room = own.stat().st_size + 20
-    with full_disk(room), pytest.raises(WriteError, match=r"records-0\.jsonl could not be written"):
-        append(1)
-    assert own.stat().st_size == room and [key.example for key, _ in records] == [0]
-    append(1)
-    append(2)
-    assert [key.example for key, _ in records] == [0, 1, 2]
-
-
 def test_the_command_says_so_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("first")
     for arguments in (
         ["demo", "--out", str(tmp_path / "file")],
-        ["train", "recall-mamba", "--out", str(tmp_path / "file")],
-        ["evaluate", "decomposition-error", "--quick", "--out", str(tmp_path / "file")],
         ["explain", "recall-mamba", "--text", "anna", "--out", str(tmp_path / "file" / "x.json")],
     ):
         assert main(arguments) == 1

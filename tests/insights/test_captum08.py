@@ -16,9 +16,7 @@ from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
 from captum_ssm.insights.api import plain
-from captum_ssm.insights.captum08 import _translated
-from captum_ssm.insights.config import BoolConfig, StrEnumConfig
-from captum_ssm.insights.methods import ATTRIBUTION_METHOD_CONFIG, SUPPORTED_ATTRIBUTION_METHODS
+from captum_ssm.insights.methods import SUPPORTED_ATTRIBUTION_METHODS
 
 NEEDED = ("captum.insights", "flask", "flask_compress")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -144,48 +142,6 @@ def test_images_and_changed_arguments(config):
             query="last",
         )
         torch.testing.assert_close(found, wanted)
-
-
-READ = [
-    ("MambaAttribution", "normalize_rows", "yes", True),
-    ("MambaAttribution", "normalize_rows", "no", False),
-    ("MambaAttribution", "start_layer", 1, 1),
-    ("MambaAttribution", "heads", "", None),
-    ("MambaAttribution", "heads", "0 3", (0, 3)),
-    ("MambaAttribution", "query", "default", None),
-    ("ImplicitAttentionRollout", "discard_ratio", "0.25", 0.25),
-    ("LatimFlow", "rule", "half", "half"),
-    ("LatimFlow", "baselines", "0", 0.0),
-    ("LatimFlow", "baselines", "default", None),
-]
-
-
-class Captums:
-    """The kinds of Captum 0.8."""
-
-    @staticmethod
-    def kind(**fields: Any) -> dict[str, Any]:
-        return fields
-
-    NumberConfig = StrConfig = StrEnumConfig = ConfigParameters = kind
-
-
-@pytest.mark.parametrize(("name", "argument", "sent", "read"), READ)
-def test_what_captums_page_sends_is_read(name, argument, sent, read):
-    made = _translated(ATTRIBUTION_METHOD_CONFIG[name].params, Captums)
-    found = made["post_process"][argument](sent)
-    assert found == read and type(found) is type(read)
-
-
-def test_defaults_survive_captums_kinds():
-    for name in NAMES:
-        params = ATTRIBUTION_METHOD_CONFIG[name].params
-        made = _translated(params, Captums)
-        for argument, kind in params.items():
-            sent = made["params"][argument]
-            if isinstance(kind, StrEnumConfig | BoolConfig):
-                assert sent["value"] in sent["limit"]
-            assert made["post_process"][argument](sent["value"]) == kind.value, (name, argument)
 
 
 def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:

@@ -76,12 +76,6 @@ def test_the_bars_of_a_decomposition_sum_to_its_relevance() -> None:
     np.testing.assert_allclose(heights.sum(0), found.tokens[0].numpy(), atol=1e-5)
 
 
-def test_all_zeros_can_be_drawn() -> None:
-    figure, (axis,) = plot_roles(["a", "b"], {"content": torch.zeros(2)})
-    draw(figure)
-    assert not axis.texts
-
-
 def test_it_refuses_what_it_cannot_draw() -> None:
     with pytest.raises(InputError, match="roles must be a mapping"):
         plot_roles(["a"], torch.rand(1))  # type: ignore[arg-type]
