@@ -289,20 +289,6 @@ def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -
         assert oracles.relative_error(before.inputs, frozen.inputs) > 1e-3
 
 
-@pytest.mark.parametrize("call", ["attribute", "decompose"])
-def test_the_earlier_name_of_the_rule_is_told_of(call: str) -> None:
-    model, ids = transformers_model("mamba"), torch.randint(15, (1, 9))
-
-    def relevance(**options: Any) -> Tensor:
-        found = getattr(LatimFlow(model), call)(ids, (-1, 3), **options)
-        return found if isinstance(found, Tensor) else found.tokens
-
-    with pytest.warns(DeprecationWarning, match="gate= is called rule= now"):
-        earlier = relevance(gate="half")
-    assert torch.equal(earlier, relevance(rule="half"))
-    assert not torch.equal(earlier, relevance())
-
-
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_family_holds_the_rules_that_have_a_way_of_their_own(
     name: str, monkeypatch: pytest.MonkeyPatch
