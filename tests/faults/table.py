@@ -527,10 +527,16 @@ COMMANDS = (
 
 MODELS = (
     Fault(
+        "weights read by code that the file brings along",
+        'torch.load(path, map_location="cpu", weights_only=True)',
+        'torch.load(path, map_location="cpu", weights_only=False)',
+        ("models/test_vim.py",),
+    ),
+    Fault(
         "unknown words read as padding",
         "found = self._ids.get(word, self._ids.get(UNKNOWN))",
         "found = self._ids.get(word, self._ids.get(UNKNOWN, 0))",
-        ("models/test_bundled_model.py",),
+        ("cli/test_cli.py", "cli/test_explain.py"),
     ),
     Fault(
         "a bundled model in training mode",
