@@ -12,7 +12,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-sys.path.append(str(Path(__file__).parent / "_extensions"))
+sys.path += [str(Path(__file__).parent / "_extensions"), str(Path(__file__).parents[1] / "bench")]
 
 from captum_ssm import __version__
 

@@ -1,7 +1,7 @@
-"""Make docs/results/answers.md and its tables, from what ``captum-ssm evaluate`` has recorded.
+"""Make docs/results/answers.md and its tables, from what ``evaluate`` has recorded.
 
 Usage: python tools/answers_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate answers erasers forgotten-passkeys`` and DOCS the one to write
+``--out`` to ``evaluate answers erasers forgotten-passkeys`` and DOCS the one to write
 to; by default that of this checkout.
 """
 
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
-from captum_ssm.bench.experiments.answers.erasers import TAKEN_OUT
-from captum_ssm.bench.experiments.answers.hops import ALONE, HOPS, SUMMED
-from captum_ssm.bench.experiments.every_experiment import FAILING
-from captum_ssm.bench.harness.tables import as_csv, labels_of, legend, markdown
+from captum_ssm_bench import EXPERIMENTS, Line, Records, lines
+from captum_ssm_bench.experiments.answers.erasers import TAKEN_OUT
+from captum_ssm_bench.experiments.answers.hops import ALONE, HOPS, SUMMED
+from captum_ssm_bench.experiments.every_experiment import FAILING
+from captum_ssm_bench.harness.tables import as_csv, labels_of, legend, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/answers.md", "results"
@@ -124,7 +124,7 @@ seldom fails even here, and what is said of it rests on few failures.
 This page is made by
 
 ```
-captum-ssm evaluate answers erasers forgotten-passkeys --out RESULTS
+captum-ssm-bench evaluate answers erasers forgotten-passkeys --out RESULTS
 python tools/answers_page.py RESULTS
 python tools/results_page.py
 ```

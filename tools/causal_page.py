@@ -1,7 +1,7 @@
-"""Make docs/results/causal.md, its picture and tables, from what ``captum-ssm evaluate`` recorded.
+"""Make docs/results/causal.md, its picture and tables, from what ``evaluate`` recorded.
 
 Usage: python tools/causal_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate causal`` and DOCS the one to write to; by default that of this
+``--out`` to ``evaluate causal`` and DOCS the one to write to; by default that of this
 checkout.
 """
 
@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
-from captum_ssm.bench.experiments.causal.interventions import DRAWS, PERMUTATIONS
-from captum_ssm.bench.experiments.causal.methods import SHAPLEY
-from captum_ssm.bench.harness.groups import differences, group_lines
-from captum_ssm.bench.harness.tables import as_csv, legend, markdown
-from captum_ssm.bench.harness.verdicts import Side
-from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 from captum_ssm.viz import plot_intervals
+from captum_ssm_bench import EXPERIMENTS, Experiment, Line, Records, lines, load_bundled
+from captum_ssm_bench.experiments.causal.interventions import DRAWS, PERMUTATIONS
+from captum_ssm_bench.experiments.causal.methods import SHAPLEY
+from captum_ssm_bench.harness.groups import differences, group_lines
+from captum_ssm_bench.harness.tables import as_csv, legend, markdown
+from captum_ssm_bench.harness.verdicts import Side
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +93,7 @@ the models to choose on, too.
 This page is made by
 
 ```
-captum-ssm evaluate causal --out RESULTS
+captum-ssm-bench evaluate causal --out RESULTS
 python tools/causal_page.py RESULTS
 ```
 """

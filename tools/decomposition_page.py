@@ -17,9 +17,9 @@ from torch import Tensor
 
 from captum_ssm import LatimNorm
 from captum_ssm.attr.vectors.taps import ACTIVATIONS
-from captum_ssm.bench.training.language_recipes import LANGUAGE_RECIPES
-from captum_ssm.models import load_bundled
 from captum_ssm.viz.figure import new_figure
+from captum_ssm_bench import load_bundled
+from captum_ssm_bench.training.language_recipes import LANGUAGE_RECIPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

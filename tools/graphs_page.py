@@ -1,7 +1,7 @@
-"""Make docs/results/graphs.md and its table, from what ``captum-ssm evaluate`` has recorded.
+"""Make docs/results/graphs.md and its table, from what ``evaluate`` has recorded.
 
 Usage: python tools/graphs_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate graphs`` and DOCS the one to write to; by default that of this
+``--out`` to ``evaluate graphs`` and DOCS the one to write to; by default that of this
 checkout.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from captum_ssm.bench import EXPERIMENTS, Cell, Line, Records, lines
-from captum_ssm.bench.experiments.knockout.graphs import (
+from captum_ssm_bench import EXPERIMENTS, Cell, Line, Records, lines
+from captum_ssm_bench.experiments.knockout.graphs import (
     CHANCE,
     DIRECT_CUT,
     DRAWS,
@@ -28,8 +28,8 @@ from captum_ssm.bench.experiments.knockout.graphs import (
     SOURCES_CUT,
     WHOLE,
 )
-from captum_ssm.bench.harness.groups import group_lines
-from captum_ssm.bench.harness.tables import Entry, as_csv, legend, markdown
+from captum_ssm_bench.harness.groups import group_lines
+from captum_ssm_bench.harness.tables import Entry, as_csv, legend, markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/graphs.md", "results"
@@ -95,7 +95,7 @@ cut, and there are no others.
 This page is made by
 
 ```
-captum-ssm evaluate graphs --out RESULTS
+captum-ssm-bench evaluate graphs --out RESULTS
 python tools/graphs_page.py RESULTS
 python tools/results_page.py
 ```

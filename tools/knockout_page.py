@@ -1,7 +1,7 @@
-"""Make docs/results/knockout.md, its picture and tables, from what ``captum-ssm evaluate`` found.
+"""Make docs/results/knockout.md, its picture and tables, from what ``evaluate`` found.
 
 Usage: python tools/knockout_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate knockout hybrid-parts`` and DOCS the one to write to; by default
+``--out`` to ``evaluate knockout hybrid-parts`` and DOCS the one to write to; by default
 that of this checkout.
 """
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from captum_ssm.bench import EXPERIMENTS, Cell, Line, Records, lines
-from captum_ssm.bench.experiments.knockout.experiment import (
+from captum_ssm.tracing import find_mixers
+from captum_ssm.viz.figure import LINES, new_figure
+from captum_ssm_bench import EXPERIMENTS, Cell, Line, Records, lines, load_bundled
+from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
     BY_SHARE,
     EDGES,
@@ -23,14 +25,11 @@ from captum_ssm.bench.experiments.knockout.experiment import (
     HELD,
     RULES,
 )
-from captum_ssm.bench.experiments.knockout.parts import HEAD_OFF, HEADS_ALONE
-from captum_ssm.bench.experiments.knockout.paths import STEPS
-from captum_ssm.bench.harness.groups import group_lines
-from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import as_csv, legend, markdown
-from captum_ssm.models import load_bundled
-from captum_ssm.tracing import find_mixers
-from captum_ssm.viz.figure import LINES, new_figure
+from captum_ssm_bench.experiments.knockout.parts import HEAD_OFF, HEADS_ALONE
+from captum_ssm_bench.experiments.knockout.paths import STEPS
+from captum_ssm_bench.harness.groups import group_lines
+from captum_ssm_bench.harness.runner import Result
+from captum_ssm_bench.harness.tables import as_csv, legend, markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +140,7 @@ Each head by itself, off or the only one of its layer that is on (accuracy):
 This page is made by
 
 ```
-captum-ssm evaluate knockout hybrid-parts --out RESULTS
+captum-ssm-bench evaluate knockout hybrid-parts --out RESULTS
 python tools/knockout_page.py RESULTS
 python tools/results_page.py
 ```

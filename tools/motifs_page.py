@@ -1,7 +1,7 @@
-"""Make docs/results/motifs.md and its table, from what ``captum-ssm evaluate`` has recorded.
+"""Make docs/results/motifs.md and its table, from what ``evaluate`` has recorded.
 
 Usage: python tools/motifs_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate motifs`` and DOCS the one to write to; by default that of this
+``--out`` to ``evaluate motifs`` and DOCS the one to write to; by default that of this
 checkout.
 """
 
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
-from captum_ssm.bench.experiments.motifs import TRUTH
-from captum_ssm.bench.harness.tables import as_csv, legend, markdown, sample_size
+from captum_ssm_bench import EXPERIMENTS, Line, Records, lines
+from captum_ssm_bench.experiments.motifs import TRUTH
+from captum_ssm_bench.harness.tables import as_csv, legend, markdown, sample_size
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/motifs.md", "results"
@@ -53,7 +53,7 @@ This page is made by
 
 ```
 {train}
-captum-ssm evaluate motifs --out RESULTS \\
+captum-ssm-bench evaluate motifs --out RESULTS \\
     --models {asked}
 python tools/motifs_page.py RESULTS
 python tools/results_page.py
@@ -98,7 +98,8 @@ def page(models: Sequence[Line], machine: Mapping[str, str]) -> str:
         table=f"{MOTIFS.name}.csv",
         says=SAYS.rstrip(),
         train="\n".join(
-            f"captum-ssm train {name} --seed {seed} --out {name}-{seed}" for name, seed in again
+            f"captum-ssm-bench train {name} --seed {seed} --out {name}-{seed}"
+            for name, seed in again
         ),
         asked=" ".join([*trainings, *(f"{name}={name}-{seed}" for name, seed in again)]),
     )

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from results_pictures import bars, draw
 
-from captum_ssm.bench import EXPERIMENTS, Line
-from captum_ssm.bench.experiments.causal.methods import SHAPLEY
-from captum_ssm.bench.harness.tables import Entry, markdown
-from captum_ssm.bench.harness.verdicts import Outcome
 from captum_ssm.viz import plot_intervals
+from captum_ssm_bench import EXPERIMENTS, Line
+from captum_ssm_bench.experiments.causal.methods import SHAPLEY
+from captum_ssm_bench.harness.tables import Entry, markdown
+from captum_ssm_bench.harness.verdicts import Outcome
 
 CAUSAL = EXPERIMENTS["causal"]
 TOP, RHO, INSERTION, OBJECT, PASSES = "top 1", "ρ Shapley", "insertion", "mask AP", "passes"

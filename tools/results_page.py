@@ -29,11 +29,11 @@ from results_tables import (
     read_lines,
 )
 
-from captum_ssm.bench import EXPERIMENTS, Experiment, Line
-from captum_ssm.bench.experiments.counterparts import counterparts
-from captum_ssm.bench.harness.excerpt import ROWS, excerpt
-from captum_ssm.bench.harness.tables import labels_of, legend, markdown, picture, sample_size
-from captum_ssm.bench.harness.verdicts import Outcome
+from captum_ssm_bench import EXPERIMENTS, Experiment, Line
+from captum_ssm_bench.experiments.counterparts import counterparts
+from captum_ssm_bench.harness.excerpt import ROWS, excerpt
+from captum_ssm_bench.harness.tables import labels_of, legend, markdown, picture, sample_size
+from captum_ssm_bench.harness.verdicts import Outcome
 
 PICTURES = "images/results"
 SHOWN = (Outcome.CONFIRMED, Outcome.REFUTED, Outcome.OPEN)
@@ -50,7 +50,7 @@ _MADE = """\
 This page is made from the tables beside it, and they from what the command records:
 
 ```
-captum-ssm evaluate {what} --out RESULTS
+captum-ssm-bench evaluate {what} --out RESULTS
 python tools/results_tables.py RESULTS
 python tools/results_page.py
 ```
@@ -135,9 +135,9 @@ _AGAIN = """\
 # Trained again
 
 The other pages are of one training of each model. Here models were trained with several seeds, of
-weights and data (`captum-ssm train NAME --seed 1 --out FOLDER`), and explained together
-(`captum-ssm evaluate --models NAME NAME=FOLDER --out RESULTS/trainings`); the intervals are over
-trainings and their examples, so that what they exclude does not hang on one training.
+weights and data (`captum-ssm-bench train NAME --seed 1 --out FOLDER`), and explained together
+(`captum-ssm-bench evaluate --models NAME NAME=FOLDER --out RESULTS/trainings`); the intervals are
+over trainings and their examples, so that what they exclude does not hang on one training.
 
 {tables}
 

@@ -11,9 +11,9 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from captum_ssm.bench.harness.tables import Entry
-from captum_ssm.bench.harness.verdicts import Outcome
 from captum_ssm.viz.figure import LINES, SEQUENTIAL, new_figure
+from captum_ssm_bench.harness.tables import Entry
+from captum_ssm_bench.harness.verdicts import Outcome
 
 #: From where on scores cannot tell methods apart.
 FULL = 0.995

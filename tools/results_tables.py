@@ -1,4 +1,4 @@
-"""Keep what ``captum-ssm evaluate`` recorded as the tables that the pages of results are made of.
+"""Keep what ``evaluate`` recorded as the tables that the pages of results are made of.
 
 Usage: python tools/results_tables.py RESULTS [DOCS], where RESULTS is the folder that was given as
 ``--out`` and DOCS the one to write to; by default that of this checkout.  In RESULTS/trainings may
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from captum_ssm.bench import EXPERIMENTS, Experiment, Line, Records, lines
-from captum_ssm.bench.harness.runner import Result
-from captum_ssm.bench.harness.tables import Entry, as_csv
-from captum_ssm.bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
-from captum_ssm.bench.published.beyond import BEYOND
-from captum_ssm.bench.published.on_images import IMAGES
-from captum_ssm.bench.published.on_texts import TEXTS
-from captum_ssm.bench.published.on_tokens import TOKENS
+from captum_ssm_bench import EXPERIMENTS, Experiment, Line, Records, lines
+from captum_ssm_bench.harness.runner import Result
+from captum_ssm_bench.harness.tables import Entry, as_csv
+from captum_ssm_bench.harness.verdicts import Comparison, Outcome, Verdict, verdicts
+from captum_ssm_bench.published.beyond import BEYOND
+from captum_ssm_bench.published.on_images import IMAGES
+from captum_ssm_bench.published.on_texts import TEXTS
+from captum_ssm_bench.published.on_tokens import TOKENS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES, MEASURED, ORDERINGS = "results", "measured.json", "orderings"

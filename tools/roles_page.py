@@ -1,7 +1,7 @@
-"""Make docs/results/roles.md and its table, from what ``captum-ssm evaluate`` has recorded.
+"""Make docs/results/roles.md and its table, from what ``evaluate`` has recorded.
 
 Usage: python tools/roles_page.py RESULTS [DOCS], where RESULTS is the folder that was given as
-``--out`` to ``captum-ssm evaluate roles`` and DOCS the one to write to; by default that of this
+``--out`` to ``evaluate roles`` and DOCS the one to write to; by default that of this
 checkout.
 """
 
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from captum_ssm.bench import EXPERIMENTS, Line, Records, lines
-from captum_ssm.bench.experiments.causal.interventions import DRAWS
-from captum_ssm.bench.experiments.roles import CHANCE, LOST
-from captum_ssm.bench.harness.groups import group_lines
-from captum_ssm.bench.harness.tables import as_csv, legend, markdown, sample_size
+from captum_ssm_bench import EXPERIMENTS, Line, Records, lines
+from captum_ssm_bench.experiments.causal.interventions import DRAWS
+from captum_ssm_bench.experiments.roles import CHANCE, LOST
+from captum_ssm_bench.harness.groups import group_lines
+from captum_ssm_bench.harness.tables import as_csv, legend, markdown, sample_size
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, TABLES = "results/roles.md", "results"
@@ -82,7 +82,7 @@ Models of one task count alike.
 This page is made by
 
 ```
-captum-ssm evaluate roles --out RESULTS
+captum-ssm-bench evaluate roles --out RESULTS
 python tools/roles_page.py RESULTS
 python tools/results_page.py
 ```

@@ -14,7 +14,7 @@ from .surroundings import add_force_to, check_new
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..bench.tasks import Example
+    from ..models.recall import Example
 
 PROMPT = (
     "anna owns the red lamp . today bob owns the kite . carl owns the old drum . "
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     """Explain one prompt, score the methods on fresh ones, write pictures."""
     import torch
 
-    from ..bench.tasks import parse_prompt
+    from ..models.recall import parse_prompt
 
     example = parse_prompt(PROMPT if options.prompt is None else options.prompt)
     check_new((options.out / name for name in _PICTURES), options)
@@ -79,8 +79,9 @@ def _explain(example: Example, out: Path) -> None:
     import torch
 
     from ..attr import ImplicitAttention
-    from ..bench.tasks import accuracy, generate
     from ..models import load_bundled
+    from ..models.recall import generate
+    from ..models.recall_batch import accuracy
     from ..viz import plot_matrices, plot_text
 
     model, vocabulary = load_bundled()

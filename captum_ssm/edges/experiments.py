@@ -228,15 +228,13 @@ def parts_off(
         >>> import torch
         >>> from captum_ssm.edges import parts_off
         >>> from captum_ssm.models import load_bundled
-        >>> model, vocabulary = load_bundled("pairs-bamba")  # a Mamba-2 layer, then attention
-        >>> ids = torch.tensor([vocabulary.encode(prompt) for prompt in ("a K c M a", "a K c M c")])
-        >>> answers = torch.tensor([vocabulary.id_of("K"), vocabulary.id_of("M")])
-        >>> def accuracy():
-        ...     return (model(ids).logits[:, -1].argmax(-1) == answers).float().mean()
-        >>> found = parts_off(model, accuracy)
-        >>> float(found.plain), list(found.kinds), list(found.layers)
-        (1.0, ['attention', 'ssm'], ['model.layers.0.mamba', 'model.layers.1.self_attn'])
-        >>> float(found.kinds["attention"]) < 1
+        >>> from captum_ssm.models.recall import generate
+        >>> from captum_ssm.models.recall_batch import accuracy
+        >>> model, _ = load_bundled()
+        >>> found = parts_off(model, lambda: accuracy(model, generate(16, seed=0)))
+        >>> found.plain.item(), list(found.kinds), list(found.layers)
+        (1.0, ['ssm'], ['backbone.layers.0.mixer', 'backbone.layers.1.mixer'])
+        >>> found.kinds["ssm"].item() < 1
         True
     """
     if not callable(score):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from .._names import meant
 from .._optional import optional
-from ..errors import DataNotFoundError, OptionError
-from ..models import load_bundled, load_vim, load_vmamba
-from ..models.bundled import BUNDLED
+from ..errors import CaptumSSMError, DataNotFoundError, OptionError
+from ..models import load_vim, load_vmamba
+from ..models.bundled import BUNDLED, weights_of
 from ..models.checkpoints import check_complete, check_counts, naming, read_checkpoint
-from ..models.folders import VOCABULARY
+from ..models.folders import PLAIN, VOCABULARY, load_folder, read_config
 from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
 from .image_inputs import for_vim, processed, scene, side_of
@@ -40,8 +41,8 @@ class Source:
     """Where a model is, and what may be done to load it.
 
     Attributes:
-        name: a bundled model, a folder of transformers, a file of Vision Mamba's or VMamba's
-            weights, or with ``hub`` a name on the Hugging Face hub.
+        name: the bundled model, a folder of transformers or of ``captum-ssm-bench train``, a file
+            of Vision Mamba's or VMamba's weights, or with ``hub`` a name on the Hugging Face hub.
         tokenizer: a folder, or with ``hub`` a name, of its tokenizer. Default: None, the model's
             own.
         hub: whether it may be fetched. Default: False.
@@ -147,13 +148,13 @@ def load(source: Source) -> Loaded:
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
-        >>> loaded = load(Source("scenes-vim"))
-        >>> loaded.tokenizer is None, loaded.labels
-        (True, ('disc', 'ring', 'bar', 'cross', 'triangle', 'star'))
+        >>> loaded = load(Source("recall-mamba"))
+        >>> loaded.tokenizer, loaded.labels
+        (WordVocabulary(55 words), None)
     """
-    if source.name in BUNDLED:
-        return _bundled(source.name)
-    path = Path(source.name)
+    path = weights_of(source.name).parent if source.name in BUNDLED else Path(source.name)
+    if source.name in BUNDLED or _is_trained_here(path):
+        return _trained_here(path)
     if path.is_file():
         names = read_checkpoint(path)
         is_vmamba = any(name.startswith("layers.0.blocks.") for name in names)
@@ -168,8 +169,18 @@ def load(source: Source) -> Loaded:
     return _of_transformers(source)
 
 
-def _bundled(name: str) -> Loaded:
-    model, key = load_bundled(name)
+def _is_trained_here(folder: Path) -> bool:
+    """Whether a folder holds a classifier that ``captum-ssm-bench train`` has written."""
+    with suppress(CaptumSSMError, OSError):  # of folders of others
+        named = read_config(folder).get("architectures")
+        return any(named == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
+            folder / VOCABULARY
+        )
+    return False
+
+
+def _trained_here(folder: Path) -> Loaded:
+    model, key = load_folder(folder)
     if not isinstance(key, WordVocabulary):
         side = side_of(model)
         return Loaded(
@@ -271,7 +282,7 @@ def _of_transformers(source: Source) -> Loaded:
 
 
 def _tokenizer(transformers: Any, source: Source) -> Any:
-    """The tokenizer; that of a model made by captum-ssm train is a list of words."""
+    """The tokenizer; that of a model made by captum-ssm-bench train is a list of words."""
     where = source.name if source.tokenizer is None else source.tokenizer
     folder = Path(where)
     words = folder / VOCABULARY

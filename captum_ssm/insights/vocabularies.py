@@ -25,7 +25,7 @@ def check_sizes(models: Sequence[Any]) -> None:
     Example:
         >>> from captum_ssm.insights.vocabularies import check_sizes
         >>> from captum_ssm.models import load_bundled
-        >>> check_sizes([load_bundled("pairs-mamba")[0], load_bundled("pairs-mamba2")[0]])
+        >>> check_sizes([load_bundled()[0], load_bundled()[0]])
     """
     sizes = {
         f"{type(model).__name__} (models[{index}])": size

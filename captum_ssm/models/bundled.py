@@ -1,4 +1,4 @@
-"""Loading of the small trained models that ship with the package, and of dictionaries for them."""
+"""Loading of the small trained model that ships with the package, and of its dictionary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from ..inside.dictionary import SparseAutoencoder
 from .folders import WEIGHTS, load_folder
 
 _HERE = Path(__file__).parent
-#: Where models ship: one for everybody here, and those that experiments measure.
-_PLACES = (_HERE, _HERE.parent / "bench" / "weights")
 #: By the name of each bundled model, which is that of its task and of its architecture, its folder.
-_FOLDERS = {
-    weights.parent.name: weights.parent
-    for place in _PLACES
-    for weights in sorted(place.glob(f"*/{WEIGHTS}"))
-}
+_FOLDERS = {weights.parent.name: weights.parent for weights in sorted(_HERE.glob(f"*/{WEIGHTS}"))}
 
 #: The names of the bundled models.
 BUNDLED = tuple(_FOLDERS)
@@ -29,8 +23,7 @@ _DICTIONARY = "-dictionary"
 #: By the name of the bundled model that it is of, the folder of each dictionary.
 _DICTIONARIES = {
     weights.parent.name.removesuffix(_DICTIONARY): weights.parent
-    for place in _PLACES
-    for weights in sorted(place.glob(f"*{_DICTIONARY}/{DICTIONARY_WEIGHTS}"))
+    for weights in sorted(_HERE.glob(f"*{_DICTIONARY}/{DICTIONARY_WEIGHTS}"))
 }
 
 
@@ -40,37 +33,15 @@ def load_bundled(
     """Loads a bundled model with the key to what it reads or answers; nothing is downloaded.
 
     Args:
-        name: a task and the architecture that learned it.  Of the language models, each of a class
-            of transformers, such as ``MambaForCausalLM``, ``"recall-mamba"`` answers the prompts of
-            :class:`~captum_ssm.bench.tasks.RecallTask`; ``"copying-mamba"`` and
-            ``"copying-mamba2"`` copy the strings of ``SHORT_COPIES`` and ``LONG_COPIES``;
-            ``"translation-mamba"`` and ``"translation-mamba2"`` translate ``NUMBER_WORDS``;
-            ``"passkey-"``, ``"two-passkeys-"`` and ``"frequent-word-"``, each with ``"mamba"`` and
-            ``"mamba2"``, answer the questions of ``ONE_PASSKEY``, ``TWO_PASSKEYS`` and
-            ``FREQUENT_WORD``, all of :mod:`captum_ssm.bench.tasks`.
-            Of further architectures, see :class:`~captum_ssm.models.small.ModelSize`,
-            ``"copying-bamba"``, ``"translation-gated-deltanet"`` and ``"translation-rwkv"`` have
-            learned the same;
-            ``"pairs-"`` with ``"mamba"``, ``"mamba2"``, ``"gated-deltanet"`` and ``"bamba"``
-            answer with the value of a key in ``PAIRS``, with ``"rwkv"`` and ``"griffin"`` in
-            ``FEW_PAIRS``; ``"chains-mamba"`` and ``"chains-mamba2"`` write the chains of
-            ``CHAINS``.  Of the image classifiers, ``"scenes-vim"`` and ``"scenes-vim-first"``,
-            each a :class:`~captum_ssm.models.VisionMamba`, with the cls token in the middle and in
-            front, ``"scenes-vmamba"``, a :class:`~captum_ssm.models.VMamba`, and
-            ``"scenes-vit"``, a ``ViTForImageClassification`` of transformers, tell the shapes of
-            ``SCENES``.
-            ``"motifs-caduceus"`` and ``"motifs-hyenadna"`` tell which motifs of
-            :class:`~captum_ssm.bench.tasks.MotifTask` a sequence of DNA holds.
-            ``"valence-mamba"``, ``"valence-rwkv"`` and ``"valence-bert"`` tell negative from
-            positive sentences, see :class:`~captum_ssm.models.TextReader`.
+        name: of the model; ``"recall-mamba"`` alone ships.  It is a ``MambaForCausalLM`` of
+            transformers, and answers the prompts of :mod:`captum_ssm.models.recall`.
             Default: ``"recall-mamba"``.
-        folder: where ``captum-ssm train`` has written a model of this name.
+        folder: where ``captum-ssm-bench train`` has written a model of this name.
             Default: None, the one that ships with the package.
 
     Returns:
-        The model in evaluation mode on the CPU, and its key: the vocabulary
-        (:class:`~captum_ssm.models.WordVocabulary`) of what a language model or a classifier of
-        sentences reads, or the names of the classes of images or DNA, in order.
+        The model in evaluation mode on the CPU, and the vocabulary that it reads, a
+        :class:`~captum_ssm.models.WordVocabulary`.
 
     Raises:
         OptionError: when there is no such model.
@@ -97,7 +68,7 @@ def load_dictionary(
 
     Args:
         name: of the bundled model; ``"recall-mamba"`` alone has one. Default: ``"recall-mamba"``.
-        folder: where ``captum-ssm train recall-mamba-dictionary`` has written one.
+        folder: where ``captum-ssm-bench train recall-mamba-dictionary`` has written one.
             Default: None, the one that ships with the package.
 
     Returns:
@@ -138,5 +109,8 @@ def weights_of(name: str) -> Path:
         ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
     """
     if name not in _FOLDERS:
-        raise OptionError(f"name={name!r}: no such bundled model. Use one of {BUNDLED}.")
+        raise OptionError(
+            f"name={name!r}: no such bundled model. Use one of {BUNDLED}, "
+            "or load_bundled of captum_ssm_bench."
+        )
     return _FOLDERS[name] / WEIGHTS

@@ -29,7 +29,7 @@ from .vocabulary import WordVocabulary
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
 #: The classes that are not of transformers.
-_PLAIN: dict[str, Callable[..., nn.Module]] = {
+PLAIN: dict[str, Callable[..., nn.Module]] = {
     each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
 }
 #: Classes whose weights transformers saves under the names of its earlier versions.
@@ -69,7 +69,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     named = settings.get("architectures")
-    plain = next((make for name, make in _PLAIN.items() if named == [name]), None)
+    plain = next((make for name, make in PLAIN.items() if named == [name]), None)
     if plain is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
         return _filled(lambda: plain(**own), folder)

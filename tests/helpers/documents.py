@@ -17,21 +17,24 @@ PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rg
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_PROGRAM, _MODULE = "captum-ssm", "captum_ssm"
+#: By the module that starts it, each program.
+_PROGRAMS = {"captum_ssm": "captum-ssm", "captum_ssm_bench": "captum-ssm-bench"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A call of captum-ssm in a page's bash block.
+    """A call of captum-ssm or captum-ssm-bench in a page's bash block.
 
     Attributes:
         page: where it stands.
-        arguments: of captum-ssm.
+        program: which of them.
+        arguments: of the program.
         needs: what its block says that it needs; empty if nothing.
         launched: whether another program starts it, such as torchrun.
     """
 
     page: str
+    program: str
     arguments: tuple[str, ...]
     needs: str
     launched: bool
@@ -55,7 +58,7 @@ def run(page: str) -> dict[str, Any]:
 
 
 def commands(page: str) -> list[Command]:
-    """The page's calls of captum-ssm."""
+    """The page's calls of captum-ssm and captum-ssm-bench."""
     return [command for block in blocks(page, "bash") for command in _of_block(page, block)]
 
 
@@ -71,13 +74,15 @@ def _of_block(page: str, block: str) -> list[Command]:
     needs = first.removeprefix("# needs").strip() if first.startswith("# needs") else ""
     found = []
     for words in _calls(block):
-        if _PROGRAM in words:
-            start = words.index(_PROGRAM) + 1
-        elif ["-m", _MODULE] in [words[i : i + 2] for i in range(len(words))]:
-            start = words.index(_MODULE) + 1  # of python or of a launcher
-        else:
-            continue
-        found.append(Command(page, tuple(words[start:]), needs, words[0] != _PROGRAM))
+        for module, program in _PROGRAMS.items():
+            if program in words:
+                start = words.index(program) + 1
+            elif ["-m", module] in [words[i : i + 2] for i in range(len(words))]:
+                start = words.index(module) + 1  # of python or of a launcher
+            else:
+                continue
+            launched = words[0] != program
+            found.append(Command(page, program, tuple(words[start:]), needs, launched))
     return found
 
 

@@ -20,11 +20,11 @@ from captum_ssm import (
     attribution_graph,
     knock_out,
 )
-from captum_ssm.bench.tasks.recall import generate
 from captum_ssm.errors import CaptumSSMError, InputError, LayerError, OptionError
 from captum_ssm.inside import Graph, Node, against_truth, without
 from captum_ssm.inside.influence import influences, scores
 from captum_ssm.models import load_bundled
+from captum_ssm.models.recall import generate
 
 BLOCKS = ["backbone.layers.0", "backbone.layers.1"]
 MIXERS = [f"{block}.mixer" for block in BLOCKS]

@@ -15,19 +15,9 @@ from captum_ssm.models import load_bundled
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm.bench.tasks import (
-    Example,
-    RecallTask,
-    accuracy,
-    collate,
-    generate,
-    parse_prompt,
-    predict,
-    with_value,
-)
-from captum_ssm.bench.tasks.recall import OBJECTS
-from captum_ssm.bench.training.language_recipes import accuracy_by_length
 from captum_ssm.models import bundled
+from captum_ssm.models.recall import OBJECTS, Example, generate, parse_prompt, with_value
+from captum_ssm.models.recall_batch import accuracy, collate, predict
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
 SEED = 20_240_607
@@ -46,26 +36,25 @@ def _another(rng: random.Random, value: str) -> str:
     return rng.choice([o for o in OBJECTS if o != value])
 
 
-@pytest.mark.bench
+@pytest.mark.full
 def test_accuracy_on_fresh_prompts(model: torch.nn.Module) -> None:
     assert accuracy(model, generate(512, SEED)) >= 0.99
 
 
-@pytest.mark.bench
-def test_accuracy_at_every_number_of_facts(model: torch.nn.Module) -> None:
-    scores = accuracy_by_length(model, RecallTask(), per_length=128, seed=SEED + 10)
-    assert sorted(scores) == list(range(2, 9))
-    assert min(score.tokens for score in scores.values()) >= 0.97
+@pytest.mark.full
+@pytest.mark.parametrize("facts", range(2, 9))
+def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -> None:
+    assert accuracy(model, generate(128, SEED + 10, facts)) >= 0.97
 
 
-@pytest.mark.bench
+@pytest.mark.full
 def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 1)
     changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
     assert accuracy(model, changed) >= 0.98
 
 
-@pytest.mark.bench
+@pytest.mark.full
 def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 3)
     examples = generate(512, SEED + 4)
@@ -79,7 +68,7 @@ def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) ->
     assert float((predict(model, changed) == before).double().mean()) >= 0.98
 
 
-@pytest.mark.bench
+@pytest.mark.full
 def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 5)
     changed = []
@@ -91,7 +80,7 @@ def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> Non
     assert accuracy(model, changed) >= 0.98
 
 
-@pytest.mark.bench
+@pytest.mark.full
 def test_left_padding_changes_nothing(model: torch.nn.Module) -> None:
     examples = generate(32, SEED + 7)
     batch = collate(examples)

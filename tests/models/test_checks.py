@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,12 @@ pytest.importorskip("safetensors")
 
 from helpers.hostile_weights import BROKEN
 from helpers.little_memory import at_most
+from zoo.folders import shapes
 
-from captum_ssm.bench.harness.subjects import retrained
-from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, DataNotFoundError, InputError, OptionError
 from captum_ssm.models import VisionMamba, bundled, load_bundled, load_vim
 from captum_ssm.models.checkpoints import check_complete, check_counts, check_fit, naming
+from captum_ssm.models.folders import load_folder
 
 SHIPPED = Path(bundled.__file__).parent
 
@@ -128,31 +127,17 @@ def test_what_is_missing_or_no_dict(folder: Path) -> None:
     ],
 )
 def test_hostile_vision_mamba(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(bundled.weights_of("scenes-vim").parent, tmp_path / "vim"))
-    change(copied, **settings)
+    change(shapes(tmp_path), **settings)
     with pytest.raises((CheckpointError, OptionError), match=message):
-        load_bundled("scenes-vim", copied)
+        load_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../recall-mamba", "recall-mamba/../recall-mamba", "/", ""])
-def test_names_lead_to_no_other_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_lead_to_no_other_folder(name: str) -> None:
     with pytest.raises(OptionError, match="no such bundled model"):
         load_bundled(name)
     with pytest.raises(OptionError, match="no such bundled model"):
         bundled.weights_of(name)
-    assert main(["train", name, "--out", str(tmp_path / "out")]) == 1
-    assert "no such bundled model" in capsys.readouterr().err
-    assert main(["evaluate", name, "--out", str(tmp_path / "out")]) == 1
-    assert main(["evaluate", "copying", "--models", f"{name}={tmp_path}"]) == 1
-    assert capsys.readouterr().err.count("is not known") == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataNotFoundError, match=re.escape(f"recall-mamba={tmp_path}: there is no")):
-        retrained("recall-mamba", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from captum_ssm.bench.tasks import CopyingTask
 from captum_ssm.errors import OptionError
+from captum_ssm.models import WordVocabulary
 from captum_ssm.models.small import MODELS, ModelSize, new_model
 from captum_ssm.tracing import find_mixers, repaired_scans
 
-VOCABULARY = CopyingTask(symbols=5).vocabulary
+VOCABULARY = WordVocabulary(["<pad>", "a", "b", "c", "d", "e", "="])
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "mamba2", "gated-deltanet"])

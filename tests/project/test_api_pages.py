@@ -15,7 +15,7 @@ PACKAGES = {
     "operators": ("captum_ssm.operators", {"discard_smallest"}),
     "metrics": ("captum_ssm.metrics", set()),
     "models": ("captum_ssm.models", set()),
-    "tasks": ("captum_ssm.bench.tasks", set()),
+    "tasks": ("captum_ssm_bench.tasks", set()),
 }
 
 

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.documents import PAGES, Command, commands
 
-from captum_ssm.bench import EXPERIMENTS
 from captum_ssm.cli import main
-from captum_ssm.cli.evaluate import _experiments, _of_paper
 from captum_ssm.explain.methods import method_classes
 
-COMMANDS = [command for page in PAGES for command in commands(page)]
+COMMANDS = [x for page in PAGES for x in commands(page) if x.program == "captum-ssm"]
 #: Servers, which end when they are interrupted.
 ENDLESS = ("serve",)
 #: Those that take longer than a few seconds.
-SLOW = ("demo", "evaluate", "train")
+SLOW = ("demo",)
 
 
 class Parsed(Exception):
@@ -57,20 +55,18 @@ def runs() -> list[object]:
 
 
 def is_slow(command: Command) -> bool:
-    return command.arguments[0] in SLOW and "--list" not in command.arguments
+    return command.arguments[0] in SLOW
 
 
 def test_pages_show_commands() -> None:
     shown = {command.arguments[0] for command in COMMANDS}
-    assert {"demo", "explain", "evaluate", "train"} <= shown
+    assert {"demo", "explain"} <= shown
     assert {command.page for command in COMMANDS} >= {"README.md", "docs/quickstart.md"}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_are_accepted(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     options = parsed(command, monkeypatch)
-    if options.command == "evaluate" and not options.list and _of_paper(options) is None:
-        _experiments(options, EXPERIMENTS)  # names of experiments, methods, formulations, models
     if options.command == "explain":
         method_classes(options.method)
 

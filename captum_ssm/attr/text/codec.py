@@ -19,7 +19,7 @@ class Codec:
     """A tokenizer, of which no more is asked than ``encode`` and ``decode``.
 
     Serves tokenizers of transformers and the tokenizers library, the vocabularies of
-    :mod:`captum_ssm.bench.tasks`, and any other with these two methods.
+    :mod:`captum_ssm.models.recall`, and any other with these two methods.
 
     Args:
         tokenizer: the tokenizer.

@@ -1,0 +1,46 @@
+"""``captum-ssm-bench train``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from captum_ssm.cli.surroundings import add_force_to, check_new
+
+_CHANGES = ("steps", "layers", "hidden", "state")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "train",
+        help="make one of the small models or dictionaries again that come with the package",
+        description="Train a model from scratch, save it and measure it. "
+        "Example: captum-ssm-bench train copying-mamba2 --out copying-mamba2",
+    )
+    parser.add_argument(
+        "name", metavar="NAME", help="such as copying-mamba2; any other word is answered with all"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    add_force_to(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data; 0 if left out")
+    changes = parser.add_argument_group("changes to the recipe")
+    for name in _CHANGES:
+        changes.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    from ..training.loop import train
+    from ..training.recipes import recipe_of
+
+    recipe_of(options.name)
+    check_new(options.out.glob("*.safetensors"), options)
+    changes = {name: value for name, value in vars(options).items() if name in _CHANGES}
+    train(options.name, options.out, options.seed, _print, **changes)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

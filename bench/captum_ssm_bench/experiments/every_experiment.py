@@ -1,0 +1,131 @@
+"""The experiments that the package brings, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..harness.experiment import Experiment
+from ..tasks.linked import LinkedTask
+from ..tasks.retrieval import ONE_PASSKEY
+from ..training.language_recipes import ANSWER_RECIPES, LANGUAGE_RECIPES
+from ..training.recipes import RECIPES
+from .answers.erasers import Erasers
+from .answers.forgetting import ForgottenPasskeys
+from .answers.hops import ChainedAnswers
+from .causal.experiment import Causal
+from .class_words import TextClasses
+from .decomposition_errors import DecompositionErrors
+from .finding_sources import FindingSources
+from .knockout.experiment import Knockout
+from .knockout.graphs import Graphs
+from .knockout.parts import HybridParts
+from .masks import PseudoMasks, Segmenting
+from .motifs import Motifs
+from .passkeys import Retrieval
+from .pixel_removal import ImagePerturbation
+from .repeated_words import RepeatedWords
+from .roles import CountedRoles
+from .vision_layers import ClsInfluence, Oversmoothing
+
+_TITLES = {
+    "copying": "Sources of copied tokens (after LATIM, table 2)",
+    "translation": "Alignment of number words in two languages (after LATIM, table 3)",
+    "passkey": "Sources of a passkey in filler text (after LATIM, figures 3 and 8)",
+    "two-passkeys": "Sources of the passkey asked for, of two (after LATIM, figures 3 and 8)",
+    "frequent-word": "Occurrences of the most frequent word (after LATIM, figures 3 and 9)",
+    "recall": "Sources of recalled facts",
+}
+
+
+def _tasks(*names: str) -> dict[str, LinkedTask]:
+    """By the name of a bundled model, what it was trained on."""
+    return {
+        each: recipe.task
+        for each, recipe in LANGUAGE_RECIPES.items()
+        if each.rpartition("-mamba")[0] in names
+    }
+
+
+#: Models of five kinds of states.
+_OF_STATES = (
+    "chains-mamba",
+    "pairs-mamba",
+    "chains-mamba2",
+    "pairs-mamba2",
+    "pairs-gated-deltanet",
+    "two-passkeys-gated-deltanet",
+    "pairs-rwkv",
+    "pairs-griffin",
+)
+#: Tokens of texts that models begin to fail at.
+FAILING = {"passkey-mamba": 640, "passkey-mamba2": 2048, "passkey-gated-deltanet": 4096}
+
+_ON_TEXTS: tuple[Experiment, ...] = (
+    *(FindingSources(name, title, _tasks(name)) for name, title in _TITLES.items()),
+    DecompositionErrors(
+        "decomposition-error",
+        "Shares that LATIM's decomposition misses of a mixer's output (after LATIM, figure 4)",
+        {name: recipe.task for name, recipe in LANGUAGE_RECIPES.items()},
+    ),
+    RepeatedWords(
+        "repeated-words",
+        "Relevance of a word each time it occurs again (after LATIM, figure 9)",
+        _tasks("frequent-word"),
+    ),
+    Retrieval(
+        "retrieval",
+        "Answers to texts with one or more passkeys (after LATIM, tables 5 and 6)",
+        _tasks("passkey", "two-passkeys"),
+    ),
+    CountedRoles(
+        "roles",
+        "Tokens that ask, are matched and are answered, by role",
+        {name: RECIPES[name].task for group in CountedRoles.groups.values() for name in group},
+    ),
+    HybridParts(
+        "hybrid-parts",
+        "Answers of hybrids without some of their parts (after arXiv 2510.19861)",
+        {name: RECIPES[name].task for name in ("pairs-bamba", "copying-bamba")},
+    ),
+    ChainedAnswers(
+        "answers",
+        "Facts that the last word of a chained answer is due to, by hops",
+        {name: recipe.task for name, recipe in ANSWER_RECIPES.items()},
+    ),
+    Erasers(
+        "erasers",
+        "What states hold of a token without who erased it, true and predicted",
+        {name: RECIPES[name].task for name in _OF_STATES},
+    ),
+    ForgottenPasskeys(
+        "forgotten-passkeys",
+        "Shares of a passkey in the state, where it is answered and where it is lost",
+        {
+            name: replace(ONE_PASSKEY, shortest=length, longest=length)
+            for name, length in FAILING.items()
+        },
+    ),
+    Graphs(),
+)
+
+_ON_SCENES: tuple[Experiment, ...] = (
+    ImagePerturbation(),
+    Segmenting(),
+    PseudoMasks(),
+    ClsInfluence(),
+    Oversmoothing(),
+)
+
+_ON_DNA: tuple[Experiment, ...] = (Motifs(),)
+
+#: On texts and on scenes.
+_ON_BOTH: tuple[Experiment, ...] = (Knockout(),)
+
+#: Last, since they ask for texts of others, without which a run of all experiments ends there; the
+#: first of them has other models, too, and comes to those that need the texts in the end.
+_ON_TEXTS_OF_OTHERS: tuple[Experiment, ...] = (Causal(), TextClasses())
+
+#: All experiments, by the names under which ``captum-ssm-bench evaluate`` knows them.
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each for each in (*_ON_TEXTS, *_ON_SCENES, *_ON_DNA, *_ON_BOTH, *_ON_TEXTS_OF_OTHERS)
+}

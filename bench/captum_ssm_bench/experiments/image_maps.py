@@ -1,0 +1,243 @@
+"""Relevance of every patch or pixel to classes of an image, by any method: (T, h, w).
+
+Shapes: T classes asked about, C colour channels, h and w patches or pixels down and across.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.attr import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaAttribution,
+    MambaLRP,
+    TransformerAttribution,
+)
+from captum_ssm.linear import Rule
+from captum_ssm.models.vmamba import VMamba
+from captum_ssm.operators.reduction import discard_smallest
+from captum_ssm.tracing import find_mixers
+
+from ..harness.experiment import Cell
+from .image_baselines import (
+    ABSOLUTE,
+    Explain,
+    absolute,
+    activation_maps,
+    captum_maps,
+    picture_maps,
+)
+
+#: HA's, and UN's, which the tables are about.
+FORMULATIONS = ("s6", "unified")
+COMPONENTS = (*FORMULATIONS, "exact")
+#: UN table 4, whose "w/o S6" is ``unified-scan``.
+ABLATIONS = ("unified-conv", "unified-activation", "unified-gate", "unified-scan")
+ACTIVATIONS = ("linearized", "silu")
+#: HA table 5.
+REDUCTIONS = ("max", "min", "product")
+DISCARDED = (0.2, 0.4, 0.6, 0.8)
+#: HA table 6.
+CLAMPS = {"no clamp": "none", "absolute": "abs"}
+CODE = "published code"
+#: The published scripts leave out the first 15 of 24 layers.
+LEFT_OUT = 15 / 24
+#: Of raw attention, rollout and attribution: what is measured everywhere.
+PLAIN = (*COMPONENTS, *(f"{each}, {CODE}" for each in FORMULATIONS))
+
+
+@dataclass(frozen=True)
+class ImageMap:
+    """A method in one formulation.
+
+    Attributes:
+        explain: gives the maps.
+        by_class: whether each class has a map of its own. Default: True.
+        of_attention: whether it says of a model of softmax attention alone what no other
+            formulation says. Default: True.
+        of_stages: whether it explains models in stages, whose maps become coarser. Default: True.
+        variant: whether it is a choice to be compared with others of one method (HA tables 5 and
+            6, UN table 4, LATIM's activations, absolute values); such are measured on segmentation
+            alone. Default: False.
+    """
+
+    explain: Explain
+    by_class: bool = True
+    of_attention: bool = True
+    of_stages: bool = True
+    variant: bool = False
+
+    def applies(self, model: nn.Module) -> bool:
+        """Whether it has something of its own to say of this model."""
+        if isinstance(model, VMamba):
+            return self.of_stages
+        return self.of_attention or not attention_alone(model)
+
+
+def attention_alone(model: nn.Module) -> bool:
+    """Whether all mixers of a model are softmax attention, which has a single component."""
+    paths = [mixer.architecture.class_path for mixer in find_mixers(model)]
+    return all(path.endswith("Attention") for path in paths)
+
+
+def image_maps() -> dict[Cell, ImageMap]:
+    """Every method that explains image classifiers, in each formulation."""
+    maps = {**_attention_maps(), **_attribution_maps(), **_latim_maps(), **_flow_maps()}
+    for form in ("lrp", "gradient"):
+        kind = partial(TransformerAttribution, form=form)
+        maps[Cell("TransformerAttribution", form)] = ImageMap(partial(_each, kind=kind))
+    for cell, explain in captum_maps().items():
+        maps[cell] = ImageMap(explain, variant=cell.formulation == ABSOLUTE)
+    for cell, explain in activation_maps().items():
+        maps[cell] = ImageMap(explain, of_stages=False)
+    for cell, explain in picture_maps().items():
+        maps[cell] = ImageMap(explain, by_class=False)
+    return maps
+
+
+def _attention_maps() -> dict[Cell, ImageMap]:
+    """Raw attention and rollout."""
+    maps = {}
+    for kind in (ImplicitAttention, ImplicitAttentionRollout):
+        of = partial(_common, kind=kind)
+        found = _by_components(of)
+        if kind is ImplicitAttentionRollout:
+            found |= _by_reduction(of)
+        for name, explain in found.items():
+            maps[Cell(kind.__name__, name)] = ImageMap(
+                explain, by_class=False, of_attention=name == "unified", variant=name not in PLAIN
+            )
+    return maps
+
+
+def _attribution_maps() -> dict[Cell, ImageMap]:
+    """Mamba-Attribution, whose gradients' mean over channels LayerNorms make zero in a ViT."""
+    of = partial(_each, kind=MambaAttribution)
+    found = {**_by_components(of), **_by_reduction(of), **_by_clamp(of)}
+    return {
+        Cell("MambaAttribution", name): ImageMap(
+            explain, of_attention=False, variant=name not in PLAIN
+        )
+        for name, explain in found.items()
+    }
+
+
+def _by_components(of: Explain) -> dict[str, Explain]:
+    """Which parts of a mixer the matrices include; and what the published scripts do with them."""
+    found: dict[str, Explain] = {
+        each: partial(of, components=each) for each in (*COMPONENTS, *ABLATIONS)
+    }
+    for each in FORMULATIONS:
+        found[f"{each}, {CODE}"] = partial(published_code, of=found[each])
+    return found
+
+
+def _by_reduction(of: Explain) -> dict[str, Explain]:
+    """The reductions of HA table 5 in place of the mean."""
+    found: dict[str, Explain] = {}
+    for each in FORMULATIONS:
+        for name in REDUCTIONS:
+            found[f"{each}, {name}"] = partial(of, components=each, reduce=name)
+        for ratio in DISCARDED:
+            reduce = discard_smallest(ratio)
+            found[f"{each}, discard {ratio}"] = partial(of, components=each, reduce=reduce)
+        # in float32 a product of so many channels is zero
+        found[f"{each}, product"] = partial(_in_double, of=found[f"{each}, product"])
+    return found
+
+
+def _by_clamp(of: Explain) -> dict[str, Explain]:
+    """The clamps of HA table 6 in place of relu."""
+    return {
+        f"{each}, {name}": partial(of, components=each, clamp=clamp)
+        for each in FORMULATIONS
+        for name, clamp in CLAMPS.items()
+    }
+
+
+def _latim_maps() -> dict[Cell, ImageMap]:
+    kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+        ("LatimNorm l1", partial(LatimNorm, p=1), {}),
+        ("LatimNorm l2", partial(LatimNorm, p=2), {}),
+        ("LatimALTI rollout", LatimALTI, {"aggregate": "rollout"}),
+        ("LatimALTI mean", LatimALTI, {"aggregate": "mean"}),
+    )
+    maps = {}
+    for activation in ACTIVATIONS:
+        exact = activation == "linearized"  # attention has no activation to be divided
+        for name, kind, options in kinds:
+            explain = partial(_common, kind=partial(kind, activation=activation), **options)
+            maps[Cell(name, activation)] = ImageMap(explain, False, exact, variant=not exact)
+        logit = partial(_each, kind=partial(LatimLogit, activation=activation))
+        maps[Cell("LatimLogit", activation)] = ImageMap(
+            logit, of_attention=exact, of_stages=False, variant=not exact
+        )
+    return maps
+
+
+def _flow_maps() -> dict[Cell, ImageMap]:
+    maps = {}
+    rules: dict[type[LatimFlow], Rule] = {LatimFlow: "frozen", MambaLRP: "half"}
+    for kind, rule in rules.items():
+        patches, pixels = (partial(of, kind=kind, rule=rule) for of in (_each, _pixels))
+        for name, explain in (
+            ("patches", patches),
+            ("patches, against the mean class", partial(patches, contrast="mean")),
+            ("pixels", pixels),
+            (ABSOLUTE, absolute(pixels)),
+        ):
+            maps[Cell(kind.__name__, name)] = ImageMap(explain, variant=name == ABSOLUTE)
+    return maps
+
+
+def _common(
+    model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any, **options: Any
+) -> Tensor:
+    """One map for all classes."""
+    found: Tensor = kind(model).attribute(image, per_token=True, **options)
+    return found.expand(len(classes), -1, -1)
+
+
+def _each(
+    model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any, **options: Any
+) -> Tensor:
+    """A map of patches for each class."""
+    found: Tensor = kind(model).attribute_each(image, list(classes), **options)
+    return found[:, 0]
+
+
+def _pixels(
+    model: nn.Module, image: Tensor, classes: Sequence[int], kind: Any, rule: Rule
+) -> Tensor:
+    """A map of pixels for each class."""
+    found = kind(model).decompose_each(image, list(classes), rule=rule, roles=False)
+    return torch.cat([each.inputs.sum(1) for each in found]).detach()
+
+
+def _in_double(
+    model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain, **options: Any
+) -> Tensor:
+    return of(copy.deepcopy(model).double(), image.double(), classes, **options)
+
+
+def published_code(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
+    """What the authors' scripts compute, with as large a part of the layers left out."""
+    return later_layers(model, image, classes, partial(of, recipe="published_code"))
+
+
+def later_layers(model: nn.Module, image: Tensor, classes: Sequence[int], of: Explain) -> Tensor:
+    """Without as large a part of the layers as the authors' scripts leave out."""
+    start = int(LEFT_OUT * len(find_mixers(model)))
+    return of(model, image, classes, start_layer=start)

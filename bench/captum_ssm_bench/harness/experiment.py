@@ -1,0 +1,227 @@
+"""What an experiment is: examples with gold, cells to fill, and numbers for each example."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from captum_ssm.errors import OptionError
+from captum_ssm.metrics.sample import Statistic, mean
+
+from .records import Rows
+
+#: What files can be named after on any system, and nothing outside of their folder.
+_FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+class Cell(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        method: name of a method.
+        formulation: which variant of it. Default: ``""``, it has one only.
+    """
+
+    method: str
+    formulation: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        name: its head.
+        numbers: which numbers of an example it is made of.
+        better: ``"high"`` or ``"low"``, or empty where neither is better. Default: ``"high"``.
+        statistic: of the numbers' sums over examples; see :class:`~captum_ssm.metrics.Sample`.
+            Default: their mean.
+
+    Example:
+        >>> from captum_ssm_bench import Column
+        >>> column = Column("AOPC", ("aopc",), "low")
+        >>> column.direction
+        'lower is better'
+    """
+
+    name: str
+    numbers: tuple[str, ...]
+    better: str = "high"
+    statistic: Statistic = mean
+
+    @property
+    def direction(self) -> str:
+        """Which numbers are better, if any are."""
+        return f"{self.better}er is better" if self.better else ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to explain.
+
+    Attributes:
+        name: of the model.
+        load: gives the model in evaluation mode, on a device.
+        fingerprint: of its weights, so that results of others are never mixed in.
+        training: which of several models of this name, trained with other seeds; the one that
+            ships with the package has none. Default: none.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm_bench import Subject
+        >>> subject = Subject("m", lambda device: nn.Linear(2, 1, device=device), "1", training="7")
+        >>> subject.label
+        'm@7'
+    """
+
+    name: str
+    load: Callable[[torch.device], nn.Module]
+    fingerprint: str
+    training: str = ""
+
+    @property
+    def label(self) -> str:
+        """What its results are recorded under; see :func:`name_of`."""
+        return f"{self.name}@{self.training}" if self.training else self.name
+
+
+def name_of(label: str) -> str:
+    """The name of a model, the same one for all trainings."""
+    return label.partition("@")[0]
+
+
+class Experiment(ABC):
+    """Base of all experiments.
+
+    Attributes:
+        name: as the command line knows it.
+        title: what it shows, with the table of the paper that it is the counterpart of.
+        columns: the columns of its table, the one that tells most first.
+        examples: how many of each model and seed a full run takes. Default: 100.
+        baselines: names of methods that look at no model, or that all others are held against;
+            where the best rows are shown, theirs are too. Default: none.
+        note: what has to be known to read the table. Default: nothing.
+        groups: by name, names of models whose numbers are taken together, too, each model's alike.
+            Default: none.
+        against: the row that the others are held against if nobody names one. Default: None, they
+            are not.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm_bench import Cell, Column, Experiment, Plan, Subject
+        >>> class Indices(Experiment):
+        ...     name, title, columns = "indices", "A table", (Column("x", ("x",)),)
+        ...     def subjects(self):
+        ...         return [Subject("m", lambda device: nn.Linear(1, 1, device=device), "1")]
+        ...     def cells(self):
+        ...         return [Cell("plain"), Cell("plain", "doubled")]
+        ...     def example(self, subject, index, seed):
+        ...         return index
+        ...     def measure(self, model, example, cell):
+        ...         return {"": {"x": example * (2 if cell.formulation else 1)}}
+        >>> Indices().chosen(formulations=["doubled"])
+        [Cell(method='plain', formulation='doubled')]
+        >>> Indices().measure(None, 3, Cell("plain", "doubled"))
+        {'': {'x': 6}}
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    examples: int = 100
+    baselines: Collection[str] = ()
+    note: str = ""
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+    against: Cell | None = None
+
+    @abstractmethod
+    def subjects(self) -> Sequence[Subject]:
+        """The models that it explains."""
+
+    @abstractmethod
+    def cells(self) -> Sequence[Cell]:
+        """The rows of its table."""
+
+    @abstractmethod
+    def example(self, subject: Subject, index: int, seed: int) -> Any:
+        """One example; the same subject, index and seed give the same one.
+
+        Args:
+            subject: the model that is to explain it.
+            index: of the example, from 0.
+            seed: of what is random in it.
+
+        Returns:
+            What :meth:`measure` takes.
+        """
+
+    @abstractmethod
+    def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
+        """The numbers of one example, by row.
+
+        A method that says something of every layer gives several rows: ``"layer 0"``, ``"mean"``.
+        Others give one, of an empty name.
+
+        Args:
+            model: as a subject has loaded it.
+            example: as of :meth:`example`.
+            cell: which method, in which formulation.
+
+        Returns:
+            By row, the numbers by name that the columns are made of; NaN for one that the example
+            does not have. No rows, if the cell says nothing of this model.
+        """
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside it the cells of one example are measured; what they share can be made once.
+
+        Nothing is shared by default.  What is must not change a number, since cells that are
+        recorded already are left out.
+        """
+        return nullcontext()
+
+    def chosen(
+        self, methods: Collection[str] | None = None, formulations: Collection[str] | None = None
+    ) -> list[Cell]:
+        """The cells of some methods and formulations; names that it has not choose nothing.
+
+        Args:
+            methods: names of methods. Default: None, all.
+            formulations: names of formulations. Default: None, all.
+
+        Returns:
+            The cells in their order.
+        """
+        return [
+            cell
+            for cell in self.cells()
+            if (methods is None or cell.method in methods)
+            and (formulations is None or cell.formulation in formulations)
+        ]
+
+
+def file_name(experiment: Experiment) -> str:
+    """The name of an experiment, which its folder and its tables are named after.
+
+    Args:
+        experiment: any.
+
+    Raises:
+        OptionError: when the name holds more than letters, digits, dots, dashes and underscores, or
+            begins with a dot or dash: its files could lie anywhere.
+    """
+    if not _FILE_NAME.fullmatch(experiment.name):
+        raise OptionError(
+            f"name={experiment.name!r} of {type(experiment).__name__}: files are named after an "
+            "experiment. Use letters, digits, dots, dashes and underscores, the first a letter or "
+            "digit."
+        )
+    return experiment.name

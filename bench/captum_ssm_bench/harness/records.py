@@ -1,0 +1,136 @@
+"""Results on disk: one line per example and cell, appended by each process to a file of its own.
+
+A line counts once it ends; a process that was killed leaves at most one line without an end, which
+is taken off when the file is opened again and is skipped by readers.  What is recorded is never
+measured again, and what is recorded twice counts once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from captum_ssm._files import make_folder, writing
+from captum_ssm.errors import InputError
+
+#: The numbers of one row of one example, by name; NaN for one that it does not have.
+Numbers = Mapping[str, float]
+#: Numbers by row: of each layer, say, or of an empty name where there is one row only.
+Rows = Mapping[str, Numbers]
+
+
+class Key(NamedTuple):
+    """What a line is about.
+
+    Attributes:
+        experiment: name of the experiment.
+        model: name of the model.
+        method: name of the method.
+        formulation: which variant of it.
+        seed: of the example.
+        example: its index.
+    """
+
+    experiment: str
+    model: str
+    method: str
+    formulation: str
+    seed: int
+    example: int
+
+
+class Records:
+    """The results in a folder.
+
+    Iterating gives every result once, as a key and its rows, sorted by key.
+
+    Args:
+        folder: where they lie; made if it is not there.
+        process: index of this process, which appends to a file of its own. Default: 0.
+
+    Raises:
+        InputError: on iteration, when a line is not a result; it names the line.
+
+    Example:
+        >>> import tempfile
+        >>> from captum_ssm_bench import Key, Records
+        >>> key = Key("copying", "copying-mamba", "LatimFlow", "frozen", seed=0, example=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Records(folder).append(key, {"": {"auc": 0.75}})
+        ...     found = list(Records(folder))
+        >>> found == [(key, {"": {"auc": 0.75}})]
+        True
+    """
+
+    def __init__(self, folder: str | Path, process: int = 0) -> None:
+        self.folder = Path(folder)
+        make_folder(self.folder)
+        self._own = self.folder / f"records-{process}.jsonl"
+
+    def __iter__(self) -> Iterator[tuple[Key, Rows]]:
+        """Every result once, sorted by key."""
+        found: dict[Key, Rows] = {}
+        for path in sorted(self.folder.glob("records-*.jsonl")):
+            for key, rows in _lines(path):
+                found.setdefault(key, rows)
+        yield from sorted(found.items(), key=lambda item: item[0])
+
+    def append(self, key: Key, rows: Rows) -> None:
+        """Write a result to this process's file; it is on the disk when the call returns.
+
+        Args:
+            key: what it is about.
+            rows: the numbers.
+
+        Raises:
+            WriteError: when it cannot be written; results written before are unharmed.
+        """
+        written = {row: _writable(numbers) for row, numbers in rows.items()}
+        line = json.dumps({**key._asdict(), "rows": written}) + "\n"
+        with writing(self._own):
+            _mend(self._own)
+            with self._own.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _writable(numbers: Numbers) -> dict[str, float | None]:
+    """JSON knows no NaN: a number that an example does not have is null."""
+    return {name: None if math.isnan(x) else float(x) for name, x in numbers.items()}
+
+
+def _read(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if x is None else float(x) for name, x in numbers.items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[Key, Rows]]:
+    text = path.read_text(encoding="utf-8")
+    for count, line in enumerate(text.split("\n")[:-1], 1):  # the last is empty, or was cut off
+        try:
+            entry = json.loads(line)
+            rows = entry.pop("rows")
+            yield Key(**entry), {row: _read(numbers) for row, numbers in rows.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(
+                f"{path}, line {count} is not a result: {line[:80]!r}. Delete the line; what it "
+                "held is measured again."
+            ) from error
+
+
+def _mend(path: Path) -> None:
+    """Take off a last line without an end."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size > 0:
+            file.seek(size - 1)
+            if file.read(1) == b"\n":
+                break
+            size -= 1
+        file.truncate(size)

@@ -1,0 +1,270 @@
+"""Texts whose last words follow from known earlier ones, and what all tasks made of them share.
+
+A text is a prompt and its answer.  The logits at the last word of the prompt predict the first
+word of the answer, those at each word of the answer the next one; for each answered word it is
+known which words of the prompt it follows from.
+
+Shapes: B texts, L tokens of the longest, T answered tokens of all texts together, K pairs of an
+answered token and a source of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import InputError
+from captum_ssm.models.vocabulary import WordVocabulary
+
+SEPARATOR = "|"
+
+#: Words that can stand in each other's place, each as a source and what follows from it.
+Family = Sequence[tuple[str, str]]
+
+
+class LinkedTask(Protocol):
+    """What draws texts of one form and of many lengths.
+
+    All generated tasks on texts are used in this one way; a class of your own with these members
+    is one, too.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import NUMBER_WORDS, SHORT_COPIES
+        >>> for task in (NUMBER_WORDS, SHORT_COPIES):
+        ...     batch = task.batch(task.draw(2, seed=0, length=6))
+        ...     print(task.longest, len(batch.input_ids), len(task.vocabulary))
+        6 2 63
+        16 2 18
+    """
+
+    @property
+    def shortest(self) -> int:
+        """The least length, in the unit of the task: tokens, symbols, digits, facts."""
+
+    @property
+    def longest(self) -> int:
+        """The greatest length."""
+
+    @property
+    def vocabulary(self) -> WordVocabulary:
+        """All words of the task's texts."""
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """What sources can be exchanged for, and what then follows."""
+
+    def draw(self, count: int, seed: int | random.Random, length: int | None = None) -> list[Any]:
+        """Examples of one length, or of lengths drawn anew for each; the same seed, the same ones.
+
+        Args:
+            count: how many.
+            seed: a seed, or a generator to go on drawing from.
+            length: of every example. Default: None, drawn anew for each.
+
+        Returns:
+            The examples, in the task's own form, which :meth:`batch` takes.
+        """
+
+    def batch(self, examples: Sequence[Any], device: torch.device | str = "cpu") -> LinkedBatch:
+        """The texts of examples that were drawn, padded on the left.
+
+        Args:
+            examples: at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The texts as ids, with the links of their answers.
+        """
+
+
+@dataclass(frozen=True)
+class LinkedText:
+    """A prompt, its answer, and where the words of the answer come from.
+
+    Attributes:
+        words: of the prompt and the answer.
+        answer: the position of the first answered word; all from there on are answered.
+        context: the positions among which sources are looked for.
+        sure: pairs of the position of an answered word and of a source it surely has.
+        possible: further pairs, which it is no error to name. Default: none.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import LinkedText
+        >>> words = ("a", "b", "|", "b", "a")
+        >>> text = LinkedText(words, answer=3, context=range(2), sure=((3, 1), (4, 0)))
+        >>> text.prompt, text.completion
+        ('a b |', 'b a')
+    """
+
+    words: tuple[str, ...]
+    answer: int
+    context: range
+    sure: tuple[tuple[int, int], ...]
+    possible: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The words before the answer."""
+        return " ".join(self.words[: self.answer])
+
+    @property
+    def completion(self) -> str:
+        """The words of the answer."""
+        return " ".join(self.words[self.answer :])
+
+
+class Targets(NamedTuple):
+    """All answered tokens of a batch, row by row and left to right, each tensor (T,).
+
+    Attributes:
+        rows: which text of the batch.
+        queries: the position whose logits predict the token.
+        tokens: its id.
+    """
+
+    rows: Tensor
+    queries: Tensor
+    tokens: Tensor
+
+
+class Links(NamedTuple):
+    """Answered tokens of a batch and where they come from, each tensor (K,).
+
+    A token with several sources has several links.
+
+    Attributes:
+        rows: which text of the batch.
+        queries: the position whose logits predict the answered token.
+        sources: the position of its gold source.
+        tokens: its id.
+    """
+
+    rows: Tensor
+    queries: Tensor
+    sources: Tensor
+    tokens: Tensor
+
+
+Batch = TypeVar("Batch", bound="LinkedBatch")
+
+
+@dataclass(frozen=True, eq=False)
+class LinkedBatch:
+    """Texts padded on the left, and their links.
+
+    Attributes:
+        task: what the texts were drawn for.
+        input_ids: ids (B, L).
+        context: the positions among which sources are looked for, (B, L) of booleans.
+        targets: the answered tokens.
+        links: the sure links.
+        possible_links: those that are possible and not sure.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import NUMBER_WORDS
+        >>> batch = NUMBER_WORDS.batch([21])  # twenty one | ein und zwanzig
+        >>> batch.targets.queries.tolist(), batch.context.tolist()
+        ([2, 3, 4], [[True, True, False, False, False, False]])
+        >>> batch.gold()[0].nonzero().tolist()  # ein comes from one, zwanzig from twenty
+        [[2, 1], [4, 0]]
+        >>> batch.possible()[0, 3].nonzero().flatten().tolist()  # und from either
+        [0, 1]
+    """
+
+    task: LinkedTask
+    input_ids: Tensor
+    context: Tensor
+    targets: Targets
+    links: Links
+    possible_links: Links
+
+    @classmethod
+    def of(
+        cls: type[Batch],
+        task: LinkedTask,
+        texts: Sequence[LinkedText],
+        device: torch.device | str = "cpu",
+    ) -> Batch:
+        """Texts over the task's vocabulary, padded.
+
+        Args:
+            task: what they were drawn for.
+            texts: at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch, as wide as the longest text.
+
+        Raises:
+            InputError: when there is no text, or a word is not in the vocabulary.
+        """
+        if not texts:
+            raise InputError("texts is empty: a batch needs at least one text.")
+        words, width = task.vocabulary, max(len(text.words) for text in texts)
+        input_ids = torch.full((len(texts), width), words.pad_id)
+        context = torch.zeros_like(input_ids, dtype=torch.bool)
+        targets: list[tuple[int, int]] = []
+        sure: list[tuple[int, int, int]] = []
+        possible: list[tuple[int, int, int]] = []
+        for row, text in enumerate(texts):
+            start = width - len(text.words)
+            input_ids[row, start:] = torch.tensor([words.id_of(word) for word in text.words])
+            context[row, start + text.context.start : start + text.context.stop] = True
+            # the logits at a token predict the next one
+            targets += [(row, position - 1) for position in range(start + text.answer, width)]
+            for found, pairs in ((sure, text.sure), (possible, text.possible)):
+                found += [(row, start + to - 1, start + source) for to, source in sorted(pairs)]
+        rows, queries = _columns(targets, 2)
+        return cls(
+            task=task,
+            input_ids=input_ids.to(device),
+            context=context.to(device),
+            targets=Targets(*(x.to(device) for x in (rows, queries, input_ids[rows, queries + 1]))),
+            links=_links(sure, input_ids, device),
+            possible_links=_links(possible, input_ids, device),
+        )
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """1 for tokens and 0 for padding, (B, L)."""
+        return (self.input_ids != self.task.vocabulary.pad_id).long()
+
+    def gold(self) -> Tensor:
+        """The sure links as a map (B, L, L) of booleans: row i, what the logits at i come from."""
+        return self._map(self.links)
+
+    def possible(self) -> Tensor:
+        """The sure and the possible links, as :meth:`gold`."""
+        return self.gold() | self._map(self.possible_links)
+
+    def pairs(self) -> Tensor:
+        """Pairs of a query and a word that may be its source, (B, L, L) of booleans.
+
+        The mask of an alignment: rows of other tokens, and columns outside the context, are False.
+        """
+        queries = torch.zeros_like(self.context)
+        queries[self.targets.rows, self.targets.queries] = True
+        return queries[:, :, None] & self.context[:, None, :]
+
+    def _map(self, links: Links) -> Tensor:
+        count, width = self.input_ids.shape
+        found = torch.zeros(count, width, width, dtype=torch.bool, device=self.input_ids.device)
+        found[links.rows, links.queries, links.sources] = True
+        return found
+
+
+def _columns(rows: Sequence[tuple[int, ...]], count: int) -> tuple[Tensor, ...]:
+    return torch.tensor(rows, dtype=torch.long).reshape(-1, count).unbind(1)
+
+
+def _links(
+    pairs: Sequence[tuple[int, int, int]], input_ids: Tensor, device: torch.device | str
+) -> Links:
+    rows, queries, sources = _columns(pairs, 3)
+    tokens = input_ids[rows, queries + 1]
+    return Links(*(x.to(device) for x in (rows, queries, sources, tokens)))

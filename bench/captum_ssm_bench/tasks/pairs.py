@@ -1,0 +1,132 @@
+"""Associative recall: pairs of a key and a value, then one of the keys (Arora et al. 2023).
+
+The logits at the asking key, which stands last, predict the value beside it::
+
+    c M a K f K b T a -> K
+
+Three words bring the answer about, and any one of them would change it: the key that asks, the key
+that it is matched with, and the value that is answered.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from captum_ssm.errors import OptionError
+from captum_ssm.models.vocabulary import PAD, WordVocabulary
+
+from .linked import Family, LinkedBatch, LinkedText
+
+KEYS, VALUES = string.ascii_lowercase, string.ascii_uppercase
+
+
+@cache
+def _vocabulary(symbols: int) -> WordVocabulary:
+    return WordVocabulary([PAD, *KEYS[:symbols], *VALUES[:symbols]])
+
+
+@dataclass(frozen=True)
+class PairsTask:
+    """Pairs whose keys are distinct and whose values need not be; a length counts pairs.
+
+    The value of the asked pair is the sure source of the answer, its key a possible one.
+
+    Attributes:
+        symbols: how many keys there are, and how many values; at most 26. Default: 16.
+        shortest: least number of pairs. Default: 1.
+        longest: greatest number of pairs, not above ``symbols``. Default: 6.
+
+    Raises:
+        OptionError: when a number is out of its range.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import PairsTask
+        >>> (text,) = PairsTask().draw(1, seed=0, length=3)
+        >>> text.prompt, text.completion
+        ('m A p P g H p', 'P')
+        >>> text.sure, text.possible  # the answer, at 7, from the value at 3, whose key is at 2
+        (((7, 3),), ((7, 2),))
+    """
+
+    symbols: int = 16
+    shortest: int = 1
+    longest: int = 6
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.symbols <= len(KEYS):
+            raise OptionError(f"symbols={self.symbols}: use 2 to {len(KEYS)}.")
+        if not 1 <= self.shortest <= self.longest <= self.symbols:
+            raise OptionError(
+                f"shortest={self.shortest}, longest={self.longest}: a text has 1 pair or more, the "
+                f"shortest are not longer than the longest, and there are {self.symbols} keys."
+            )
+
+    @property
+    def vocabulary(self) -> WordVocabulary:
+        """Padding, the keys and the values, in this order."""
+        return _vocabulary(self.symbols)
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """The values; each is followed by itself."""
+        return ([(value, value) for value in VALUES[: self.symbols]],)
+
+    def draw(
+        self, count: int, seed: int | random.Random, length: int | None = None
+    ) -> list[LinkedText]:
+        """Texts; the same seed gives the same ones.
+
+        Args:
+            count: how many.
+            seed: a seed, or a generator to go on drawing from.
+            length: the pairs of every text. Default: None, drawn anew for each.
+
+        Returns:
+            The texts.
+
+        Raises:
+            OptionError: when there are not so many keys.
+        """
+        if length is not None and not 1 <= length <= self.symbols:
+            raise OptionError(f"length={length}: use 1 to {self.symbols}, as there are so many.")
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
+        return [self._text(rng, n) for n in lengths]
+
+    def _text(self, rng: random.Random, length: int) -> LinkedText:
+        keys = rng.sample(KEYS[: self.symbols], length)
+        values = rng.choices(VALUES[: self.symbols], k=length)
+        asked, answer = rng.randrange(length), 2 * length + 1
+        stated = [word for pair in zip(keys, values, strict=True) for word in pair]
+        return LinkedText(
+            words=(*stated, keys[asked], values[asked]),
+            answer=answer,
+            context=range(2 * length),
+            sure=((answer, 2 * asked + 1),),
+            possible=((answer, 2 * asked),),
+        )
+
+    def batch(self, texts: Sequence[LinkedText], device: torch.device | str = "cpu") -> LinkedBatch:
+        """The texts, padded on the left.
+
+        Args:
+            texts: as drawn, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch; sources are looked for in what stands before the asking key.
+        """
+        return LinkedBatch.of(self, texts, device)
+
+
+#: What the bundled models called pairs were trained on.
+PAIRS = PairsTask()
+#: With keys and values that a state of one number a channel can hold: of pairs-rwkv and
+#: pairs-griffin.
+FEW_PAIRS = PairsTask(symbols=8, longest=5)

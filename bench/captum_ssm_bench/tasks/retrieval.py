@@ -1,0 +1,336 @@
+"""Retrieval from long texts: passkeys in filler, and the most frequent word (LATIM, section 4.3).
+
+Passkeys (Mohtashami and Jaggi 2023) are stated somewhere in text that has nothing to say, and one
+of them is asked for at its end::
+
+    the sky is blue . the passkey of anna is 4 1 7 . here we go . ? the passkey of anna is 4 1 7
+
+Frequent words are coded words among dots; how often each occurs follows Zipf's law (Hsieh et al.
+2024, RULER)::
+
+    . pilo . . gema pilo . tusa . ? the most frequent word is pilo
+
+Lengths count the tokens of a text, question and answer included.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+
+import torch
+
+from captum_ssm.errors import OptionError
+from captum_ssm.models.vocabulary import PAD, WordVocabulary
+
+from .linked import Family, LinkedBatch, LinkedText
+
+ASK, STOP, IS = "?", ".", "is"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+DIGITS = _words("0 1 2 3 4 5 6 7 8 9")
+NAMES = _words("anna bob carl dora emil fay gus hana")
+OWNED = _words("the passkey of")
+SENTENCES = (
+    _words("the grass is green ."),
+    _words("the sky is blue ."),
+    _words("the sun is yellow ."),
+    _words("here we go ."),
+    _words("there and back again ."),
+)
+
+CODED = _words(
+    "amit bafo cuda dilo femu gema hiro jupa kela lony mubi naso oske pilo quex rado sive tusa "
+    "ufan vole wamo xeno yaro zibu"
+)
+FREQUENT = _words("? the most frequent word is")
+
+
+@dataclass(frozen=True)
+class RetrievalTask(ABC):
+    """Texts of exact lengths that end in a question and its answer.
+
+    Attributes:
+        shortest: least number of tokens of a text. Default: 64.
+        longest: greatest number of tokens of a text. Default: 128.
+    """
+
+    shortest: int = 64
+    longest: int = 128
+
+    def __post_init__(self) -> None:
+        if not self.least <= self.shortest <= self.longest:
+            raise OptionError(
+                f"shortest={self.shortest}, longest={self.longest}: texts of this task have "
+                f"{self.least} tokens or more, and the shortest are not longer than the longest."
+            )
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """The fewest tokens that a text of the task can have."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> WordVocabulary:
+        """All words of the task's texts."""
+
+    @property
+    @abstractmethod
+    def families(self) -> Sequence[Family]:
+        """What can be the answer, or a part of it."""
+
+    @abstractmethod
+    def text(self, rng: random.Random, length: int) -> LinkedText:
+        """One text of ``length`` tokens."""
+
+    def draw(
+        self, count: int, seed: int | random.Random, length: int | None = None
+    ) -> list[LinkedText]:
+        """Texts; the same seed gives the same ones.
+
+        Args:
+            count: how many.
+            seed: a seed, or a generator to go on drawing from.
+            length: the tokens of every text. Default: None, drawn anew for each.
+
+        Returns:
+            The texts.
+
+        Raises:
+            OptionError: when ``length`` is below :attr:`least`.
+        """
+        if length is not None and length < self.least:
+            raise OptionError(
+                f"length={length}: texts of this task have {self.least} tokens or more."
+            )
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+        lengths = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
+        return [self.text(rng, n) for n in lengths]
+
+    def batch(self, texts: Sequence[LinkedText], device: torch.device | str = "cpu") -> LinkedBatch:
+        """The texts, padded on the left.
+
+        Args:
+            texts: as drawn, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch.
+        """
+        return LinkedBatch.of(self, texts, device)
+
+
+@dataclass(frozen=True)
+class PasskeyTask(RetrievalTask):
+    """Passkeys of several persons, one of which is asked for.
+
+    Each digit of the answer has one sure source, the digit of the same place in the passkey.  The
+    other digits of the passkey and its owner's name are possible ones.
+
+    Attributes:
+        keys: how many passkeys a text states, each of another person; 1 to 8. Default: 1.
+        digits: of a passkey. Default: 3.
+        shortest: least number of tokens of a text. Default: 64.
+        longest: greatest number of tokens of a text. Default: 128.
+
+    Raises:
+        OptionError: when a number is out of its range, or the texts are too short for the keys.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import PasskeyTask
+        >>> (text,) = PasskeyTask(keys=2, digits=2).draw(1, seed=0, length=32)
+        >>> len(text.words), len(text.words) - text.answer  # two digits are answered
+        (32, 2)
+        >>> tuple(text.words[source] for _, source in text.sure) == text.words[text.answer :]
+        True
+    """
+
+    keys: int = 1
+    digits: int = 3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.keys <= len(NAMES):
+            raise OptionError(f"keys={self.keys}: use 1 to {len(NAMES)}.")
+        if self.digits < 1:
+            raise OptionError(f"digits={self.digits}: a passkey has at least one digit.")
+        super().__post_init__()
+
+    @property
+    def least(self) -> int:
+        """The tokens of statements, question and answer, without any filler."""
+        stated = len(OWNED) + 2 + self.digits  # a name, is, and the digits
+        return self.keys * (stated + 1) + 1 + stated
+
+    @property
+    def vocabulary(self) -> WordVocabulary:
+        """Padding, the question mark, digits, names, and the words around them."""
+        return _vocabulary((ASK, *DIGITS, *NAMES, *OWNED, IS, *chain.from_iterable(SENTENCES)))
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """The digits."""
+        return ([(digit, digit) for digit in DIGITS],)
+
+    def text(self, rng: random.Random, length: int) -> LinkedText:
+        """One text of ``length`` tokens; the statements stand between sentences of the filler."""
+        context, passkeys = self._stated(rng, length)
+        asked = list(passkeys)[rng.randrange(self.keys)]
+        return self._asking(context, asked, passkeys[asked])
+
+    def questions(self, rng: random.Random, length: int) -> list[LinkedText]:
+        """One text with each of its passkeys asked for in turn, in the order of their statements.
+
+        Args:
+            rng: draws the text.
+            length: its tokens.
+
+        Returns:
+            As many texts as it has keys, all alike up to the question.
+
+        Example:
+            >>> import random
+            >>> from captum_ssm_bench.tasks import PasskeyTask
+            >>> first, second = PasskeyTask(keys=2).questions(random.Random(0), 64)
+            >>> first.sure[0][1] < second.sure[0][1]  # the digits asked for stand earlier
+            True
+        """
+        context, passkeys = self._stated(rng, length)
+        stated = sorted(passkeys, key=context.index)
+        return [self._asking(context, name, passkeys[name]) for name in stated]
+
+    def _stated(
+        self, rng: random.Random, length: int
+    ) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The words before the question, and the passkeys by the names of their owners."""
+        sentences = _filler(rng, length - self.least)
+        names = rng.sample(NAMES, self.keys)
+        passkeys = [tuple(rng.choices(DIGITS, k=self.digits)) for _ in names]
+        for name, passkey in zip(names, passkeys, strict=True):
+            place = rng.randint(0, len(sentences))
+            sentences.insert(place, (*OWNED, name, IS, *passkey, STOP))
+        return tuple(chain.from_iterable(sentences)), dict(zip(names, passkeys, strict=True))
+
+    def _asking(self, context: tuple[str, ...], name: str, passkey: tuple[str, ...]) -> LinkedText:
+        owner = context.index(name)  # names stand in statements alone
+        stated = range(owner + 2, owner + 2 + self.digits)
+        question = (ASK, *OWNED, name, IS)
+        begin = len(context) + len(question)
+        answer = range(begin, begin + self.digits)
+        return LinkedText(
+            words=(*context, *question, *passkey),
+            answer=answer.start,
+            context=range(len(context)),
+            sure=tuple(zip(answer, stated, strict=True)),
+            possible=tuple(
+                (target, source)
+                for place, target in enumerate(answer)
+                for source in (owner, *stated)
+                if source != stated[place]
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class FrequentWordTask(RetrievalTask):
+    """Coded words among dots, the most frequent of which is asked for.
+
+    Of the tokens before the question, the one of rank r makes up a share proportional to
+    r ** -exponent, rounded down.  The dots have the first rank and also make up the rest.  All
+    occurrences of the answer are its sure sources.
+
+    Attributes:
+        exponent: of Zipf's law. Default: 2.0, that of RULER.
+        shortest: least number of tokens of a text. Default: 64.
+        longest: greatest number of tokens of a text. Default: 128.
+
+    Raises:
+        OptionError: when a number is out of its range, or the texts are too short for one word to
+            be the most frequent.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import FrequentWordTask
+        >>> (text,) = FrequentWordTask().draw(1, seed=0, length=64)
+        >>> " ".join(text.words[-7:-1])
+        '? the most frequent word is'
+        >>> {text.words[source] for _, source in text.sure} == {text.completion}
+        True
+    """
+
+    exponent: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.exponent <= 0:
+            raise OptionError(f"exponent={self.exponent}: use a number above 0.")
+        super().__post_init__()
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens from which on one word is always more frequent than the next."""
+        first, second, *_ = _shares(self.exponent)
+        return math.ceil(1 / (first - second)) + len(FREQUENT) + 1
+
+    @property
+    def vocabulary(self) -> WordVocabulary:
+        """Padding, the dot, the coded words and those of the question, in this order."""
+        return _vocabulary((STOP, *CODED, *FREQUENT))
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """The coded words."""
+        return ([(word, word) for word in CODED],)
+
+    def text(self, rng: random.Random, length: int) -> LinkedText:
+        """One text of ``length`` tokens; which words are frequent is drawn, and so is the order."""
+        size = length - len(FREQUENT) - 1
+        counts = [int(size * share) for share in _shares(self.exponent)]
+        ranked = rng.sample(CODED, len(CODED))
+        coded = [word for word, n in zip(ranked, counts, strict=True) for _ in range(n)]
+        context = coded + [STOP] * (size - len(coded))
+        rng.shuffle(context)
+        answer = length - 1
+        return LinkedText(
+            words=(*context, *FREQUENT, ranked[0]),
+            answer=answer,
+            context=range(size),
+            sure=tuple((answer, i) for i, word in enumerate(context) if word == ranked[0]),
+        )
+
+
+def _filler(rng: random.Random, size: int) -> list[tuple[str, ...]]:
+    """Sentences of so many words together, drawn at random; the first may lack its beginning."""
+    sentences: list[tuple[str, ...]] = []
+    while size > 0:
+        sentence = rng.choice(SENTENCES)[-size:]
+        sentences.append(sentence)
+        size -= len(sentence)
+    return sentences[::-1]
+
+
+@cache
+def _shares(exponent: float) -> tuple[float, ...]:
+    """Of the coded words, the most frequent first; the dots' share comes before them."""
+    weights = [rank**-exponent for rank in range(1, len(CODED) + 2)]
+    return tuple(weight / sum(weights) for weight in weights[1:])
+
+
+@cache
+def _vocabulary(words: tuple[str, ...]) -> WordVocabulary:
+    return WordVocabulary([PAD, *dict.fromkeys(words)])
+
+
+#: What the bundled models passkey-mamba and passkey-mamba2 were trained on.
+ONE_PASSKEY = PasskeyTask(keys=1, digits=3)
+#: What the bundled models two-passkeys-mamba and two-passkeys-mamba2 were trained on.
+TWO_PASSKEYS = PasskeyTask(keys=2, digits=2)
+#: What the bundled models frequent-word-mamba and frequent-word-mamba2 were trained on.
+FREQUENT_WORD = FrequentWordTask()

@@ -1,0 +1,182 @@
+"""Scenes: objects of six shapes on textured, cluttered backgrounds, and which pixel is whose.
+
+What an object is can be told by its outline alone.  Its place, size and turn are random, it is
+textured as its background is, and lines of the same contrast lie around and beneath it.
+
+Where an object is must not show without a model, or a map that finds it proves nothing.  With the
+polarity ``"bright"`` objects are brighter than all else, and plain brightness finds them; with
+``"random"`` they are as often darker as brighter, and the colours of objects, lines and backgrounds
+are drawn alike.  How far a pixel is from the median colour of its image finds them even so, unless
+spots of light and shadow fade into the background.
+
+Shapes: B scenes of S x S pixels, K objects in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from captum_ssm.errors import InputError, OptionError
+
+from .outlines import random_lines, random_shapes, random_spots, uniform
+from .shapes import SHAPES
+from .textures import textures
+
+Polarity = Literal["random", "bright"]
+
+#: More do not find room beside each other.
+MOST_OBJECTS = 2
+
+#: By polarity, the brightness of backgrounds from 0 to 1.
+_LEVELS = {"random": (0.48, 0.52), "bright": (0.25, 0.35)}
+#: How much brighter or darker objects and lines are than their background.
+_CONTRAST = (0.22, 0.32)
+#: How far channels are from the brightness, and textures of backgrounds and of objects from it.
+_TINT, _BACKGROUND, _FILL = 0.08, 0.08, 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class SceneBatch:
+    """Scenes.
+
+    Attributes:
+        images: as models take them, -1 for black and 1 for white, which a spot under an object
+            can exceed, (B, 3, S, S).
+        labels: the class of the object with most pixels, (B,), int64.
+        masks: whose each pixel is: 0 for the background, c + 1 for an object of class c,
+            (B, S, S), int64.
+        backgrounds: the images without their objects, which differ from them in no other pixel,
+            (B, 3, S, S).
+    """
+
+    images: Tensor
+    labels: Tensor
+    masks: Tensor
+    backgrounds: Tensor
+
+
+@dataclass(frozen=True)
+class SceneTask:
+    """Scenes of some size, number of objects and polarity.
+
+    Attributes:
+        size: S, height and width in pixels. Default: 32.
+        objects: how many there are in each scene, of different classes, none of which covers
+            another. Default: 1.
+        polarity: ``"random"``, objects are darker or brighter than their background, or
+            ``"bright"``, they are brighter than all else. Default: ``"random"``.
+        lines: how many lines lie around and beneath the objects. Default: 4.
+        spots: how many spots of light and shadow fade into the background. Default: 0.
+
+    Raises:
+        OptionError: when a number is out of its range, or the polarity is not known.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import SceneTask
+        >>> task = SceneTask(objects=2)
+        >>> task.classes
+        ('disc', 'ring', 'bar', 'cross', 'triangle', 'star')
+        >>> scenes = task.draw(3, seed=0)
+        >>> tuple(scenes.images.shape), [len(mask.unique()) for mask in scenes.masks]
+        ((3, 3, 32, 32), [3, 3, 3])
+    """
+
+    size: int = 32
+    objects: int = 1
+    polarity: Polarity = "random"
+    lines: int = 4
+    spots: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 16:
+            raise OptionError(f"size={self.size}: shapes need images of 16 pixels or more.")
+        if not 1 <= self.objects <= MOST_OBJECTS:
+            raise OptionError(
+                f"objects={self.objects}: use 1 to {MOST_OBJECTS}; more do not find room."
+            )
+        if self.polarity not in _LEVELS:
+            raise OptionError(
+                f"polarity={self.polarity!r} is not known. Use one of {tuple(_LEVELS)}."
+            )
+        for name, number in (("lines", self.lines), ("spots", self.spots)):
+            if number < 0:
+                raise OptionError(f"{name}={number}: use 0 or more.")
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the shapes, in the order of their labels."""
+        return tuple(SHAPES)
+
+    def draw(self, count: int, seed: int, held_out: bool = True) -> SceneBatch:
+        """Scenes; the same count and seed give the same ones.
+
+        Args:
+            count: how many, at least one.
+            seed: of all that is random.
+            held_out: whether backgrounds come from the halves of the photographs that are kept
+                from training. Default: True.
+
+        Returns:
+            The scenes, on the CPU.
+
+        Raises:
+            InputError: when ``count`` is below 1.
+            ImportError: when scikit-image, whose photographs are the textures, is not installed.
+        """
+        if count < 1:
+            raise InputError(f"count={count}: draw at least one scene.")
+        generator = torch.Generator().manual_seed(seed)
+        shade = self._shade(count, generator)
+        images = shade + _BACKGROUND * self._texture(count, held_out, generator)
+        for covered in random_lines(count, self.lines, self.size, generator).unbind(1):
+            line = shade + self._shift(count, generator, "clutter")
+            images = torch.where(covered[:, None], line, images)
+        backgrounds = images
+        classes, objects = random_shapes(count, self.objects, self.size, generator)
+        for covered in objects.unbind(1):
+            texture = self._texture(count, held_out, generator)
+            filled = shade + self._shift(count, generator, "object") + _FILL * texture
+            images = torch.where(covered[:, None], filled, images)
+        pixels = objects.sum((-2, -1))  # (B, K)
+        return SceneBatch(
+            images=2 * images - 1,
+            labels=classes.gather(1, pixels.argmax(1, keepdim=True))[:, 0],
+            masks=(objects * (classes + 1)[..., None, None]).sum(1),
+            backgrounds=2 * backgrounds - 1,
+        )
+
+    def _texture(self, count: int, held_out: bool, generator: torch.Generator) -> Tensor:
+        return textures(count, self.size, held_out, generator)
+
+    def _shade(self, count: int, generator: torch.Generator) -> Tensor:
+        """Backgrounds without texture: a colour, and spots of light and shadow (B, 3, S, S)."""
+        level = uniform((count, 1, 1, 1), *_LEVELS[self.polarity], generator)
+        shade = (level + _tint(count, generator)).expand(-1, -1, self.size, self.size)
+        for spot in random_spots(count, self.spots, self.size, generator).unbind(1):
+            shade = shade + spot[:, None] * self._shift(count, generator, "clutter")
+        return shade
+
+    def _shift(
+        self, count: int, generator: torch.Generator, of: Literal["object", "clutter"]
+    ) -> Tensor:
+        """How much brighter or darker something is than its background, (B, 3, 1, 1)."""
+        contrast = uniform((count, 1, 1, 1), *_CONTRAST, generator)
+        darker = torch.rand((count, 1, 1, 1), generator=generator) < 0.5
+        shift = torch.where(darker, -contrast, contrast)
+        if self.polarity == "bright":
+            shift = contrast if of == "object" else shift / 3
+        return shift + _tint(count, generator)
+
+
+def _tint(count: int, generator: torch.Generator) -> Tensor:
+    """What channels differ by from their mean, (B, 3, 1, 1)."""
+    tint = uniform((count, 3, 1, 1), -_TINT, _TINT, generator)
+    return tint - tint.mean(1, keepdim=True)
+
+
+#: What the bundled image models have learned.
+SCENES = SceneTask()

@@ -1,0 +1,233 @@
+"""Translation of number words from English to German, word by word (after LATIM, section 4.2).
+
+German says the units of a number before its tens, and joins the two::
+
+    three hundred and forty two | drei hundert zwei und vierzig
+
+Which English word each German one translates is known exactly, and the order is not the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm.models.vocabulary import PAD, WordVocabulary
+
+from .linked import SEPARATOR, Family, LinkedBatch, LinkedText
+
+
+def _pairs(english: str, german: str) -> tuple[tuple[str, str], ...]:
+    return tuple(zip(english.split(), german.split(), strict=True))
+
+
+#: Words and their translations: 1 to 9, 10 to 19, and 20, 30, ... to 90.
+UNITS = _pairs(
+    "one two three four five six seven eight nine",
+    "eins zwei drei vier fünf sechs sieben acht neun",
+)
+TEENS = _pairs(
+    "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen",
+    "zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn",
+)
+TENS = _pairs(
+    "twenty thirty forty fifty sixty seventy eighty ninety",
+    "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+)
+HUNDRED, THOUSAND = ("hundred", "hundert"), ("thousand", "tausend")
+#: What joins words in either language, and has no fixed counterpart in the other.
+AND, UND = "and", "und"
+#: One before another word.
+EIN = "ein"
+
+MOST_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class _Word:
+    """A German word and the positions of the English words it may come from."""
+
+    text: str
+    sure: tuple[int, ...]
+    possible: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TranslationTask:
+    """Numbers, to be translated; each count of digits is as likely as any other.
+
+    Attributes:
+        shortest: least number of digits. Default: 1.
+        longest: greatest number of digits, at most 6. Default: 6.
+
+    Raises:
+        OptionError: when a number is out of its range.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import TranslationTask
+        >>> task = TranslationTask(longest=2)
+        >>> all(1 <= number < 100 for number in task.draw(50, seed=0))
+        True
+        >>> batch = task.batch([8, 21])
+        >>> [task.vocabulary.decode(ids) for ids in batch.input_ids]
+        ['<pad> <pad> <pad> eight | acht', 'twenty one | ein und zwanzig']
+    """
+
+    shortest: int = 1
+    longest: int = MOST_DIGITS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest <= MOST_DIGITS:
+            raise OptionError(
+                f"shortest={self.shortest}, longest={self.longest}: numbers have 1 to "
+                f"{MOST_DIGITS} digits, and the shortest are not longer than the longest."
+            )
+
+    @property
+    def vocabulary(self) -> WordVocabulary:
+        """Padding, the separator, the English words and the German ones, in this order."""
+        return _vocabulary()
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """Words of one kind; one is left out, whose German form depends on what follows it."""
+        return (UNITS[1:], TEENS, TENS)
+
+    def draw(self, count: int, seed: int | random.Random, length: int | None = None) -> list[int]:
+        """Numbers; the same seed gives the same ones.
+
+        Args:
+            count: how many.
+            seed: a seed, or a generator to go on drawing from.
+            length: the digits of every number, 1 to 6. Default: None, drawn anew for each.
+
+        Returns:
+            The numbers.
+
+        Raises:
+            OptionError: when there are no numbers of this length.
+        """
+        if length is not None and not 1 <= length <= MOST_DIGITS:
+            raise OptionError(f"length={length}: numbers have 1 to {MOST_DIGITS} digits.")
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+        digits = (length or rng.randint(self.shortest, self.longest) for _ in range(count))
+        return [rng.randrange(10 ** (n - 1), 10**n) for n in digits]
+
+    def batch(self, numbers: Sequence[int], device: torch.device | str = "cpu") -> LinkedBatch:
+        """Each number in English, a separator, and in German, padded on the left.
+
+        Args:
+            numbers: from 1 to 999,999, at least one.
+            device: where the tensors go. Default: ``"cpu"``.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: when there is no number, or one is out of the range.
+        """
+        if not numbers:
+            raise InputError("numbers is empty: a batch needs at least one number.")
+        return LinkedBatch.of(self, [translated(number) for number in numbers], device)
+
+
+def translated(number: int) -> LinkedText:
+    """A number in English and in German, with the links of the German words.
+
+    Sure links join each German word to the one it translates.  What joins German units and tens
+    is ``und``; it has possible links alone, to the English units and tens it stands between.
+
+    Args:
+        number: from 1 to 999,999.
+
+    Returns:
+        The English words, a separator and the German words, with their links.
+
+    Raises:
+        InputError: when the number is out of the range.
+
+    Example:
+        >>> from captum_ssm_bench.tasks import translated
+        >>> text = translated(21)
+        >>> text.prompt, text.completion
+        ('twenty one |', 'ein und zwanzig')
+        >>> text.sure, text.possible  # ein from one, zwanzig from twenty; und from either
+        (((3, 1), (5, 0)), ((4, 0), (4, 1)))
+    """
+    if not 1 <= number < 10**MOST_DIGITS:
+        raise InputError(f"number={number}: use 1 to {10**MOST_DIGITS - 1:,}.")
+    english, german = _spoken(number)
+    first = len(english) + 1
+    return LinkedText(
+        words=(*english, SEPARATOR, *(word.text for word in german)),
+        answer=first,
+        context=range(len(english)),
+        sure=tuple((first + i, source) for i, word in enumerate(german) for source in word.sure),
+        possible=tuple(
+            (first + i, source) for i, word in enumerate(german) for source in word.possible
+        ),
+    )
+
+
+def _spoken(number: int) -> tuple[list[str], list[_Word]]:
+    english: list[str] = []
+    german: list[_Word] = []
+    thousands, rest = divmod(number, 1000)
+    if thousands:
+        _say_below_thousand(thousands, EIN, english, german)
+        _say(THOUSAND, english, german)
+    if rest:
+        _say_below_thousand(rest, UNITS[0][1], english, german)
+    return english, german
+
+
+def _say_below_thousand(number: int, one: str, english: list[str], german: list[_Word]) -> None:
+    """Appends what is said for 1 to 999, in German with ``one`` for a one at its end."""
+    hundreds, rest = divmod(number, 100)
+    if hundreds:
+        _say(_unit(hundreds, EIN), english, german)
+        _say(HUNDRED, english, german)
+    if rest and english:
+        english.append(AND)
+    tens, units = divmod(rest, 10)
+    if tens == 1:
+        _say(TEENS[units], english, german)
+    elif tens and units:
+        place = len(english)
+        (ten, zehn), (unit, eins) = TENS[tens - 2], _unit(units, EIN)
+        english += [ten, unit]
+        german += [
+            _Word(eins, (place + 1,)),
+            _Word(UND, (), (place, place + 1)),
+            _Word(zehn, (place,)),
+        ]
+    elif tens:
+        _say(TENS[tens - 2], english, german)
+    elif units:
+        _say(_unit(units, one), english, german)
+
+
+def _say(pair: tuple[str, str], english: list[str], german: list[_Word]) -> None:
+    german.append(_Word(pair[1], (len(english),)))
+    english.append(pair[0])
+
+
+def _unit(number: int, one: str) -> tuple[str, str]:
+    word, wort = UNITS[number - 1]
+    return word, one if number == 1 else wort
+
+
+@cache
+def _vocabulary() -> WordVocabulary:
+    pairs = (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND)
+    english, german = zip(*pairs, strict=True)
+    return WordVocabulary([PAD, SEPARATOR, *english, AND, *german, EIN, UND])
+
+
+#: What the bundled models translation-mamba and translation-mamba2 were trained on.
+NUMBER_WORDS = TranslationTask()

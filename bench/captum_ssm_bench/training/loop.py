@@ -1,0 +1,148 @@
+"""Training of the bundled models, from scratch; ``captum-ssm-bench train NAME`` makes one again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from captum_ssm._files import filling, make_folder
+from captum_ssm.errors import OptionError
+from captum_ssm.tracing import repaired_scans
+
+from .recipe import Recipe, Round
+from .recipes import recipe_of
+
+
+def train(
+    name: str,
+    out: str | Path,
+    seed: int = 0,
+    log: Callable[[str], None] = print,
+    *,
+    steps: int | None = None,
+    **size: int,
+) -> nn.Module:
+    """Makes a bundled model again: trains it, saves it and measures it.
+
+    Args:
+        name: of the bundled model.
+        out: the folder to write it to; ``load_bundled(name, out)`` reads it.
+        seed: of the initial weights and of the data. Default: 0.
+        log: takes the lines of progress and the scores. Default: ``print``.
+        steps: of one round, in place of the recipe's rounds. Default: None, as in the recipe.
+        **size: what is changed of the recipe's size, such as the number of ``layers``.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        WriteError: when the folder cannot be written to; files in it are what they were.
+    """
+    recipe = _changed(name, recipe_of(name), steps, size)
+    make_folder(Path(out))
+    with _one_thread():
+        model = train_model(recipe, seed, log=log)
+        with filling(Path(out)) as folder:
+            recipe.save(model, folder)
+        for what, scores in recipe.measure(model).items():
+            found = ", ".join(f"{score} {value:.4f}" for score, value in scores.items())
+            log(f"{what}: {found}")
+    return model
+
+
+def train_model(
+    recipe: Recipe,
+    seed: int = 0,
+    *,
+    log_every: int = 100,
+    log: Callable[[str], None] = print,
+) -> nn.Module:
+    """Trains a model from scratch and returns it in evaluation mode.
+
+    The same seed on the same machine and versions gives the same model.
+
+    Args:
+        recipe: the task, the model and the rounds of its training.
+        seed: of the initial weights and of the data. Default: 0.
+        log_every: steps between two lines of progress. Default: 100.
+        log: takes a line of progress. Default: ``print``.
+    """
+    torch.manual_seed(seed)
+    model = recipe.new()
+    for each in recipe.rounds(model, seed):
+        fit(model, each, log_every=log_every, log=log)
+    return model.eval()
+
+
+def fit(
+    model: nn.Module, part: Round, *, log_every: int = 100, log: Callable[[str], None] = print
+) -> None:
+    """Trains a model in place for one round.
+
+    AdamW, gradients clipped at norm 1, a short warm-up followed by a cosine to zero.
+
+    Args:
+        model: what to train.
+        part: the round.
+        log_every: steps between two lines of progress. Default: 100.
+        log: takes a line of progress. Default: ``print``.
+    """
+    steps = part.steps
+    trained = [*model.parameters(), *(part.help.parameters() if part.help else ())]
+    optimiser = torch.optim.AdamW(trained, lr=part.learning_rate, weight_decay=0.01)
+    warm_up = max(1, min(100, steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
+    started, running = time.monotonic(), math.nan
+    model.train()
+    with repaired_scans():
+        for step in range(1, steps + 1):
+            current = part.loss()
+            optimiser.zero_grad()
+            current.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimiser.step()
+            schedule.step()
+            value = current.item()
+            running = value if step == 1 else running + 0.05 * (value - running)
+            if step % log_every == 0 or step == steps:
+                model.eval()
+                share = part.score()
+                model.train()
+                seconds = time.monotonic() - started
+                log(f"step {step}/{steps} loss {running:.4f} held-out {share:.4f} {seconds:.0f} s")
+
+
+def _changed(name: str, recipe: Recipe, steps: int | None, size: dict[str, int]) -> Recipe:
+    known = {field.name for field in fields(recipe.size)}
+    for each in size:
+        if each not in known:
+            raise OptionError(
+                f"{each}={size[each]!r}: the size of {name!r} has no such number. "
+                f"Use some of {sorted(known)}."
+            )
+    rounds = recipe.steps if steps is None else (steps,)
+    return replace(recipe, size=replace(recipe.size, **size), steps=rounds)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads change the order of sums, and with it the trained weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,221 @@
+"""``captum-ssm-bench evaluate``, run as users run it: in processes that are killed, and resumed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import captum_ssm
+from captum_ssm.errors import DataNotFoundError, OptionError
+from captum_ssm_bench import EXPERIMENTS, load_bundled
+from captum_ssm_bench.cli import main
+from captum_ssm_bench.cli.evaluate import _plans
+from captum_ssm_bench.harness.subjects import retrained
+from captum_ssm_bench.training.recipes import recipe_of
+
+METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
+EXAMPLES = 6
+ARGUMENTS = ["evaluate", "copying", "--examples", str(EXAMPLES), "--seeds", "1", "2"]
+ARGUMENTS += ["--methods", *METHODS]
+ARGUMENTS += ["--formulations", "frozen", "silu", ""]
+TABLES = ("copying.md", "copying.csv", "copying.json", "copying.png")
+
+
+def start(folder: Path, rank: int = 0, world: int = 1) -> subprocess.Popen[bytes]:
+    """One process of a run, as a launcher starts it."""
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "captum_ssm_bench", *ARGUMENTS, "--out", str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def recorded(folder: Path) -> int:
+    paths = (folder / "copying").glob("records-*.jsonl")
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def kill_after(count: int, folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill the processes as soon as ``count`` results are recorded."""
+    deadline = time.monotonic() + 300
+    while recorded(folder) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for process in processes:
+        assert process.poll() is None, "the run ended before it was killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_two_processes_killed_twice_give_the_tables_of_one(tmp_path: Path) -> None:
+    assert start(tmp_path / "whole").wait(600) == 0
+    parts = tmp_path / "parts"
+    for count in (5, 20):
+        kill_after(count, parts, [start(parts, rank, 2) for rank in (0, 1)])
+    last = [start(parts, rank, 2) for rank in (0, 1)]
+    assert [process.wait(600) for process in last] == [0, 0]
+    for name in TABLES:
+        assert (parts / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    keys = [
+        tuple(json.loads(line)[k] for k in ("model", "method", "formulation", "seed", "example"))
+        for path in (parts / "copying").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(keys) == len(set(keys)) == 2 * 3 * 2 * EXAMPLES
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        # what accelerate calls a GPU may be a CPU; with --cpu it starts one process alone
+        ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_launched_processes_give_the_tables_of_one(launcher: list[str], tmp_path: Path) -> None:
+    pytest.importorskip(launcher[0].partition(".")[0])
+    arguments = ["evaluate", "passkey", "--methods", "LatimFlow", "--examples", "3"]
+    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    command = [sys.executable, "-m", *launcher, "-m", "captum_ssm_bench", *arguments]
+    subprocess.run([*command, "--out", str(tmp_path / "two")], check=True, timeout=600)
+    assert len(list((tmp_path / "two" / "passkey").glob("records-*.jsonl"))) == 2
+    for ending in ("md", "csv", "json"):
+        one, two = (tmp_path / folder / f"passkey.{ending}" for folder in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_several_trainings_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = tmp_path / "again"
+    recipe_of("passkey-mamba").save(recipe_of("passkey-mamba").new(), again)
+    arguments = ["evaluate", "passkey", "--models", "passkey-mamba", f"passkey-mamba={again}"]
+    arguments += ["--methods", "LatimFlow", "Saliency", "--examples", "2"]
+    assert main([*arguments, "--device-map", "cpu", "--out", str(tmp_path)]) == 0
+    assert str(tmp_path / "machine.json") in capsys.readouterr().out
+    lines = json.loads((tmp_path / "passkey.json").read_text())["lines"]
+    assert [(line["method"], line["trainings"], line["examples"]) for line in lines] == [
+        ("LatimFlow", 2, 4),
+        ("Saliency", 2, 4),
+    ]
+
+
+def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "passkey", "--models", "passkey-mamba", "--examples", "2"]
+    assert main([*arguments, "--methods", "LatimFlow", "Saliency", "--out", str(tmp_path)]) == 0
+    title, model, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "Sources of a passkey in filler text (after LATIM, figures 3 and 8)"
+    assert model == "passkey-mamba, 2 examples"
+    assert head.split() == ["method", "formulation", "top", "1", "AER", "AUC", "AP", "R@K"]
+    assert {row.split()[0] for row in rows[:2]} == {"LatimFlow", "Saliency"}
+    written = {
+        line["method"]: line
+        for line in json.loads((tmp_path / "passkey.json").read_text())["lines"]
+    }
+    for row in rows[:2]:
+        value = written[row.split()[0]]["AUC"]["value"]
+        assert row.split()[-3] == f"{value:.3f}"
+    assert rows[2] == str(tmp_path / "passkey.md")
+
+
+def test_all_experiments_that_have_a_method_are_run(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        all=True,
+        experiments=[],
+        methods=["LatimALTI"],
+        formulations=["silu", "s6"],
+        models=["copying-mamba", "frequent-word-mamba"],
+        examples=None,
+        quick=True,
+        seeds=[0],
+        device_map=None,
+        against=None,
+        data=None,
+    )
+    found = {
+        (plan.experiment.name, *cell, subject.name, plan.examples)
+        for plan in _plans(options, EXPERIMENTS)
+        for cell in plan.cells
+        for subject in plan.models
+    }
+    assert found == {
+        ("copying", "LatimALTI", "silu", "copying-mamba", 4),
+        ("frequent-word", "LatimALTI", "silu", "frequent-word-mamba", 4),
+        ("repeated-words", "LatimALTI", "silu", "frequent-word-mamba", 4),
+    }
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "copying: Sources of copied tokens" in said and "; 100 examples" in said
+    assert "  models: copying-mamba, copying-mamba2\n" in said
+    assert "  MambaAttribution: s6; unified; exact" in said and "  Saliency\n" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["evaluate"], "Use --all or some of copying"),
+        (["evaluate", "copyin"], "the experiments: 'copyin' is not known. Did you mean copying?"),
+        (["evaluate", "copying", "--examples", "-1"], "use 1 or more"),
+        (["evaluate", "copying", "--examples", "0"], "use 1 or more"),
+        (["evaluate", "copying", "--methods", "Flow"], "--methods: 'Flow' is not known"),
+        (["evaluate", "copying", "--models", "passkey-mamba"], "--models: 'passkey-mamba'"),
+        (["evaluate", "--all", "--formulations", "siul"], "--formulations: 'siul' is not known"),
+        (
+            ["evaluate", "copying", "--methods", "LatimFlow", "--formulations", "silu"],
+            "No experiment has these methods, formulations and models together",
+        ),
+    ],
+)
+def test_misuse(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", str(tmp_path)] if arguments[1:] else arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../recall-mamba", "recall-mamba/../recall-mamba", "/", ""])
+def test_names_lead_to_no_other_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OptionError, match="no such bundled model"):
+        load_bundled(name)
+    assert main(["train", name, "--out", str(tmp_path / "out")]) == 1
+    assert "no such bundled model" in capsys.readouterr().err
+    assert main(["evaluate", name, "--out", str(tmp_path / "out")]) == 1
+    assert main(["evaluate", "copying", "--models", f"{name}={tmp_path}"]) == 1
+    assert capsys.readouterr().err.count("is not known") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match=re.escape(f"recall-mamba={tmp_path}: there is no")):
+        retrained("recall-mamba", tmp_path)
+
+
+def test_a_model_in_place_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors").write_text("first")
+    assert main(["train", "recall-mamba", "--out", str(tmp_path)]) == 1
+    assert "is already there" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_text() == "first"
+
+
+def test_the_program_has_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"captum-ssm-bench {captum_ssm.__version__}\n"
+    assert main(["evaluate", "nothing"]) == 1
+    assert capsys.readouterr().err.startswith("captum-ssm-bench: the experiments: 'nothing'")

@@ -1,0 +1,179 @@
+"""What the package's methods are held against: each map against another way to make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import relative_error
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("skimage")
+
+from bench_helpers.vision import GRID, MODELS, SIDE, patch_places, scene_image, streams
+from captum.attr import InputXGradient, IntegratedGradients, Saliency
+
+from captum_ssm_bench import Cell
+from captum_ssm_bench.experiments.image_baselines import (
+    STEPS,
+    activation_maps,
+    brightness,
+    captum_maps,
+    contrast,
+    edges,
+    noise,
+    picture_maps,
+)
+from captum_ssm_bench.tasks.scenes import SceneTask
+
+MAPS = {**captum_maps(), **activation_maps(), **picture_maps()}
+ASKED = [4, 0, 4]
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+def logits_of(model: Any, image: Tensor) -> Tensor:
+    found = model(image)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def patch_means(pixels: Tensor) -> Tensor:
+    """(T, 16, 16) to (T, 4, 4), by loops."""
+    out = torch.zeros(len(pixels), *GRID)
+    for i in range(GRID[0]):
+        for j in range(GRID[1]):
+            out[:, i, j] = pixels[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].mean((1, 2))
+    return out
+
+
+@pytest.mark.parametrize("kind", [Saliency, InputXGradient, IntegratedGradients])
+def test_captums_methods(model: Any, kind: Any) -> None:
+    image = scene_image()
+    options = {"n_steps": STEPS} if kind is IntegratedGradients else {}
+    wanted = []
+    for target in ASKED:
+        given = image.clone().requires_grad_()
+        found = kind(lambda x: logits_of(model, x)).attribute(given, target=target, **options)
+        wanted.append(found.sum(1)[0].detach())
+    pixels = MAPS[Cell(kind.__name__, "pixels")](model, image, ASKED)
+    assert relative_error(pixels, torch.stack(wanted)) <= 1e-5
+    patches = MAPS[Cell(kind.__name__, "patches")](model, image, ASKED)
+    assert relative_error(patches, patch_means(torch.stack(wanted))) <= 1e-5
+    if kind is not Saliency:
+        lengths = MAPS[Cell(kind.__name__, "patches, absolute")](model, image, ASKED)
+        assert relative_error(lengths, patch_means(torch.stack(wanted).abs())) <= 1e-5
+
+
+def test_ablation_gives_a_patch_the_mean_colour(model: Any) -> None:
+    image = scene_image()
+    wanted = torch.zeros(len(ASKED), *GRID)
+    with torch.no_grad():
+        whole = logits_of(model, image)[0]
+        for i in range(GRID[0]):
+            for j in range(GRID[1]):
+                changed = image.clone()
+                for colour in range(3):
+                    place = changed[0, colour, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
+                    place.fill_(float(image[0, colour].mean()))
+                wanted[:, i, j] = (whole - logits_of(model, changed)[0])[ASKED]
+    found = MAPS[Cell("FeatureAblation", "patches")](model, image, ASKED)
+    # differences of logits, in single precision as exact as these are
+    assert (found - wanted).abs().max() <= 1e-6 * whole.abs().max()
+
+
+def head(model: Any, stream: Tensor) -> Tensor:
+    """Logits (L, classes) of what the last block returns, (1, L, E)."""
+    if hasattr(model, "norm_f"):
+        return model.head(model.norm_f(stream))[0]
+    return model.classifier(model.vit.layernorm(stream))[0]
+
+
+def test_cam_is_the_head_read_at_each_patch(model: Any) -> None:
+    image = scene_image()
+    with torch.no_grad():
+        logits = head(model, streams(model, image)[-1])[patch_places(model)]  # (16, classes)
+    found = MAPS[Cell("CAM")](model, image, ASKED)
+    assert relative_error(found, logits[:, ASKED].T.view(-1, *GRID)) <= 1e-5
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_grad_cam(model: Any) -> None:
+    image = scene_image()
+    kept: list[Tensor] = []
+    blocks = model.layers if hasattr(model, "norm_f") else model.vit.layers
+    handle = blocks[-1].register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    logits = logits_of(model, image)[0]
+    handle.remove()
+    wanted = []
+    for target in ASKED:
+        (gradient,) = torch.autograd.grad(logits[target], kept[0], retain_graph=True)
+        places = patch_places(model)
+        weights, stream = gradient[0, places].mean(0), kept[0][0].detach()
+        values = [max(0.0, float(weights @ stream[t])) for t in places]
+        wanted.append(torch.tensor(values).view(GRID))
+    found = MAPS[Cell("GradCAM")](model, image, ASKED)
+    assert relative_error(found, torch.stack(wanted)) <= 1e-5
+
+
+def test_contrast_is_the_distance_from_the_median() -> None:
+    image = scene_image()
+    ranked = image.flatten(2).sort(-1).values
+    median = ranked[..., (SIDE**2 - 1) // 2]
+    wanted = sum((image[0, c] - median[0, c]).abs() for c in range(3))
+    assert torch.allclose(contrast(image)[0], wanted)
+    assert torch.allclose(brightness(image)[0] * 3, image[0, 0] + image[0, 1] + image[0, 2])
+
+
+def test_edges_are_sobels() -> None:
+    image = scene_image()
+    found = edges(image)[0]
+    i, j = 7, 9
+    total = 0.0
+    for colour in image[0]:
+        around = colour[i - 1 : i + 2, j - 1 : j + 2].tolist()
+        across = sum(w * (row[2] - row[0]) for w, row in zip((1, 2, 1), around, strict=True))
+        down = sum(w * (around[2][k] - around[0][k]) for k, w in enumerate((1, 2, 1)))
+        total += across**2 + down**2
+    assert float(found[i, j]) == pytest.approx(total**0.5, rel=1e-4)
+    assert not edges(torch.full((1, 3, 5, 7), 0.3)).any()
+
+
+def test_noise_follows_from_the_image() -> None:
+    image = scene_image()
+    assert torch.equal(noise(image), noise(image.clone()))
+    assert not torch.equal(noise(image), noise(image + 0.1))
+
+
+def test_pictures_say_the_same_of_every_class(model: Any) -> None:
+    image = scene_image()
+    for cell, explain in picture_maps().items():
+        found = explain(model, image, ASKED)
+        assert found.shape == (3, *(GRID if cell.formulation == "patches" else (SIDE, SIDE)))
+        assert torch.equal(found[0], found[1])
+    pixels = MAPS[Cell("brightness", "pixels")](model, image, ASKED)
+    patches = MAPS[Cell("brightness", "patches")](model, image, ASKED)
+    assert relative_error(patches, patch_means(pixels)) <= 1e-5
+
+
+def area(polarity: Any, draw: Any, seed: int) -> float:
+    """Mean area under the ROC curve of a picture's map, for the object's pixels."""
+    scenes = SceneTask(polarity=polarity).draw(40, seed)
+    areas = [
+        roc_auc_score((mask > 0).flatten(), draw(image[None]).flatten())
+        for image, mask in zip(scenes.images, scenes.masks, strict=True)
+    ]
+    return sum(areas) / len(areas)
+
+
+def test_what_finds_objects_without_a_model(seed: int) -> None:
+    """Brightness finds bright objects alone; contrast finds darker and brighter ones."""
+    assert area("bright", brightness, seed) >= 0.9
+    assert abs(area("random", brightness, seed) - 0.5) <= 0.3
+    assert area("random", contrast, seed) >= 0.8
+    assert abs(area("bright", noise, seed) - 0.5) <= 0.05

@@ -1,0 +1,168 @@
+"""Maps of images: every cell is the method that it names, and applies where it says something."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("skimage")
+
+from bench_helpers.vision import GRID, MODELS, scene_image, vim, vit
+
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    LatimALTI,
+    LatimFlow,
+    LatimLogit,
+    LatimNorm,
+    MambaAttribution,
+    MambaLRP,
+    TransformerAttribution,
+)
+from captum_ssm.operators.reduction import discard_smallest
+from captum_ssm_bench import Cell
+from captum_ssm_bench.experiments.image_maps import CODE, attention_alone, image_maps
+
+MAPS = image_maps()
+
+#: What a cell says of one class, called as a user would.
+CALLS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
+    ("ImplicitAttention", "s6"): (ImplicitAttention, {"components": "s6"}),
+    ("ImplicitAttention", "unified-gate"): (ImplicitAttention, {"components": "unified-gate"}),
+    ("ImplicitAttention", "s6, published code"): (
+        ImplicitAttention,
+        {"components": "s6", "recipe": "published_code", "start_layer": 1},
+    ),
+    ("ImplicitAttentionRollout", "exact"): (ImplicitAttentionRollout, {"components": "exact"}),
+    ("ImplicitAttentionRollout", "s6, max"): (
+        ImplicitAttentionRollout,
+        {"components": "s6", "reduce": "max"},
+    ),
+    ("ImplicitAttentionRollout", "unified, discard 0.4"): (
+        ImplicitAttentionRollout,
+        {"components": {"conv", "activation", "scan", "gate"}, "reduce": discard_smallest(0.4)},
+    ),
+    ("MambaAttribution", "unified"): (MambaAttribution, {}),
+    ("MambaAttribution", "unified-scan"): (
+        MambaAttribution,
+        {"components": {"conv", "activation", "gate"}},
+    ),
+    ("MambaAttribution", "unified, no clamp"): (MambaAttribution, {"clamp": "none"}),
+    ("MambaAttribution", "s6, absolute"): (MambaAttribution, {"clamp": "abs", "components": "s6"}),
+    ("MambaAttribution", "unified, min"): (MambaAttribution, {"reduce": "min"}),
+    ("MambaAttribution", "unified, published code"): (
+        MambaAttribution,
+        {"recipe": "published_code", "start_layer": 1},
+    ),
+    ("LatimNorm l1", "silu"): (lambda model: LatimNorm(model, p=1, activation="silu"), {}),
+    ("LatimALTI rollout", "linearized"): (LatimALTI, {}),
+    ("LatimALTI mean", "silu"): (
+        lambda model: LatimALTI(model, activation="silu"),
+        {"aggregate": "mean"},
+    ),
+    ("LatimLogit", "linearized"): (LatimLogit, {}),
+    ("LatimFlow", "patches"): (LatimFlow, {"rule": "frozen"}),
+    ("LatimFlow", "patches, against the mean class"): (
+        LatimFlow,
+        {"contrast": "mean", "rule": "frozen"},
+    ),
+    ("MambaLRP", "patches"): (MambaLRP, {}),
+    ("TransformerAttribution", "gradient"): (
+        lambda model: TransformerAttribution(model, form="gradient"),
+        {},
+    ),
+}
+ASKED = [4, 1]
+
+
+def called(model: Any, image: Tensor, cell: tuple[str, str]) -> Tensor:
+    """The method's answers to one class after the other, (T, 4, 4)."""
+    kind, options = CALLS[cell]
+    found = [kind(model).attribute(image, each, per_token=True, **options) for each in ASKED]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("cell", CALLS)
+def test_a_cell_is_the_method_that_it_names(cell: tuple[str, str]) -> None:
+    model, image = vim(), scene_image()
+    found = MAPS[Cell(*cell)].explain(model, image, ASKED)
+    torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
+
+
+def test_a_cell_of_a_transformer() -> None:
+    model, image = vit(), scene_image()
+    for cell in CALLS:
+        if MAPS[Cell(*cell)].applies(model):
+            found = MAPS[Cell(*cell)].explain(model, image, ASKED)
+            torch.testing.assert_close(found, called(model, image, cell), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind, rule", [(LatimFlow, "frozen"), (MambaLRP, "half")])
+def test_pixels_add_up_to_patches(kind: Any, rule: Any) -> None:
+    model, image = vim(), scene_image()
+    pixels = MAPS[Cell(kind.__name__, "pixels")].explain(model, image, ASKED)
+    patches = MAPS[Cell(kind.__name__, "patches")].explain(model, image, ASKED)
+    summed = pixels.unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
+    torch.testing.assert_close(summed, patches, rtol=1e-5, atol=1e-6)
+    lengths = MAPS[Cell(kind.__name__, "patches, absolute")].explain(model, image, ASKED)
+    summed = pixels.abs().unflatten(2, (4, 4)).unflatten(1, (4, 4)).sum((2, 4))
+    torch.testing.assert_close(16 * lengths, summed, rtol=1e-5, atol=1e-6)
+    given = kind(model).attribute(image, ASKED[1], rule=rule)
+    torch.testing.assert_close(pixels[1], given[0].sum(0), rtol=1e-5, atol=1e-7)
+
+
+def test_products_are_made_in_double() -> None:
+    model, image = vim(), scene_image()
+    found = MAPS[Cell("ImplicitAttentionRollout", "s6, product")].explain(model, image, ASKED)
+    wanted = ImplicitAttentionRollout(copy.deepcopy(model).double()).attribute(
+        image.double(), components="s6", reduce="product", per_token=True
+    )
+    assert found.dtype == torch.float64 and found.any()
+    assert torch.equal(found, wanted.expand(2, -1, -1))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_formulations_of_scans_say_nothing_of_attention() -> None:
+    """Attention has one component, no short convolution and no activation."""
+    assert attention_alone(vit()) and not attention_alone(vim())
+    applicable = {cell for cell, each in MAPS.items() if each.applies(vit())}
+    assert Cell("ImplicitAttentionRollout", "unified") in applicable
+    assert Cell("LatimALTI mean", "linearized") in applicable
+    for cell in applicable:
+        assert not any(part in cell.formulation for part in ("s6", "exact", "-", "silu", "code"))
+    assert all(each.applies(vim()) for each in MAPS.values())
+
+
+def test_attribution_of_a_transformer_is_rounding_alone() -> None:
+    """Which is why its cells leave transformers out."""
+    found = MambaAttribution(vit()).attribute(scene_image(), 1, per_token=True)
+    assert found.abs().max() <= 1e-6
+
+
+def test_the_variants_are_the_rows_of_the_ablation_tables() -> None:
+    variants = {cell.formulation for cell, each in MAPS.items() if each.variant}
+    assert {"unified-conv", "unified-gate", "unified-activation", "unified-scan"} <= variants
+    assert {"s6, max", "unified, discard 0.8", "unified, no clamp", "silu"} <= variants
+    assert not variants & {"s6", "unified", "exact", "linearized", "patches", "pixels", ""}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cell(name: str) -> None:
+    model, image = MODELS[name](), scene_image()
+    applicable = {cell: each for cell, each in MAPS.items() if each.applies(model)}
+    for cell, each in applicable.items():
+        found = each.explain(model, image, ASKED)
+        size = image.shape[2:] if "pixels" in cell.formulation else GRID
+        assert found.shape == (2, *size) and not found.requires_grad, cell
+        assert bool(found.isfinite().all()), cell
+        if not each.by_class:
+            assert torch.equal(found[0], found[1]), cell
+        # zero everywhere may be GradCAM, and the published code where it reads the last layer alone
+        elif not (cell.method == "GradCAM" or CODE in cell.formulation or each.variant):
+            assert not torch.equal(found[0], found[1]), cell

@@ -1,0 +1,294 @@
+"""Estimated effects of edges against knock-outs, what is to blame, and hybrids in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from captum_ssm import EdgeEffects, knock_out
+from captum_ssm.edges import Edge, Edges, parts_off
+from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
+from captum_ssm_bench.cli import main
+from captum_ssm_bench.experiments.knockout.experiment import (
+    AS_IT_IS,
+    BY_SHARE,
+    EXACT_NORMS,
+    HELD,
+    RULES,
+    Drawn,
+)
+from captum_ssm_bench.experiments.knockout.held import scale_of
+from captum_ssm_bench.experiments.knockout.parts import CHANCE, WHOLE
+from captum_ssm_bench.experiments.knockout.paths import STEPS, mean_up_to
+
+KNOCKOUT, PARTS = EXPERIMENTS["knockout"], EXPERIMENTS["hybrid-parts"]
+ALL_HELD = Cell("all held")
+
+
+def drawn(name: str, index: int, seed: int) -> Drawn:
+    (subject,) = (each for each in KNOCKOUT.subjects() if each.name == name)
+    return Drawn(load_bundled(name)[0], KNOCKOUT.example(subject, index, seed))
+
+
+def of_edges(numbers: Mapping[str, float], name: str) -> list[float]:
+    """What is recorded of each edge."""
+    return [numbers[f"{name} {i}"] for i in range(int(numbers["n"]))]
+
+
+# --- estimates as they are -------------------------------------------------------------------
+
+
+def test_edges_are_those_of_a_direct_call_and_columns_their_correlations(seed: int) -> None:
+    """Over two texts together, of which each has sums of its own."""
+    (subject,) = (each for each in KNOCKOUT.subjects() if each.name == "pairs-mamba2")
+    model, results, direct = subject.load(torch.device("cpu")), [], []
+    for index in (0, 1):
+        example = KNOCKOUT.example(subject, index, seed)
+        rows = KNOCKOUT.measure(model, example, AS_IT_IS)
+        results.append((Key("knockout", subject.name, *AS_IT_IS, seed, index), rows))
+        truth = EdgeEffects(model).against_truth(
+            example.inputs, example.target, samples=10, seed=example.seed("edges")
+        )
+        direct.append(truth)
+        for name, number in (("layer", 0), ("target", 2), ("source", 3)):
+            assert of_edges(rows["all"], name) == [edge[number] for edge in truth.edges]
+        assert of_edges(rows["all"], "estimated") == truth.estimated.tolist()
+        assert of_edges(rows["all"], "true") == truth.true.tolist()
+    estimated = [truth.estimated for truth in direct]
+    true = [truth.true for truth in direct]
+    found = {line.row: line.entries for line in lines(KNOCKOUT, results)}
+    for row, part in (("all", slice(10)), ("large", slice(5)), ("even", slice(5, 10))):
+        x, y = (torch.cat([each[part] for each in values]).numpy() for values in (estimated, true))
+        assert found[row]["r"].value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)
+        assert found[row]["error"].value == pytest.approx(abs(x - y).sum() / abs(y).sum())
+        counted = torch.cat([t.true[part].abs() > t.rounding for t in direct]).numpy()
+        same = (np.sign(x) == np.sign(y))[counted].mean()
+        assert found[row]["signs"].value == pytest.approx(same)
+    layers = {edge[0] for truth in direct for edge in truth.edges}
+    of_layers = {row for row in found if row.startswith("layer")}
+    assert of_layers == {f"layer {layer}, Mamba-2" for layer in layers}
+
+
+@pytest.mark.parametrize("options", [{"rule": "centred"}, {"exact_norms": True}])
+def test_other_options_estimate_the_same_edges(options: dict[str, Any], seed: int) -> None:
+    one = drawn("pairs-mamba", 0, seed)
+    model, question = load_bundled("pairs-mamba")[0], one.question
+    effects = EdgeEffects(model, **options).attribute(question.inputs, question.target)
+    expected = [effects.matrix(e.layer)[0, e.target, e.source] for e in one.edges]
+    torch.testing.assert_close(
+        one.estimated_by(**options), torch.stack(expected).double(), rtol=1e-4, atol=1e-5
+    )
+    assert not torch.allclose(one.estimated_by(**options), one.estimated, rtol=0.01)
+
+
+def test_the_way_that_an_edge_goes(seed: int) -> None:
+    one = drawn("copying-mamba2", 0, seed)
+    found = one.estimated_by_share()
+    for edge, expected in list(zip(one.edges, found.tolist(), strict=True))[:3]:
+        assert expected == pytest.approx(on_the_way(one, edge), rel=1e-3, abs=1e-4)
+
+
+def on_the_way(one: Drawn, edge: Edge) -> float:
+    """By a message that is what a knock-out takes away, in runs that write less."""
+    model, inputs, (_, token) = one.plain.model, one.question.inputs, one.question.target
+    mixer, outputs = model.get_submodule(edge.name), list[torch.Tensor]()
+
+    def run(kept: float, *edges: Edges) -> torch.Tensor:
+        def less(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            outputs.append((output * kept).detach().requires_grad_())
+            return outputs[-1]
+
+        with knock_out(model, *edges):
+            hook = mixer.register_forward_hook(less)
+            logits: torch.Tensor = model(inputs).logits
+            hook.remove()
+        return logits[0, -1, token]
+
+    run(1)
+    run(1, Edges(edge.name, edge.source, edge.target))
+    with_it, without = (output[0, edge.target].detach() for output in outputs)
+    message = with_it - without
+    share = float((message @ with_it / (with_it @ with_it)).clamp(0, 1))
+    slopes = []
+    for kept in np.linspace(1, 0, STEPS + 1):
+        (gradient,) = torch.autograd.grad(run(float(kept)), outputs[-1])
+        slopes.append(float(gradient[0, edge.target] @ message))
+    way = share * (np.arange(1000) + 0.5) / 1000
+    return float(np.interp(way, np.linspace(0, 1, STEPS + 1), slopes).mean())
+
+
+def test_means_of_lines() -> None:
+    values = torch.tensor([[0.0, 4.0, 1.0, 1.0], [2.0, 0.0, 1.0, 3.0], [0.0, 2.0, 1.0, 1.0]])
+    found = mean_up_to(values.double(), torch.tensor([1.0, 0.25, 0.3, 0.0]).double())
+    torch.testing.assert_close(found, torch.tensor([1.0, 3.0, 1.0, 1.0]).double())
+
+
+# --- what is held ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pairs-mamba", "copying-bamba", "scenes-vim"])
+def test_nothing_held_is_the_model_as_it_is(name: str, seed: int) -> None:
+    one = drawn(name, 1, seed)
+    matched, true = one.plain.effects(one.edges, one.effects, ())
+    torch.testing.assert_close(matched, one.estimated, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(true, one.true, rtol=1e-3, atol=4 * one.rounding)
+
+
+@pytest.mark.parametrize(
+    "name", ["copying-mamba", "pairs-mamba2", "pairs-gated-deltanet", "copying-bamba", "scenes-vim"]
+)
+def test_nothing_bends_where_all_is_held(name: str, seed: int) -> None:
+    """What is left of these models is linear, and a gradient tells all of it."""
+    one = drawn(name, 0, seed)
+    matched, true = one.plain.effects(one.edges, one.effects, HELD[ALL_HELD])
+    torch.testing.assert_close(matched, true, rtol=1e-3, atol=8 * one.rounding)
+    _, free = one.plain.effects(one.edges, one.effects, ())
+    assert float((true - free).abs().max()) > 1e-3, "something was held"
+
+
+@pytest.mark.parametrize("kind", ["norms", "gates"])
+def test_each_kind_alone_is_held(kind: Any, seed: int) -> None:
+    """Looked at where messages of the first layer are missing, which all else comes after."""
+    one = drawn("pairs-bamba", 2, seed)
+    block: Any = one.plain.model.get_submodule("model.layers.1")
+    cut_at = torch.zeros(len(one.edges), dtype=torch.long)
+
+    def seen(kinds: Any, *edges: Edges) -> dict[str, torch.Tensor]:
+        found = {}
+
+        def scaled(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            found["norms"] = output / args[0]
+
+        def gated(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            found["gates"] = output
+
+        with torch.no_grad(), one.plain.held(kinds, cut_at), knock_out(one.plain.model, *edges):
+            hooks = [
+                block.input_layernorm.register_forward_hook(scaled),
+                block.feed_forward.gate_proj.register_forward_hook(gated),
+            ]
+            one.plain.number()
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    plain, cut = seen(()), Edges(0, heads=[0, 1, 2])
+    for name in ("norms", "gates"):
+        same = torch.allclose(seen((kind,), cut)[name], plain[name], rtol=1e-4)
+        assert same == (name == kind), name
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.RMSNorm(6, eps=0.5)])
+def test_scales_are_those_of_norms(norm: nn.Module) -> None:
+    x = torch.randn(2, 3, 6)
+    centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+    torch.testing.assert_close(scale_of(norm, x) * centred, norm(x))
+
+
+# --- hybrids ---------------------------------------------------------------------------------
+
+
+def test_parts_of_a_hybrid_against_hooks(seed: int) -> None:
+    """Where attention is off its block adds nothing, and where a head is off its channels do not.
+
+    The word that is read in *pairs* is the last one; the value asked for is at its only source.
+    """
+    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
+    model: Any = subject.load(torch.device("cpu"))
+    batch = PARTS.example(subject, 3, seed)
+    attention = model.model.layers[1].self_attn
+    (query,), (token,) = batch.targets.queries.tolist(), batch.targets.tokens.tolist()
+
+    def asked(channels: slice) -> float:
+        def without(module: nn.Module, args: Any) -> Any:
+            kept = args[0].clone()
+            kept[..., channels] = 0
+            return (kept,)
+
+        handle = attention.o_proj.register_forward_pre_hook(without)
+        with torch.no_grad():
+            logits = model(batch.input_ids).logits[0, query]
+        handle.remove()
+        return float(logits.double().softmax(-1)[token])
+
+    def probability(cell: Cell, row: str = "") -> float:
+        return PARTS.measure(model, batch, cell)[row]["probability"]
+
+    width = attention.head_dim
+    assert probability(Cell("off", "attention")) == pytest.approx(asked(slice(None)), abs=1e-5)
+    for head in (0, 3):
+        channels = slice(head * width, (head + 1) * width)
+        found = probability(Cell("one head off", "attention"), f"layer 1, head {head:02}")
+        assert found == pytest.approx(asked(channels), abs=1e-5)
+    with torch.no_grad():
+        whole = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
+        gold = int(batch.gold()[0, query].nonzero()[0])
+        with knock_out(model, Edges("attention", sources=gold, targets=query)):
+            cut = model(batch.input_ids).logits[0, query].double().softmax(-1)[token]
+    assert probability(WHOLE) == pytest.approx(float(whole), abs=1e-6)
+    assert probability(Cell("answer to asking token cut", "attention")) == pytest.approx(
+        float(cut), abs=1e-6
+    )
+    assert PARTS.measure(model, batch, CHANCE)[""] == {"right": 1 / 16, "probability": 1 / 16}
+
+
+def test_heads_alone_are_what_the_others_leave(seed: int) -> None:
+    (subject,) = (each for each in PARTS.subjects() if each.name == "copying-bamba")
+    model, batch = subject.load(torch.device("cpu")), PARTS.example(subject, 0, seed)
+    found = PARTS.measure(model, batch, Cell("one head alone", "attention"))
+    assert list(found) == [f"layer 1, head {head:02}" for head in range(4)]
+    with torch.no_grad(), knock_out(model, Edges(1, heads=[0, 1, 3])):
+        logits = model(batch.input_ids).logits[0, batch.targets.queries]
+    right = (logits.argmax(-1) == batch.targets.tokens).double().mean()
+    assert found["layer 1, head 02"]["right"] == pytest.approx(float(right))
+    assert len(PARTS.measure(model, batch, Cell("one head off", "ssm"))) == 8
+
+
+def test_parts_are_those_of_the_function_for_all_models(seed: int) -> None:
+    (subject,) = (each for each in PARTS.subjects() if each.name == "pairs-bamba")
+    model, batch = subject.load(torch.device("cpu")), PARTS.example(subject, 1, seed)
+    (query,), (token,) = batch.targets.queries, batch.targets.tokens
+    off = parts_off(
+        model, lambda: model(batch.input_ids).logits[0, query].softmax(-1)[token], heads=True
+    )
+
+    def probabilities(cell: Cell) -> list[float]:
+        return [numbers["probability"] for numbers in PARTS.measure(model, batch, cell).values()]
+
+    assert probabilities(WHOLE) == pytest.approx([float(off.plain)], abs=1e-6)
+    for (kind, value), heads in zip(off.kinds.items(), reversed(off.heads.values()), strict=True):
+        assert probabilities(Cell("off", kind)) == pytest.approx([float(value)], abs=1e-6)
+        found = probabilities(Cell("one head off", kind))
+        assert found == pytest.approx(heads.tolist(), abs=1e-6)
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_a_quick_run(tmp_path: Path) -> None:
+    arguments = ["knockout", "hybrid-parts", "--models", "pairs-bamba", "--examples", "2"]
+    assert main(["evaluate", *arguments, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "knockout.json").read_text())["lines"]
+    own = [line for line in found if line["model"] == "pairs-bamba"]
+    assert {(line["method"], line["formulation"]) for line in own} == set(KNOCKOUT.cells())
+    assert {"all", "large", "even"} <= {line["row"] for line in own}
+    assert all(line["r"]["value"] is not None for line in own if line["row"] == "all")
+    assert all(
+        (line["r, matched"]["value"] is None)
+        == (Cell(line["method"], line["formulation"]) in (EXACT_NORMS, BY_SHARE, *RULES))
+        for line in own
+        if line["row"] == "all"
+    )
+    assert set(RULES) < {Cell(line["method"], line["formulation"]) for line in own}
+    parts = json.loads((tmp_path / "hybrid-parts.json").read_text())["lines"]
+    assert {(line["method"], line["formulation"]) for line in parts} == set(PARTS.cells())

@@ -1,0 +1,166 @@
+"""The tokens that ask, are matched and are answered, counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from captum_ssm import LatimFlow
+from captum_ssm.models.recall import parse_prompt
+from captum_ssm.tracing import find_mixers
+from captum_ssm_bench import EXPERIMENTS, Cell
+from captum_ssm_bench.cli import main
+from captum_ssm_bench.experiments.roles import (
+    CHANCE,
+    LOST,
+    TOLD,
+    first_is_right,
+    lost,
+    right_tokens,
+)
+from captum_ssm_bench.tasks import PairsTask, PasskeyTask, RecallTask
+from captum_ssm_bench.tasks.linked import LinkedBatch
+from captum_ssm_bench.training.recipes import RECIPES
+
+ROLES = EXPERIMENTS["roles"]
+
+
+def words_of(batch: LinkedBatch, role: str) -> list[list[str]]:
+    """For each answered word, the right ones of a role, each with its place."""
+    told = batch.task.vocabulary.tokens(batch.input_ids[0])
+    right = right_tokens(batch)[role]
+    return [[f"{told[place]} {place}" for place in row.nonzero().flatten()] for row in right]
+
+
+def test_who_owns_it_is_matched_and_who_is_asked_for_asks() -> None:
+    text = "dora owns the kite . today anna owns the red lamp . ? anna owns the"
+    batch = RecallTask().batch([parse_prompt(text)])
+    assert words_of(batch, "content") == [["lamp 10"]]
+    assert words_of(batch, "key") == [["anna 6"]]
+    assert words_of(batch, "query") == [["anna 13"]]
+
+
+def test_the_key_of_a_pair_is_matched_and_the_last_one_asks() -> None:
+    task = PairsTask()
+    batch = task.batch(task.draw(1, seed=0, length=3))  # m A p P g H p -> P
+    assert words_of(batch, "content") == [["P 3"]]
+    assert words_of(batch, "key") == [["p 2"]]
+    assert words_of(batch, "query") == [["p 6"]]
+
+
+def test_a_digit_is_told_by_what_stands_before_it(seed: int) -> None:
+    task = PasskeyTask(keys=2, digits=2)
+    (text,) = task.draw(1, seed)
+    batch = task.batch([text])
+    *_, name, _, _, _ = text.words
+    owner, ask = text.words.index(name), text.words.index("?")
+    statement = [f"{text.words[i]} {i}" for i in range(owner - 3, owner + 4)]
+    question = [f"{text.words[i]} {i}" for i in range(ask, len(text.words) - 1)]
+    assert [word.split()[0] for word in statement[:5]] == ["the", "passkey", "of", name, "is"]
+    assert words_of(batch, "content") == [[statement[5]], [statement[6]]]
+    assert words_of(batch, "key") == [statement[:5], statement[:6]]
+    assert words_of(batch, "query") == [question[:-1], question]
+
+
+@pytest.mark.parametrize("subject", ROLES.subjects(), ids=lambda subject: subject.name)
+def test_no_token_has_two_roles(subject: Any, seed: int) -> None:
+    example = ROLES.example(subject, 0, seed)
+    query, key, content = (example.right[role] for role in TOLD)
+    assert not bool((query & key | key & content | content & query).any())
+    positions = torch.tensor([position for position, _ in example.targets])
+    for right in (query, key, content):
+        assert bool(right.any(-1).all())
+        assert not bool((right & (torch.arange(right.shape[1]) > positions[:, None])).any())
+
+
+def test_the_most_relevant_token_counts_whatever_is_least() -> None:
+    relevance = torch.tensor([[-9.0, 1.0, 2.0], [-9.0, 1.0, 2.0]])
+    right = torch.tensor([[True, False, False], [False, True, True]])
+    assert first_is_right(relevance, right) == 0.5
+
+
+def test_an_answer_is_lost_without_what_the_model_goes_by(seed: int) -> None:
+    """Of one that answers with the third word, whatever the others are."""
+    (subject,) = (each for each in ROLES.subjects() if each.name == "pairs-mamba2")
+    example, tried = ROLES.example(subject, 4, seed), []
+
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.anchor = nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            tried.append(input_ids)
+            logits = nn.functional.one_hot(input_ids[:, 2:3], 64)
+            return SimpleNamespace(logits=logits.expand(-1, input_ids.shape[1], -1))
+
+    third = torch.zeros_like(example.right["key"])
+    third[:, 2] = True
+    right = {"key": third, "query": ~third, "content": torch.zeros_like(third)}
+    (question,), ids = example.questions, example.ids
+    own = replace(question, target=(-1, int(ids[0, 2])))
+    example = replace(example, right=right, questions=[own])
+    assert lost(Third(), example, "content") == lost(Third(), example, "query") == 0
+    tried.clear()
+    share = lost(Third(), example, "key")
+    (others,) = tried
+    assert share == float((others[:, 2] != ids[0, 2]).double().mean()) > 0.5
+    assert torch.equal(others[:, 3:], ids[:, 3 : others.shape[1]].expand(len(others), -1))
+
+
+def test_numbers_are_those_of_the_method(seed: int) -> None:
+    (subject,) = (each for each in ROLES.subjects() if each.name == "two-passkeys-mamba2")
+    model, example = subject.load(torch.device("cpu")), ROLES.example(subject, 2, seed)
+    with ROLES.together():
+        found = {cell: ROLES.measure(model, example, cell)[""] for cell in ROLES.cells()}
+    for rule in ("equal", "centred"):
+        parts = [LatimFlow(model).decompose(example.ids, t, rule=rule) for t in example.targets]
+        for role in TOLD:
+            right = 0.0
+            for part, row in zip(parts, example.right[role], strict=True):
+                assert part.roles is not None
+                right += float(row[part.roles[role][0].argmax()])
+            assert found[Cell("LatimFlow", rule)][role] == right / len(parts)
+    frozen = found[Cell("LatimFlow", "frozen")]
+    assert frozen["content"] in (0, 0.5, 1)
+    assert math.isnan(frozen["key"]) and math.isnan(frozen["query"])
+    assert found[LOST]["content"] > 0.5, "a digit is copied, whatever it is"
+    length = example.ids.shape[1]
+    assert found[CHANCE]["content"] == pytest.approx((1 / (length - 2) + 1 / (length - 1)) / 2)
+
+
+def test_three_architectures_are_asked_of_each_task() -> None:
+    for group in ROLES.groups.values():
+        subjects = [each for each in ROLES.subjects() if each.name in group]
+        kinds = {
+            type(mixer.module).__name__
+            for subject in subjects
+            for mixer in find_mixers(subject.load(torch.device("cpu")))
+        }
+        assert len(kinds) >= 3, (group, kinds)
+    assert {each.name for each in ROLES.subjects()} <= set(RECIPES)
+
+
+def test_a_quick_run(tmp_path: Path) -> None:
+    arguments = ["evaluate", "roles", "--models", "pairs-mamba2", "--quick", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    lines = json.loads((tmp_path / "roles.json").read_text())["lines"]
+    assert {line["model"] for line in lines} == {"recall (1 model)", "pairs-mamba2"}
+    own = [line for line in lines if line["model"] == "pairs-mamba2"]
+    assert {(line["method"], line["formulation"]) for line in own} == set(ROLES.cells())
+    for line in own:
+        assert line["examples"] == 4
+        for role in TOLD:
+            nothing = line["formulation"] == "frozen" and role != "content"
+            assert (line[role]["value"] is None) == nothing, (line, role)

@@ -1,0 +1,139 @@
+"""Maps that are made of all targets at once: what the methods say of each target alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from captum.attr import FeatureAblation, InputXGradient, IntegratedGradients, Saliency
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from zoo import mamba2
+from zoo.mamba import transformers_model
+
+from captum_ssm import ImplicitAttentionRollout, LatimALTI, MambaAttribution
+from captum_ssm.attr.engine.sharing import shared_forward
+from captum_ssm_bench import Cell
+from captum_ssm_bench.experiments.token_maps import (
+    NO_CLAMP,
+    REDUCTIONS,
+    STEPS,
+    choice_maps,
+    token_maps,
+)
+
+Case = tuple[Any, Tensor, list[tuple[int, int]]]
+
+#: The norms and scans of transformers, which Captum's classes run here, compute in float32.
+SINGLE = 1e-5
+
+
+@pytest.fixture(params=["mamba", "mamba2"])
+def case(request: pytest.FixtureRequest) -> Case:
+    make = {"mamba": transformers_model, "mamba2": mamba2.make_model}[request.param]
+    model = make(request.param).double()
+    ids = torch.randint(19, (1, 9))
+    return model, ids, [(p, random.randrange(19)) for p in (7, 3, 8)]
+
+
+def found(cell: Cell, case: Case) -> Tensor:
+    (only,) = token_maps()[cell](*case).values()
+    return only
+
+
+@pytest.mark.parametrize("components", ["s6", "unified", "unified-gate"])
+def test_rollout_of_attention(case: Case, components: str) -> None:
+    model, ids, targets = case
+    explain = ImplicitAttentionRollout(model)
+    wanted = [explain.attribute(ids, query=p, components=components)[0] for p, _ in targets]
+    assert_same(found(Cell("ImplicitAttentionRollout", components), case), wanted)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_rollout_of_another_reduction(case: Case, reduce: Any) -> None:
+    model, ids, targets = case
+    explain = ImplicitAttentionRollout(model)
+    wanted = [
+        explain.attribute(ids, query=p, components="s6", reduce=reduce)[0] for p, _ in targets
+    ]
+    (only,) = choice_maps()[Cell("ImplicitAttentionRollout", f"s6, {reduce}")](*case).values()
+    assert_same(only, wanted)
+
+
+def test_attribution_without_a_clamp(case: Case) -> None:
+    model, ids, targets = case
+    explain = MambaAttribution(model)
+    wanted = [
+        explain.attribute(ids, target=target, components="s6", clamp="none")[0]
+        for target in targets
+    ]
+    (only,) = choice_maps()[Cell("MambaAttribution", f"s6, {NO_CLAMP}")](*case).values()
+    assert_same(only, wanted)
+    assert float(only.min()) < 0
+
+
+@pytest.mark.parametrize("activation", ["linearized", "silu"])
+def test_rollout_of_alti(case: Case, activation: str) -> None:
+    model, ids, targets = case
+    explain = LatimALTI(model, activation=activation)
+    wanted = [explain.attribute(ids, query=p)[0] for p, _ in targets]
+    assert_same(found(Cell("LatimALTI rollout", activation), case), wanted)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (Saliency, {}),
+        (InputXGradient, {}),
+        (IntegratedGradients, {"n_steps": STEPS}),
+        (FeatureAblation, {"feature_mask": torch.arange(9)[None, :, None]}),
+    ],
+)
+def test_methods_of_captum(case: Case, kind: Any, options: dict[str, Any]) -> None:
+    model, ids, targets = case
+    embedded = model.get_input_embeddings()(ids).detach()
+    wanted = [
+        kind(logits_of(model)).attribute(embedded, target=target, **options)[0]
+        for target in targets
+    ]
+    one_by_one = [
+        each[:, 0] if kind is FeatureAblation else each.sum(-1) for each in wanted
+    ]  # a mask's features repeat their number
+    assert_same(found(Cell(kind.__name__), case), [each.detach() for each in one_by_one], SINGLE)
+
+
+def check_shared(cells: Iterable[Cell], case: Case) -> None:
+    maps = token_maps()
+    for cell in cells:
+        alone = maps[cell](*case)
+        with shared_forward("all", streams=True):
+            maps[Cell("MambaAttribution", "exact")](*case)
+            shared = maps[cell](*case)
+        assert list(alone) == list(shared)
+        for row, numbers in alone.items():
+            assert torch.isfinite(numbers).all() and numbers.any(), cell
+            assert_same(shared[row], numbers)
+
+
+def test_sharing_a_run_changes_no_number(case: Case) -> None:
+    """One formulation of each method."""
+    check_shared({cell.method: cell for cell in token_maps()}.values(), case)
+
+
+def test_sharing_a_run_changes_no_number_of_any_cell(case: Case) -> None:
+    check_shared(token_maps(), case)
+
+
+def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda embedded: model(inputs_embeds=embedded, use_cache=False).logits
+
+
+def assert_same(one: Tensor, other: Tensor | list[Tensor], tolerance: float = 1e-9) -> None:
+    wanted = other if isinstance(other, Tensor) else torch.stack(other)
+    assert one.shape == wanted.shape
+    assert float((one - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

@@ -1,0 +1,143 @@
+"""How much is answered right, and whether answers follow their sources, on rules known by heart."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from bench_helpers.task_solvers import Rule, Solver
+
+from captum_ssm.errors import InputError, OptionError
+from captum_ssm_bench.tasks import (
+    NUMBER_WORDS,
+    LinkedBatch,
+    LinkedText,
+    PasskeyTask,
+    answer_accuracy,
+    swap_check,
+)
+
+TASK = PasskeyTask(digits=4)
+
+
+def _passkey(prompt: Sequence[str]) -> Sequence[str]:
+    return [word for word in prompt if word.isdigit()]
+
+
+def _all_alike(prompt: Sequence[str]) -> Sequence[str]:
+    """The first digit four times: each digit follows from the first."""
+    return [_passkey(prompt)[0]] * 4
+
+
+def _solver(rule: Rule) -> Solver:
+    return Solver(TASK, rule, ends="?", after=5)
+
+
+def _batch(*passkeys: str) -> LinkedBatch:
+    texts = []
+    for passkey in passkeys:
+        words = ("the", "passkey", "of", "anna", "is", *passkey, ".")
+        question = ("?", "the", "passkey", "of", "anna", "is")
+        answer = len(words) + len(question)
+        texts.append(
+            LinkedText(
+                (*words, *question, *passkey),
+                answer,
+                range(len(words)),
+                tuple((answer + i, 5 + i) for i in range(4)),
+            )
+        )
+    return TASK.batch(texts)
+
+
+def test_shares_of_tokens_and_of_sequences() -> None:
+    batch = _batch("1111", "2272", "4567")
+    assert answer_accuracy(_solver(_all_alike), batch) == ((4 + 3 + 1) / 12, 1 / 3)
+    assert answer_accuracy(_solver(_passkey), batch) == (1, 1)
+
+
+def _told_by_the_first(prompt: Sequence[str]) -> Sequence[str]:
+    """The first digit, and three times a word that depends on it and is no digit."""
+    first = _passkey(prompt)[0]
+    return [first, *[TASK.vocabulary.vocab[-1 - int(first)]] * 3]
+
+
+def test_what_moves_and_what_strays() -> None:
+    """The first digit moves its own token and three others; no other digit moves any."""
+    batch = _batch("1234", "5566")
+    check = swap_check(_solver(_told_by_the_first), batch, random.randrange(10**6))
+    assert check == (1 / 4, 3 / 12)
+    assert swap_check(_solver(_passkey), _batch("1234", "5566"), 0) == (1, 0)
+
+
+def test_each_exchange_puts_in_another_word_of_the_family() -> None:
+    batch, seen = _batch("1234"), set()
+
+    class Watcher(Solver):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
+            for ids in input_ids:
+                differs = (ids != batch.input_ids[0]).nonzero().flatten().tolist()
+                assert len(differs) <= 1
+                seen.update((i, TASK.vocabulary.tokens([int(ids[i])])[0]) for i in differs)
+            return super().forward(input_ids, attention_mask)
+
+    for seed in range(100):
+        swap_check(Watcher(TASK, _passkey, ends="?", after=5), batch, seed)
+    digits = "0123456789"
+    assert seen == {(5 + i, d) for i in range(4) for d in digits if d != digits[1 + i]}
+
+
+def test_the_same_seed_exchanges_the_same() -> None:
+    batch, seed = TASK.batch(TASK.draw(30, 1)), random.randrange(10**6)
+
+    def even(prompt: Sequence[str]) -> Sequence[str]:
+        return [digit if int(digit) % 2 else "0" for digit in _passkey(prompt)]
+
+    checks = [swap_check(_solver(even), batch, s) for s in (seed, seed, seed + 1, seed + 2)]
+    assert checks[0] == checks[1]
+    assert len({check.moved for check in checks}) > 1
+
+
+def test_all_sources_of_a_token_are_exchanged_together() -> None:
+    text = LinkedText(
+        ("three", "three", "|", "drei"), 3, range(2), sure=((3, 0), (3, 1)), possible=()
+    )
+    batch = LinkedBatch.of(NUMBER_WORDS, [text])
+
+    def rule(prompt: Sequence[str]) -> Sequence[str]:
+        german = dict(NUMBER_WORDS.families[0])
+        return [german[prompt[0]] if prompt[0] == prompt[1] else "und"]
+
+    check = swap_check(Solver(NUMBER_WORDS, rule, ends="|"), batch, random.randrange(10**6))
+    assert check.moved == 1
+    assert math.isnan(check.strayed), "there is no other token"
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_rows_go_through_in_parts(size: int) -> None:
+    batch = _batch("1234", "5555", "9012", "3338", "7707")
+    model = _solver(_all_alike)
+    assert answer_accuracy(model, batch, size) == answer_accuracy(_solver(_all_alike), batch)
+    assert max(model.seen) <= size and sum(model.seen) == 5
+    assert swap_check(model, batch, 3, size) == swap_check(model, batch, 3)
+
+
+def test_random_state_is_left_alone() -> None:
+    before = random.getstate(), torch.get_rng_state()
+    swap_check(_solver(_passkey), _batch("1234"), seed=0)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_bad_input_is_named() -> None:
+    for check in (
+        lambda: answer_accuracy(_solver(_passkey), _batch("1234"), 0),
+        lambda: swap_check(_solver(_passkey), _batch("1234"), 1, internal_batch_size=0),
+    ):
+        with pytest.raises(OptionError, match="internal_batch_size=0"):
+            check()
+    with pytest.raises(InputError, match="no source that a family"):
+        swap_check(Solver(NUMBER_WORDS, _passkey, ends="|"), NUMBER_WORDS.batch([1]), 0)

@@ -1,0 +1,69 @@
+"""A program of commands: its parser, its exit codes, and what it says of errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+
+from ..errors import CaptumSSMError
+from .surroundings import quiet_libraries
+
+#: Errors that speak for themselves; of others, their kind is told, and how to see where.
+_EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
+_UNEXPECTED = " ({0}; {1} --debug ... shows where)"
+#: What a shell says of a program that nobody reads on, and of one that is interrupted.
+_NOT_READ, _INTERRUPTED = 141, 130
+
+
+def run_program(
+    parser: argparse.ArgumentParser,
+    version: str,
+    commands: Iterable[ModuleType],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run the command that is asked for; returns the exit code.
+
+    Args:
+        parser: knows the program's name and description.
+        version: of the program.
+        commands: modules whose ``add_to`` adds a parser, which holds as ``run`` what is done.
+        arguments: the command line without the program's name. Default: None, sys.argv.
+    """
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
+    parser.add_argument(
+        "--debug", action="store_true", help="show tracebacks, and what libraries say"
+    )
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in commands:
+        command.add_to(parsers)
+    try:
+        try:
+            return _run(parser.prog, parser.parse_args(arguments))
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOT_READ
+
+
+def _run(program: str, options: argparse.Namespace) -> int:
+    try:
+        with nullcontext() if options.debug else quiet_libraries():
+            options.run(options)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if options.debug:
+            raise
+        kind = type(error).__name__
+        hint = "" if isinstance(error, _EXPECTED) else _UNEXPECTED.format(kind, program)
+        print(f"{program}: {error}{hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return 0

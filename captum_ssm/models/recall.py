@@ -1,0 +1,267 @@
+"""Multi-key recall in words: who owns what?
+
+A prompt states several facts and ends in a question left open::
+
+    today anna owns the red lamp . bob owns the kite . ? anna owns the
+
+The one right answer is the object of the asked name (``lamp``). Which position of the prompt
+holds the evidence is known exactly: the object of the asked fact, and next to it that fact's
+name. The number of facts, the filler words before each fact and the adjective before an object
+vary, so the evidence is at no fixed position and at no fixed distance from its name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import InputError, OptionError
+from .vocabulary import PAD, WordVocabulary
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+STOP, ASK, VERB, ARTICLE = ".", "?", "owns", "the"
+NAMES = _words(
+    "anna bob carl dora emil fay gus hana ivan jane karl lena milo nora otto pia quinn rosa "
+    "sven tina"
+)
+OBJECTS = _words(
+    "lamp kite drum boat ring sword clock piano basket mirror ladder candle violin hammer "
+    "carpet bottle"
+)
+ADJECTIVES = _words("red old tiny heavy golden broken")
+FILLERS = _words("today also perhaps meanwhile indeed later surely again")
+
+MIN_FACTS, MAX_FACTS, MAX_FILLERS = 2, 8, 2
+
+
+@lru_cache(maxsize=1)
+def recall_vocabulary() -> WordVocabulary:
+    """The vocabulary of the task: marks, *owns* and *the*, names, objects, adjectives, fillers.
+
+    Returns:
+        The same one at every call, of 55 words.
+
+    Example:
+        >>> from captum_ssm.models.recall import recall_vocabulary
+        >>> vocabulary = recall_vocabulary()
+        >>> len(vocabulary), vocabulary.encode("anna owns the lamp .")
+        (55, [5, 3, 4, 25, 1])
+    """
+    return WordVocabulary([PAD, STOP, ASK, VERB, ARTICLE, *NAMES, *OBJECTS, *ADJECTIVES, *FILLERS])
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One stated fact and where its two words stand in the prompt.
+
+    Attributes:
+        name: who owns something.
+        value: the object that is owned.
+        name_position: where the name stands, from 0.
+        value_position: where the object stands.
+    """
+
+    name: str
+    value: str
+    name_position: int
+    value_position: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its gold answer and its gold sources.
+
+    Attributes:
+        words: the prompt, word by word.
+        tokens: the ids of ``words``.
+        facts: all facts in the order in which they are stated.
+        asked: the index in ``facts`` of the fact that is asked for.
+        question_name_position: where the asked name stands in the question.
+    """
+
+    words: tuple[str, ...]
+    tokens: tuple[int, ...]
+    facts: tuple[Fact, ...]
+    asked: int
+    question_name_position: int
+
+    @property
+    def text(self) -> str:
+        """The prompt as one string."""
+        return " ".join(self.words)
+
+    @property
+    def answer(self) -> str:
+        """The right next word."""
+        return self.facts[self.asked].value
+
+    @property
+    def answer_id(self) -> int:
+        """The id of the right next word."""
+        return self.tokens[self.value_position]
+
+    @property
+    def value_position(self) -> int:
+        """The primary gold source: the position of the object of the asked fact."""
+        return self.facts[self.asked].value_position
+
+    @property
+    def name_position(self) -> int:
+        """The secondary gold source: the position of the name in the asked fact."""
+        return self.facts[self.asked].name_position
+
+    @property
+    def source_positions(self) -> tuple[int, int]:
+        """The gold sources, the primary one first."""
+        return (self.value_position, self.name_position)
+
+
+def parse_prompt(text: str) -> Example:
+    """Reads a prompt of the task and finds its gold answer and sources.
+
+    Args:
+        text: facts and a question, their words and marks apart by spaces.
+
+    Returns:
+        The prompt with its facts.
+
+    Raises:
+        InputError: when a word is unknown, or the text does not have the form of the task.
+
+    Example:
+        >>> from captum_ssm.models.recall import parse_prompt
+        >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> example.answer, example.source_positions  # kite stands at 8, the fact's bob at 5
+        ('kite', (8, 5))
+    """
+    words = tuple(text.split())
+    tokens = tuple(recall_vocabulary().encode(text))
+    stated, question = words[:-4], words[-4:]
+    asked_name = question[1] if len(question) == 4 else ""
+    asks = asked_name in NAMES and question == (ASK, asked_name, VERB, ARTICLE)
+    if not asks or ASK in stated:
+        raise InputError(
+            f"text={text!r}: a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'."
+        )
+
+    facts: list[Fact] = []
+    start = 0
+    while start < len(stated):
+        if STOP not in stated[start:]:
+            raise InputError(f"text={text!r}: every fact must end in '{STOP}'.")
+        stop = words.index(STOP, start)
+        facts.append(_parse_fact(words, start, stop))
+        start = stop + 1
+    named = [fact.name for fact in facts]
+    if named.count(asked_name) != 1:
+        raise InputError(f"text={text!r}: exactly one fact must be about {asked_name!r}.")
+    return Example(words, tokens, tuple(facts), named.index(asked_name), len(stated) + 1)
+
+
+def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
+    """Reads ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` from ``words[start:stop]``."""
+    first = start
+    while first < stop and words[first] in FILLERS:
+        first += 1
+    body = list(words[first:stop])
+    plain = [word for i, word in enumerate(body) if not (i == 3 and word in ADJECTIVES)]
+    well_formed = (
+        len(plain) == 4
+        and plain[0] in NAMES
+        and plain[1:3] == [VERB, ARTICLE]
+        and plain[3] in OBJECTS
+    )
+    if not well_formed:
+        raise InputError(
+            f"text has the fact {' '.join(words[start : stop + 1])!r}: a fact must read "
+            f"'[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}'."
+        )
+    return Fact(plain[0], plain[3], first, stop - 1)
+
+
+def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
+    """Draws examples; the same seed gives the same examples.
+
+    Names are distinct within a prompt. Objects are drawn with replacement, so that a distractor
+    can hold the same object as the asked fact.
+
+    Args:
+        count: how many examples.
+        seed: a seed, or a generator to go on drawing from.
+        n_facts: the number of facts of every prompt, 1 to 20. Default: None, drawn anew for each,
+            from 2 to 8.
+
+    Returns:
+        The examples.
+
+    Raises:
+        OptionError: when there are not so many names, or ``count`` is below 0.
+
+    Example:
+        >>> from captum_ssm.models.recall import generate
+        >>> (example,) = generate(1, seed=0, n_facts=3)
+        >>> len(example.facts), example.words[-4], example.words[-2:]
+        (3, '?', ('owns', 'the'))
+        >>> generate(1, seed=0, n_facts=3) == [example]
+        True
+    """
+    if n_facts is not None and not 1 <= n_facts <= len(NAMES):
+        raise OptionError(f"n_facts={n_facts}: use 1 to {len(NAMES)}, as there are so many names.")
+    if count < 0:
+        raise OptionError(f"count={count}: use 0 or more.")
+    rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+    return [_draw(rng, n_facts) for _ in range(count)]
+
+
+def _draw(rng: random.Random, n_facts: int | None) -> Example:
+    n = rng.randint(MIN_FACTS, MAX_FACTS) if n_facts is None else n_facts
+    words: list[str] = []
+    facts: list[Fact] = []
+    for name in rng.sample(NAMES, n):
+        words += rng.choices(FILLERS, k=rng.randint(0, MAX_FILLERS))
+        name_position = len(words)
+        words += [name, VERB, ARTICLE]
+        if rng.random() < 0.5:
+            words.append(rng.choice(ADJECTIVES))
+        value = rng.choice(OBJECTS)
+        facts.append(Fact(name, value, name_position, len(words)))
+        words += [value, STOP]
+    asked = rng.randrange(n)
+    words += [ASK, facts[asked].name, VERB, ARTICLE]
+    tokens = tuple(recall_vocabulary().encode(" ".join(words)))
+    return Example(tuple(words), tokens, tuple(facts), asked, len(words) - 3)
+
+
+def with_value(example: Example, fact: int, value: str) -> Example:
+    """The same prompt with the object of one fact replaced; the gold answer follows.
+
+    Args:
+        example: the prompt to change.
+        fact: the index of the fact in ``example.facts``.
+        value: the new object.
+
+    Returns:
+        A new example, as long as the old one.
+
+    Raises:
+        OptionError: when the word is not an object of the task, or there is no such fact.
+
+    Example:
+        >>> from captum_ssm.models.recall import parse_prompt, with_value
+        >>> example = parse_prompt("anna owns the lamp . ? anna owns the")
+        >>> with_value(example, 0, "drum").answer
+        'drum'
+    """
+    if value not in OBJECTS:
+        raise OptionError(f"value={value!r} is no object of the task. Use one of {OBJECTS}.")
+    if not 0 <= fact < len(example.facts):
+        raise OptionError(f"fact={fact}: the prompt has {len(example.facts)}, counted from 0.")
+    words = list(example.words)
+    words[example.facts[fact].value_position] = value
+    return parse_prompt(" ".join(words))

@@ -1,0 +1,140 @@
+"""Prompts of the recall task in batches, and what a model answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InputError, OptionError
+from .recall import Example, recall_vocabulary
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples padded on the left to one length.
+
+    Padding on the left keeps the open question at the last position of every row.
+
+    Attributes:
+        input_ids: ids, ``(batch, length)``.
+        attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
+        answer_ids: the right next word of each row, ``(batch,)``.
+        offsets: the number of padding positions of each row, ``(batch,)``; a position of an
+            example plus its offset is its column in ``input_ids``.
+        examples: what the rows were made of.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    answer_ids: torch.Tensor
+    offsets: torch.Tensor
+    examples: tuple[Example, ...]
+
+
+def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+    """Pads examples on the left into one batch.
+
+    Args:
+        examples: at least one.
+        device: where the tensors go. Default: ``"cpu"``.
+
+    Returns:
+        The batch, as wide as the longest prompt.
+
+    Raises:
+        InputError: when there is no example.
+
+    Example:
+        >>> from captum_ssm.models.recall import parse_prompt
+        >>> from captum_ssm.models.recall_batch import collate
+        >>> short = parse_prompt("anna owns the lamp . ? anna owns the")
+        >>> long = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> batch = collate([short, long])
+        >>> tuple(batch.input_ids.shape), batch.offsets.tolist()
+        ((2, 14), [5, 0])
+    """
+    if not examples:
+        raise InputError("examples is empty: a batch needs at least one.")
+    lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
+    width = int(lengths.max())
+    offsets = width - lengths
+    pad = recall_vocabulary().pad_id
+    rows = [[pad] * (width - len(e.tokens)) + list(e.tokens) for e in examples]
+    mask = (torch.arange(width, device=device)[None, :] >= offsets[:, None]).long()
+    return Batch(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=mask,
+        answer_ids=torch.tensor([e.answer_id for e in examples], device=device),
+        offsets=offsets,
+        examples=tuple(examples),
+    )
+
+
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64
+) -> torch.Tensor:
+    """The most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
+
+    Args:
+        model: a causal language model in the manner of transformers, called with ``input_ids``
+            and ``attention_mask`` and answering with ``logits``.
+        examples: the prompts, at least one.
+        batch_size: how many prompts go through the model at once. Default: 64.
+
+    Returns:
+        The ids, (count,), on the CPU.
+
+    Raises:
+        InputError: when there is no example.
+        OptionError: when ``batch_size`` is below 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.models.recall import parse_prompt
+        >>> from captum_ssm.models.recall_batch import predict
+        >>> model, vocabulary = load_bundled("recall-mamba")
+        >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
+        >>> vocabulary.decode(predict(model, [example]))
+        'kite'
+    """
+    if not examples:
+        raise InputError("examples is empty: pass at least one prompt.")
+    if batch_size < 1:
+        raise OptionError(f"batch_size={batch_size}: use 1 or more.")
+    device = next(model.parameters()).device
+    found: list[torch.Tensor] = []
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size], device)
+        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        found.append(output.logits[:, -1].argmax(-1).cpu())
+    return torch.cat(found)
+
+
+def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
+    """The share of prompts after which the right word is the most likely one.
+
+    Args:
+        model: as in :func:`predict`.
+        examples: the prompts, at least one.
+        batch_size: how many prompts go through the model at once. Default: 64.
+
+    Returns:
+        The share, from 0 to 1.
+
+    Raises:
+        InputError: when there is no example.
+        OptionError: when ``batch_size`` is below 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.models.recall import parse_prompt
+        >>> from captum_ssm.models.recall_batch import accuracy
+        >>> model, _ = load_bundled("recall-mamba")
+        >>> accuracy(model, [parse_prompt("anna owns the lamp . ? anna owns the")])
+        1.0
+    """
+    gold = torch.tensor([example.answer_id for example in examples])
+    return float((predict(model, examples, batch_size) == gold).double().mean())

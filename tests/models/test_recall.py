@@ -1,0 +1,158 @@
+"""The recall task: gold sources, determinism, padding and the vocabulary."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+
+from captum_ssm.models import WordVocabulary
+from captum_ssm.models.recall import (
+    ADJECTIVES,
+    FILLERS,
+    MAX_FACTS,
+    MIN_FACTS,
+    NAMES,
+    OBJECTS,
+    generate,
+    parse_prompt,
+    recall_vocabulary,
+    with_value,
+)
+from captum_ssm.models.recall_batch import collate
+
+
+def test_gold_follows_from_the_words() -> None:
+    for example in generate(300, seed=5):
+        body, question = example.text.split(" ? ")
+        asked = question.split()[0]
+        assert question == f"{asked} owns the"
+        sentences = [s for s in body.split(" . ") if re.search(rf"\b{asked}\b", s)]
+        assert len(sentences) == 1, "the asked name must be in exactly one fact"
+        object_ = sentences[0].removesuffix(" .").split()[-1]
+        assert example.answer == object_
+        assert recall_vocabulary().decode([example.answer_id]) == object_
+        assert example.words[example.value_position] == object_
+        assert example.words[example.name_position] == asked
+        assert example.words.index(asked) == example.name_position
+        assert "." not in example.words[example.name_position : example.value_position]
+        assert example.words[example.question_name_position] == asked
+        assert example.question_name_position == len(example.words) - 3
+        assert example.source_positions == (example.value_position, example.name_position)
+
+
+def test_facts_are_where_they_say() -> None:
+    for example in generate(100, seed=6):
+        assert MIN_FACTS <= len(example.facts) <= MAX_FACTS
+        assert len({fact.name for fact in example.facts}) == len(example.facts)
+        for fact in example.facts:
+            assert example.words[fact.name_position] == fact.name
+            assert example.words[fact.value_position] == fact.value
+            assert fact.value_position - fact.name_position in (3, 4)
+
+
+def test_same_seed_same_examples() -> None:
+    assert generate(20, seed=3) == generate(20, seed=3)
+    assert generate(20, seed=3) != generate(20, seed=4)
+    rng = random.Random(3)
+    assert generate(12, rng) + generate(8, rng) == generate(20, seed=3)
+
+
+def test_global_random_state_is_left_alone() -> None:
+    random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), torch.get_rng_state()
+    generate(5, seed=0)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_no_position_gives_the_answer_away() -> None:
+    examples = generate(500, seed=8)
+    assert len({e.value_position for e in examples}) > 30
+    assert len({len(e.words) - e.value_position for e in examples}) > 30
+    assert {e.answer for e in examples} == set(OBJECTS)
+    shared = [e for e in examples if [f.value for f in e.facts].count(e.answer) > 1]
+    assert shared, "a distractor can hold the answer as well"
+
+
+def test_fixed_number_of_facts() -> None:
+    assert {len(e.facts) for e in generate(10, seed=0, n_facts=4)} == {4}
+    with pytest.raises(ValueError, match="n_facts"):
+        generate(1, seed=0, n_facts=len(NAMES) + 1)
+
+
+def test_parse_gives_back_what_was_generated() -> None:
+    for example in generate(200, seed=9):
+        assert parse_prompt(example.text) == example
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("anna owns the spoon . ? anna owns the", "unknown word 'spoon'"),
+        ("anna owns the lamp .", "one question"),
+        ("anna owns the lamp . ? anna owns", "one question"),
+        ("anna owns the lamp . ? lamp owns the", "one question"),
+        ("anna owns the lamp . ? bob owns the", "exactly one fact"),
+        ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
+        ("anna owns the lamp ? anna owns the", "must end in '.'"),
+        ("anna the lamp . ? anna owns the", "a fact must read"),
+        ("anna owns the red old lamp . ? anna owns the", "a fact must read"),
+        ("anna owns the red . ? anna owns the", "a fact must read"),
+        ("? anna owns the", "exactly one fact"),
+    ],
+)
+def test_malformed_prompts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_prompt(text)
+
+
+def test_with_value_changes_one_word() -> None:
+    example = parse_prompt("bob owns the old kite . also anna owns the drum . ? bob owns the")
+    assert (example.answer, example.source_positions, example.asked) == ("kite", (4, 0), 0)
+    changed = with_value(example, 0, "boat")
+    assert changed.text == "bob owns the old boat . also anna owns the drum . ? bob owns the"
+    assert changed.answer == "boat"
+    assert with_value(example, 1, "boat").answer == "kite"
+    with pytest.raises(ValueError, match="no object of the task"):
+        with_value(example, 0, "red")
+
+
+def test_collate_pads_on_the_left() -> None:
+    examples = generate(7, seed=2)
+    batch = collate(examples)
+    assert batch.input_ids.shape == batch.attention_mask.shape
+    assert batch.examples == tuple(examples)
+    for row, example in enumerate(examples):
+        offset = int(batch.offsets[row])
+        assert batch.input_ids[row, offset:].tolist() == list(example.tokens)
+        assert batch.input_ids[row, :offset].tolist() == [0] * offset
+        assert batch.attention_mask[row].tolist() == [0] * offset + [1] * len(example.tokens)
+        assert batch.input_ids[row, offset + example.value_position] == batch.answer_ids[row]
+    with pytest.raises(ValueError, match="at least one"):
+        collate([])
+
+
+def test_vocabulary() -> None:
+    vocabulary = recall_vocabulary()
+    assert len(vocabulary) == 5 + len(NAMES) + len(OBJECTS) + len(ADJECTIVES) + len(FILLERS)
+    text = "anna owns the lamp . ? anna owns the"
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode(ids) == text
+    assert vocabulary.tokens(torch.tensor(ids)) == text.split()
+    assert vocabulary.vocab[vocabulary.pad_id] == "<pad>"
+    assert "lamp" in vocabulary
+    assert "spoon" not in vocabulary
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        vocabulary.decode([-1])
+
+
+def test_vocabulary_refuses_bad_words() -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        WordVocabulary(["a", "a"])
+    for word in ("", "a b", " a"):
+        with pytest.raises(ValueError, match="whitespace"):
+            WordVocabulary(["x", word])
