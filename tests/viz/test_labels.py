@@ -49,6 +49,7 @@ def test_whatever_is_spelled_is_seen(token: str) -> None:
     assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
 
 
+@pytest.mark.slow
 def test_every_character_can_be_drawn() -> None:
     """matplotlib warns of glyphs that are missing, and warnings are errors here."""
     figure, axis = new_figure(4, 4)

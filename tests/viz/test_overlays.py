@@ -13,6 +13,7 @@ from captum_ssm.viz import plot_image
 from captum_ssm.viz.overlay import MANNERS, pixels_of
 
 
+@pytest.mark.slow
 def test_all_manners_of_all_methods() -> None:
     image = torch.rand(3, 24, 18)
     maps = {

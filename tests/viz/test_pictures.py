@@ -36,6 +36,7 @@ def test_text_colours_follow_the_relevance() -> None:
     assert framed == [False, False, True, False]
 
 
+@pytest.mark.slow
 def test_text_of_many_rows_and_awkward_tokens() -> None:
     tokens = AWKWARD * 6
     rows = {"one": torch.rand(len(tokens)), "$two$": torch.zeros(len(tokens))}
@@ -80,6 +81,7 @@ def test_matrices_show_their_values() -> None:
     draw(figure)
 
 
+@pytest.mark.slow
 def test_matrices_say_what_they_are() -> None:
     matrices = [torch.rand(3, 3)] * 5
     figure, axes = plot_matrices(matrices, title="$all$ of them", columns=2)
@@ -105,6 +107,7 @@ def test_absolute_matrices_are_stretched_like_the_papers() -> None:
     assert not axes[1].images[0].get_array().any()
 
 
+@pytest.mark.slow
 def test_labels_of_long_texts_do_not_collide() -> None:
     tokens = (AWKWARD * 20)[:200]
     figure, axes = plot_matrices([torch.rand(200, 200)], tokens)

@@ -53,6 +53,7 @@ def test_no_two_roles_look_alike() -> None:
     assert len({bar.get_hatch() for bar in axis.patches}) == 5
 
 
+@pytest.mark.slow
 def test_lines_of_a_long_text_have_one_scale_and_hold_every_token_once() -> None:
     tokens = AWKWARD * 6
     roles = {"content": torch.arange(len(tokens)) - 5.0, "key": torch.rand(len(tokens))}

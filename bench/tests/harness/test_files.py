@@ -1,7 +1,8 @@
-"""Full disks under the bench's files: clear errors, and old files whole."""
+"""Files of the bench: full disks, places that are no folders, names that lead elsewhere."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from helpers.full_disk import ROOM, contents, full_disk
 
 from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
 from captum_ssm.bench.harness import machine
+from captum_ssm.bench.harness.subjects import retrained
 from captum_ssm.bench.training import loop
 from captum_ssm.cli import main
-from captum_ssm.errors import WriteError
+from captum_ssm.errors import DataNotFoundError, WriteError
 
 
 def tables(folder: Path, examples: int) -> None:
@@ -69,3 +71,15 @@ def test_a_place_that_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture
         assert f"captum-ssm: {tmp_path / 'file'}" in capsys.readouterr().err
     with pytest.raises(WriteError, match="could not be written"):
         Records(tmp_path / "file")
+
+
+def test_names_lead_to_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("../recall-mamba", "recall-mamba/../recall-mamba", "/", ""):
+        assert main(["train", name, "--out", str(tmp_path / "out")]) == 1
+        assert "no such bundled model" in capsys.readouterr().err
+        assert main(["evaluate", name, "--out", str(tmp_path / "out")]) == 1
+        assert main(["evaluate", "copying", "--models", f"{name}={tmp_path}"]) == 1
+        assert capsys.readouterr().err.count("is not known") == 2
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(DataNotFoundError, match=re.escape(f"recall-mamba={tmp_path}: there is no")):
+        retrained("recall-mamba", tmp_path)

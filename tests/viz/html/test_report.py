@@ -312,6 +312,7 @@ def _masking(mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*[None] * (names.index("attention_mask") - 1), mask)
 
 
+@pytest.mark.slow
 def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 6)
     for options in ({"matrices": False}, {"edges": 0}):
