@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.latim_vectors import a_model, all_vectors, layer_of, record
-from helpers.sessions import full, thorough
 from helpers.versions import not_in_4
 from oracles import latim as oracle
 from oracles import mamba2_formula, relative_error, vim
 from torch import Tensor
-from zoo import architectures, mamba2
+from zoo import mamba2
 from zoo.mamba import padded_batch, randomise, transformers_model
 
 from captum_ssm.attr.vectors import contributions
@@ -38,39 +37,8 @@ EXACT = 1e-12
 
 # --- the sum is the output ----------------------------------------------------------------------
 
-#: Families of transformers beyond those of the zoo; of its others the mixers are stand-ins.
-MORE = ["bert", "falcon_h1", "llama", "zamba", "rwkv6", "rwkv7", "xlstm"]
-REST = ["deit", "gpt2", "granitemoehybrid", "kimi_linear", "mistral", "nemotron_h", "zamba2"]
-#: One of every way to mix.
-QUICK = [
-    "mamba",
-    "mamba2",
-    "bamba",
-    "recurrent_gemma",
-    "rwkv",
-    "minimax",
-    "lfm2",
-    "gpt_neox",
-    "vim",
-]
 
-
-@pytest.mark.parametrize("name", thorough([*architectures.ZOO, *MORE, *REST], QUICK))
-def test_they_add_up_to_the_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = a_model(name, monkeypatch)
-    layers = record(case.model, case.inputs)
-    for layer in layers:
-        real = layer.in_order(layer.output)
-        with torch.no_grad():
-            parts = Contributions(layer)
-            constant = parts.constant()
-            assert relative_error(parts.total() + constant, real) <= FLOAT32, layer.name
-        found = all_vectors(layer)
-        assert relative_error(found.sum(2) + constant, real) <= FLOAT32, layer.name
-        assert found.any(-1).sum() > found.shape[1], "nothing is mixed"
-
-
-@pytest.mark.parametrize("name", ["jamba", "lfm2", *full("qwen3_next", "llama", "zamba", "bamba")])
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "bamba"])
 def test_padding_contributes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     not_in_4(name, "lfm2")
     case = a_model(name, monkeypatch)
@@ -107,7 +75,7 @@ def test_mamba_1(family: str, bias: bool, activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("family", ["mamba2", *full("bamba", "falcon_h1")])
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
 def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
     model = mamba2.make_model(family).double()
     ids, mask = padded_batch([6, 3])

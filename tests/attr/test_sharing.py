@@ -110,7 +110,7 @@ def test_nothing_is_left_behind():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_batches_in_parts_hold_one_run_at_a_time():
     alive = []
     model = mamba_lm()

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from captum._utils.common import _select_targets
-from helpers.sessions import sampled
+from helpers.every_method import METHODS, named
 from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.attr.call import target_errors
+from captum_ssm import MambaAttribution
+
+#: Those that need no target.
+AGNOSTIC = [m for m in METHODS if not m.needs_gradient and m.__name__ != "LatimLogit"]
 
 BATCH = 4
 #: name: (target, the class it means for each example)
@@ -64,7 +66,7 @@ def by_hand(model, ids, pick):
     return MambaAttribution(chosen, model=model)
 
 
-@pytest.mark.parametrize("name", sampled(CLASS_TARGETS, 4))
+@pytest.mark.parametrize("name", CLASS_TARGETS)
 def test_classes(name):
     target, classes = CLASS_TARGETS[name]
     model, ids = classifier(), token_ids(BATCH, 6)
@@ -101,7 +103,7 @@ def test_captum_itself_accepts_most_of_them():
     assert {"tuple", "negative tuple", "list of tuples"} <= set(accepted)
 
 
-@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout])
+@named(AGNOSTIC)
 def test_class_agnostic_methods_take_the_same_targets(method):
     model, ids = classifier(), token_ids(BATCH, 6)
     expected = method(model).attribute(ids)
@@ -182,13 +184,13 @@ def test_bad_class_targets(name):
         MambaAttribution(model).attribute(ids, target=target)
 
 
-@pytest.mark.parametrize("target", [3, -1, np.int64(3), torch.tensor(3), [3, 4], (3,)])
-@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
-def test_an_int_on_logits_of_every_position(method, target):
+@named(METHODS)
+def test_an_int_on_logits_of_every_position(method):
     model, ids = mamba_lm(), token_ids(2, 6)
     message = r"\(2, 6, 19\).*would select a position, not a token.*\(position, token\).*\(-1, "
-    with pytest.raises(ValueError, match=message):
-        method(model).attribute(ids, target=target)
+    for target in (3, -1, np.int64(3), torch.tensor(3), [3, 4], (3,)):
+        with pytest.raises(ValueError, match=message):
+            method(model).attribute(ids, target=target)
 
 
 def test_a_position_or_token_out_of_range():
@@ -246,12 +248,6 @@ def test_what_is_suggested_for_an_int_is_accepted(target, token):
     with pytest.raises(ValueError, match=rf"for example target=\(-1, {token}\)"):
         MambaAttribution(model).attribute(ids, target=target)
     assert MambaAttribution(model).attribute(ids, target=(-1, token)).any()
-
-
-def test_long_targets_are_cut():
-    """To 80 characters, the marks of what is left out among them."""
-    assert target_errors.shown("x" * 78) == repr("x" * 78)
-    assert target_errors.shown("x" * 79) == "'" + "x" * 76 + "..."
 
 
 def test_a_target_of_one_number_per_example():
