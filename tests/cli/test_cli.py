@@ -14,7 +14,6 @@ from captum_ssm.cli import main
 from captum_ssm.cli.architectures import architectures_table
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
-from captum_ssm.models.recall import Example, generate
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.full_disk import ROOM, contents, full_disk
-
 from captum_ssm.bench import EXPERIMENTS, Key, Records, lines, write_tables
 from captum_ssm.bench.harness import machine
 from captum_ssm.bench.harness.subjects import retrained
 from captum_ssm.bench.training import loop
+from helpers.full_disk import ROOM, contents, full_disk
+
 from captum_ssm.cli import main
 from captum_ssm.errors import DataNotFoundError, WriteError
 
