@@ -45,49 +45,26 @@ def check(call, builtin, fragments):
 # --- arguments of attribute ----------------------------------------------------------------------
 
 ANY_METHOD = {
-    # components
     "unknown preset": ({"components": "unifed"}, ["components='unifed'", "'unified'", "'s6'"]),
-    "unknown part": ({"components": "unified-gates"}, ["components='unified-gates'", "'gate'"]),
     "unknown name": ({"components": {"scan", "gates"}}, ["components=", "'gates'", "'gate'"]),
-    "no component": ({"components": set()}, ["components=set()", "at least one", "'scan'"]),
-    "no component left": ({"components": "s6-scan"}, ["components='s6-scan'"]),
-    "components that are no names": ({"components": 7}, ["components=7"]),
-    # reduce
     "unknown reduction": ({"reduce": "median"}, ["reduce='median'", "'mean'", "discard_smallest"]),
-    "a number as reduction": ({"reduce": 3}, ["reduce=3", "'mean'"]),
-    "a list as reduction": ({"reduce": ["mean"]}, ["reduce=['mean']", "'mean'"]),
     "no reduction": ({"reduce": None}, ["reduce=None", "several matrices", "'mean'"]),
-    "reduction by heads": ({"reduce": "heads"}, ["reduce='heads'", "several matrices", "'mean'"]),
-    # recipe
     "unknown recipe": ({"recipe": "code"}, ["recipe='code'", "'paper'", "'published_code'"]),
     "recipe and reduction": (
         {"recipe": "published_code", "reduce": "max"},
         ["recipe='published_code'", "reduce='mean'"],
     ),
-    # start_layer
     "start beyond the end": ({"start_layer": 3}, ["start_layer=3", "the model has 3", "0 to 2"]),
-    "negative start": ({"start_layer": -1}, ["start_layer=-1", "0 to 2"]),
-    # heads
     "head outside": ({"heads": [3, 20]}, ["heads=[3, 20]", "between 0 and 19"]),
-    "negative head outside": ({"heads": [-21]}, ["heads=[-21]", "0 and 19"]),
-    "no heads": ({"heads": []}, ["heads=[]", "0 and 19"]),
-    "one head": ({"heads": 3}, ["heads=3"]),
-    # query
     "unknown query": ({"query": "first"}, ["query='first'", "'cls'", "'last'", "'mean'"]),
     "query outside": ({"query": 7}, ["query position 7", "7 tokens", "from -7 to 6"]),
-    "negative query outside": ({"query": -8}, ["query position -8", "from -7 to 6"]),
-    "list query outside": ({"query": [0, 9]}, ["query position 9", "7 tokens"]),
     "tensor query outside": ({"query": torch.tensor([0, 12])}, ["query position 12", "7 tokens"]),
     "query of another batch": (
         {"query": torch.tensor([0, 1, 2])},
         ["query", "3 examples", "the batch holds 2", "an int"],
     ),
     "float query": ({"query": 1.5}, ["query=1.5", "neither a name nor positions"]),
-    "no query": ({"query": []}, ["query is an empty list"]),
-    "a mapping as query": ({"query": {"token": 1}}, ["query="]),
-    # batches
     "no examples at a time": ({"internal_batch_size": 0}, ["internal_batch_size=0", "at least 1"]),
-    "fewer than none": ({"internal_batch_size": -2}, ["internal_batch_size=-2", "at least 1"]),
     "mask of another batch": (
         {"additional_forward_args": torch.ones(3, 7)},
         ["batch of 2", "additional_forward_args[0] has 3", "(3, 7)"],
@@ -96,11 +73,7 @@ ANY_METHOD = {
         {"additional_forward_args": (None, torch.ones(5, 7, WIDTH))},
         ["batch of 2", "additional_forward_args[1] has 5", "(5, 7, 10)"],
     ),
-    # target
-    "int on logits": ({"target": 3}, ["target=3", "(2, 7, 19)", "(position, token)", "(-1, 3)"]),
     "position outside": ({"target": (7, 3)}, ["target=(7, 3)", "out of range", "(2, 7, 19)"]),
-    "token outside": ({"target": (0, 19)}, ["target=(0, 19)", "out of range", "[-19, 19)"]),
-    "float target": ({"target": 1.5}, ["target=1.5", "integers", "(position, token)"]),
 }
 
 
@@ -113,22 +86,15 @@ def test_arguments(case):
 
 
 ONE_METHOD = {
-    "ratio of one": (ImplicitAttentionRollout, {"discard_ratio": 1.0}, ["discard_ratio=1.0"]),
     "negative ratio": (
         ImplicitAttentionRollout,
         {"discard_ratio": -0.1},
         ["discard_ratio=-0.1", "at least 0", "below 1"],
     ),
-    "ratio of nan": (ImplicitAttentionRollout, {"discard_ratio": float("nan")}, ["discard_ratio"]),
     "recipe and normalisation": (
         ImplicitAttentionRollout,
         {"recipe": "published_code", "normalize_rows": True},
         ["recipe='published_code'", "normalize_rows"],
-    ),
-    "recipe and absolute values": (
-        ImplicitAttentionRollout,
-        {"recipe": "published_code", "absolute": True},
-        ["recipe='published_code'", "absolute"],
     ),
     "recipe and ratio": (
         ImplicitAttentionRollout,
@@ -152,16 +118,10 @@ ONE_METHOD = {
         {"clamp": "gelu"},
         ["clamp='gelu'", "'relu'", "'abs'", "'none'"],
     ),
-    "no clamp": (MambaAttribution, {"clamp": None}, ["clamp=None", "'none'"]),
     "recipe and clamp": (
         MambaAttribution,
         {"recipe": "published_code", "clamp": "abs"},
         ["recipe='published_code'", "clamp"],
-    ),
-    "recipe and row sums": (
-        MambaAttribution,
-        {"recipe": "published_code", "normalize_rows": True},
-        ["recipe='published_code'", "normalize_rows"],
     ),
     "no target": (
         MambaAttribution,

@@ -30,8 +30,8 @@ from captum_ssm.errors import GradientModeError
 from captum_ssm.tracing import find_mixers
 
 SAME, FLOAT32 = 1e-6, 1e-5
-#: What is tried whatever else is: attention and scans, experts, a state, images.
-QUICK = ("bamba", "recurrent_gemma", "vim")
+#: What is tried whatever else is: a recurrence and attention of a window.
+QUICK = ("recurrent_gemma",)
 #: Kinds beyond the zoo whose vectors of pairs of tokens are looked at.
 VECTORS = (*architectures.ZOO, "falcon_h1", "rwkv7", "xlstm", "zamba with attention")
 
@@ -64,9 +64,9 @@ def relevance_is_conserved_without_biases(case: Case, name: str) -> None:
         case.inputs, target_of(case), zero_bias=True, verify=True
     )
     size = found.inputs.flatten(1).abs().sum(1)
-    assert (found.bias.abs() / size).max() <= 1e-4
+    assert (found.bias.abs() <= 1e-4 * size).all()
     off = found.inputs.flatten(1).sum(1) + found.bias - found.output
-    assert (off.abs() / size).max() <= 1e-4
+    assert (off.abs() <= 1e-4 * size).all()
 
 
 def vectors_add_up_to_what_mixers_return(case: Case, name: str) -> None:

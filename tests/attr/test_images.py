@@ -108,15 +108,6 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-@pytest.mark.parametrize("constant", [0.0, 1.0])
-@each_of_queries
-def test_constant_images(method, constant):
-    """The patch tokens are found although all patches are equal."""
-    model = vision("middle")
-    found = method(model).attribute(torch.full((1, 3, 12, 12), constant), 1, per_token=True)
-    assert found.shape == (1, 3, 4)
-
-
 @pytest.mark.parametrize("cls", ["head", None])
 @each_of_queries
 def test_some_layers_only(method, cls):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from zoo.mamba import padded_batch, transformers_model
 from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, trace
-from captum_ssm.attr.engine.run import Request, traced
-from captum_ssm.attr.vectors import contributions, latim
+from captum_ssm.attr.vectors import contributions
 from captum_ssm.attr.vectors.shares import AltiShares
 from captum_ssm.errors import OptionError, ReconstructionError
 from captum_ssm.operators import DenseHeads
@@ -300,21 +297,6 @@ def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) >= len(joined) - 1 > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
-def test_streams_are_what_outputs_are_added_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tokens are followed sums tell, of these models the same as the blocks' inputs."""
-    case = a_model(name, monkeypatch)
-    entered = streams_of(case.model, case.inputs)
-    request = Request(case.model, case.model, None, case.inputs, ())
-    with torch.no_grad():
-        layers = traced(replace(request, streams=True, folds=False)).layers
-    for layer, stream in zip(layers, entered, strict=True):
-        assert relative_error(layer.residual_in_order, stream) <= 1e-5
-        scale = math.prod(step.factor for step in layer.way)
-        assert scale == pytest.approx(layer.linear.branch_scale)
-
-
 def test_streams_leave_no_hooks() -> None:
     model, ids = mamba_lm(), token_ids(1, 4)
     with pytest.raises(RuntimeError, match="stop"), trace(model, streams=True) as t:
@@ -353,20 +335,6 @@ def test_rollout_and_mean(activation: str) -> None:
     alone = LatimALTI(model, residual=False, activation=activation)
     rows = torch.stack(alone.maps(ids)).mean(0)[:, -1]
     assert relative_error(alone.attribute(ids, query="last", aggregate="mean"), rows) <= 1e-5
-
-
-def test_few_rows_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = mamba_lm(), token_ids(2, 9)
-    wanted = LatimALTI(model).attribute(ids, query="last")
-    asked = []
-    rows = AltiShares.rows
-    monkeypatch.setattr(latim, "_ROWS", 2)
-    monkeypatch.setattr(
-        AltiShares, "rows", lambda self, index: asked.append(index.shape[1]) or rows(self, index)
-    )
-    assert relative_error(LatimALTI(model).attribute(ids, query="last"), wanted) <= 1e-5
-    assert asked[0] == 1 and len(asked) > 5  # the query's row, then those it points to
-    assert max(asked) == 2
 
 
 @pytest.mark.parametrize("aggregate", ["rollout", "mean"])

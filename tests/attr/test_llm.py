@@ -6,7 +6,7 @@ import oracles
 import pytest
 import torch
 from captum.attr import LLMAttributionResult
-from helpers.every_method import each_method
+from helpers.every_method import each_method, named
 from zoo import attention, language, mamba2
 from zoo.mamba import randomise
 from zoo.small import mamba_lm
@@ -283,25 +283,6 @@ def test_methods_of_the_users_serve():
 
 
 @each_method
-def test_half_precision_gives_float32(method):
-    model = mamba_lm().bfloat16()
-    result = explainer(model, method).attribute(PROMPT, TEXT)
-    assert result.token_attr.dtype == result.seq_attr.dtype == torch.float32
-    assert result.token_attr.isfinite().all()
-
-
-@each_method
-def test_the_model_is_left_as_it_was(method):
-    model = mamba_lm()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        explainer(model, method).attribute(PROMPT, TEXT)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(p.grad is None for p in model.parameters())
-
-
-@each_method
 def test_the_bundled_model_with_its_vocabulary(method):
     model, vocabulary = load_bundled()
     prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
@@ -322,7 +303,7 @@ def test_models_of_mamba_ssm(mamba_ssm):
     check(found, rows_of(LatimFlow(model), prompt, text, rule="frozen"), len(prompt[0]))
 
 
-@each_method
+@named([LatimFlow, ImplicitAttentionRollout])
 def test_virtual_tokens_move_no_position(method):
     """Relevance is of the given tokens, read at the places where the next ones are predicted."""
     peft = pytest.importorskip("peft")

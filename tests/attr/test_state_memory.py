@@ -15,16 +15,6 @@ from captum_ssm.operators.readings.memory import memories_of
 NONE = ("vit",)
 
 
-def test_heads_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = StateMemory(mamba_lm()).of(torch.randint(15, (2, 9)))[1]
-    whole = layer.held(5, by_head=True), layer.state(-1), layer.erased(1, 7), layer.half_lives()
-    monkeypatch.setattr("captum_ssm.attr.memory._ELEMENTS", 1)
-    parts = layer.held(5, by_head=True), layer.state(-1), layer.erased(1, 7), layer.half_lives()
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.allclose(one, other)
-    assert torch.allclose(layer.held(5), whole[0].norm(dim=1))
-
-
 def test_the_state_is_the_one_of_the_run() -> None:
     """What it holds of all tokens, read by the last one, is what the operator returns there."""
     model, ids = mamba_lm().double(), torch.randint(15, (2, 9))

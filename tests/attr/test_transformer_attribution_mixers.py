@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from helpers.latim_vectors import a_model
 from oracles import relative_error, vim
 from oracles.transformer import betas_to_row, channel_betas, mamba_betas
-from zoo import attention
 from zoo.mamba import padded_batch, transformers_model
 
 from captum_ssm import TransformerAttribution
@@ -103,14 +100,3 @@ def test_vision_mamba(form):
 
 
 # --- the rest of the interface -------------------------------------------------------------------
-
-
-@forms
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.3), (torch.float16, 0.05)])
-def test_half_precision(form, dtype, tolerance):
-    model, ids = attention.attention_model("gpt_neox"), torch.randint(23, (2, 7))
-    model = model.to(dtype)
-    found = TransformerAttribution(model, form=form).attribute(ids, (6, 3))
-    assert found.dtype == torch.float32
-    wide = TransformerAttribution(copy.deepcopy(model).float(), form=form)
-    assert relative_error(found, wide.attribute(ids, (6, 3))) <= tolerance

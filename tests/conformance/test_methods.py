@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import METHODS, each_method
+from helpers.every_method import METHODS, each_method, named
 from torch import Tensor
 from zoo.small import falcon_lm
 
-from captum_ssm import LatimFlow, LatimNorm
+from captum_ssm import ImplicitAttention, LatimFlow, LatimNorm
 from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
 from captum_ssm.testing.options import Values
 
@@ -32,7 +32,7 @@ def test_promises_of_captum(method: Any) -> None:
     check_method(method, clauses=QUICK)
 
 
-@each_method
+@named([LatimFlow, ImplicitAttention, LatimNorm])
 def test_options_on_padded_batches(method: Any) -> None:
     check_method(method, clauses=["padding"], kinds=["ids"])
 

@@ -197,17 +197,6 @@ def test_an_extra_item(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("test_stand_in.py" in place for place in before)
 
 
-def test_a_method_that_asks_for_what_mps_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(right: Any, scan: Any, x: Tensor, transposed: bool) -> Tensor:
-        return right(scan, torch.frexp(x).mantissa, transposed)
-
-    broken(monkeypatch, run)
-    with StandIn(counted=False, kind="mps") as device:
-        there = moved(architectures.mamba(monkeypatch), "mps")
-        found_or_refused("LatimFlow", there)
-    assert "aten::frexp" in device.lacking[0]
-
-
 @pytest.mark.parametrize("mixing", ["alti", "projection"])
 def test_two_devices(mixing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers on the second of two: no operation has met tensors of both."""
