@@ -14,8 +14,8 @@ nox.options.sessions = ["tests", "lint", "types"]
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 
-#: What `-m` chooses where the special packages are: all tests, the longer ones too.
-EVERYTHING = "not gpu and not interpreter and not timm and not mambavision and not captum08"
+#: All tests that need no environment of their own.
+EVERYTHING = "not gpu and not interpreter and not timm"
 #: Tests that other versions of packages are asked, too.
 CONTRACTS = (
     *("tests/conformance/test_protocol.py", "tests/conformance/test_tools.py", "tests/mixers"),
@@ -123,8 +123,28 @@ def tests_full(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install_mambapy(session)
     install_axe(session)
+    pytest(session, "-m", EVERYTHING, CAPTUM_SSM_NO_SKIPS="1")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """All tests of bench where it has changed since they passed; else each experiment once."""
+    install(session, "-e", ".[test]", "-e", "bench", "pytest-xdist")
+    said = session.run("python", "bench/passed.py", silent=True, success_codes=[0, 1])
+    if "have passed" in str(said):
+        pytest(session, files=("bench/tests/test_small.py",), CAPTUM_SSM_NO_SKIPS="1")
+        return
     texts = texts_of_others(session)
-    pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
+    options = {"CAPTUM_SSM_VALENCE": texts, "CAPTUM_SSM_NO_SKIPS": "1"}
+    pytest(session, "-m", "", files=("bench/tests",), **options)
+    session.run("python", "bench/passed.py", "--write")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Plant faults, one at a time: a test must see each.  By hand; half an hour to an hour."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "tests.faults", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -142,7 +162,7 @@ def coverage(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install_mambapy(session)
     install_axe(session)
-    env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
+    env = {**ONE_THREAD}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
     chosen = (*PARALLEL, "-m", EVERYTHING, *session.posargs)
@@ -159,7 +179,7 @@ def timm(session: nox.Session) -> None:
     install(session, "--no-deps", "timm", "torchvision", "mambavision")
     mixers = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
     files = (*mixers, "tests/mixers/test_table.py", "tests/fuzz/test_vision_mixers.py")
-    pytest(session, "-m", "timm or mambavision", files=files, CAPTUM_SSM_NO_SKIPS="1")
+    pytest(session, "-m", "timm", files=files, CAPTUM_SSM_NO_SKIPS="1")
 
 
 @nox.session
@@ -199,7 +219,7 @@ def speed(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Pages and notebooks as a reader would run them, the examples in docstrings, and defaults."""
-    install(session, "-e", ".[test,docs]", "pytest-xdist")
+    install(session, "-e", ".[test,docs]", "-e", "bench", "pytest-xdist")
     folder = folder_of(session)
     command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
     session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)
