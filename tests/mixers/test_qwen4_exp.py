@@ -23,7 +23,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError
 
-pytestmark = pytest.mark.transformers5
+pytestmark = [pytest.mark.transformers5, pytest.mark.slow]
 
 FLOAT32 = 1e-5  # for any draw; typical is 2e-7
 

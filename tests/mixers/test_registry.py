@@ -137,34 +137,6 @@ def test_a_subclass_of_a_real_mixer_is_served() -> None:
     assert t.layers[0].reconstruction_error() <= 5e-6
 
 
-def test_registering_again_replaces() -> None:
-    calls: list[str] = []
-
-    def counted(module: Any, call: Call) -> LinearMixer:
-        calls.append("second")
-        return linearize_shift(module, call)
-
-    before = len(supported_architectures())
-    register_mixer(Shift, linearize_shift, family="first")
-    register_mixer(Shift, counted, family="second")
-    assert len(supported_architectures()) == before + 1
-    with torch.no_grad(), trace(model := Net(Shift()), operators=False) as t:
-        model(torch.randn(1, 3, 4))
-    assert t.layers[0].architecture == "second"
-    assert not calls, "the operator is made when it is asked for"
-    t.layers[0].verify()
-    assert calls == ["second"]
-
-
-def test_a_built_in_adapter_can_be_replaced() -> None:
-    model = transformers_model("mamba")
-    path = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    register_mixer(path, linearize_shift, family="mine")
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(torch.randint(19, (1, 4)))
-    assert {layer.architecture for layer in t.layers} == {"mine"}
-
-
 @pytest.mark.parametrize(
     ("mixer", "linearize"), [("NoDots", linearize_shift), (Shift, None), ("a.B", "not callable")]
 )
