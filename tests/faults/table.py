@@ -497,7 +497,7 @@ COMMANDS = (
         "models fetched without --hub",
         '"local_files_only": not self.hub',
         '"local_files_only": False',
-        ("explain/test_loading.py",),
+        ("cli/test_explain.py",),
     ),
     Fault(
         "a model's own code run without being asked",
