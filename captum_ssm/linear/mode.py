@@ -331,8 +331,10 @@ class Linearising(TorchFunctionMode):
     def _are_given(self, *ids: Tensor) -> bool:
         """Whether the explained ids are among ``ids``."""
         follow = self._follow
-        origins = [] if follow is None or self._ids is None else map(follow.origin, ids)
-        return any(origin is not None and bool(origin.numbers) for origin in origins)
+        if follow is None or self._ids is None:
+            return False
+        origins = (follow.origin(x) for x in ids if not x.is_floating_point())
+        return any(origin is not None and 0 in origin.numbers for origin in origins)
 
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.

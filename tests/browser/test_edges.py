@@ -47,18 +47,19 @@ def test_a_report_lists_the_strongest(page: Page, tmp_path: Path) -> None:
     path, ids = tmp_path / "edges.html", token_ids(2, 9)
     report(mamba_lm(), ids, [LatimFlow], tokens=[WORDS[:9], WORDS[4:13]], edges=4, path=path)
     page.goto(path)
-    assert of_all(page, "#edges thead th")[-1] == "Estimated effect of cutting"
+    assert of_all(page, "#edges thead th")[-2:] == ["Estimated effect of cutting", "True effect"]
     for number, example in enumerate(read_page(path).facts["examples"]):
         choose(page, "#example", number)
         cells = of_all(page, "#edges tbody td")
         tokens, rows = example["tokens"], example["edges"]["rows"]
         assert len(rows) == 4
         for place, row in enumerate(rows):
-            *ends, effect = cells[6 * place : 6 * place + 6]
+            *ends, effect, true = cells[7 * place : 7 * place + 7]
             source, target = row["source"], row["target"]
             told = [row["layer"], source, tokens[source], target, tokens[target]]
             assert ends == [str(one) for one in told]
             assert float(effect.replace("−", "-")) == pytest.approx(row["effect"], rel=0.01)
+            assert float(true.replace("−", "-")) == pytest.approx(row["true"], rel=0.01)
     assert page.evaluate("document.querySelector('#edges-obstacle').hidden")
     assert page.errors == [] and page.dialogs == []
 
