@@ -24,7 +24,6 @@ from captum_ssm.errors import CaptumSSMError, InputError, LayerError, OptionErro
 from captum_ssm.inside import Graph, Node, against_truth, without
 from captum_ssm.inside.influence import influences, scores
 from captum_ssm.models import load_bundled
-from captum_ssm.models.recall import generate
 
 BLOCKS = ["backbone.layers.0", "backbone.layers.1"]
 MIXERS = [f"{block}.mixer" for block in BLOCKS]
