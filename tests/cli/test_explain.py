@@ -12,6 +12,7 @@ import pytest
 import torch
 from captum.attr import LayerAttribution, NeuronAttribution
 from helpers.pages import read_page
+from helpers.versions import transformers5
 from matplotlib.image import imread
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -183,7 +184,7 @@ def test_a_folder_of_transformers(tmp_path: Path, language_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.transformers5
+@transformers5
 def test_a_text_of_a_vision_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "seeing"
     vision_language_model("lfm2_vl", monkeypatch).float().save_pretrained(folder)

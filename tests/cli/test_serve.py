@@ -101,7 +101,7 @@ def test_texts_of_a_classifier_in_folders(bert, tmp_path):
     assert words == [["[UNK]"], ["bad", "film"], ["good", "film"]]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     served, statuses = [], []

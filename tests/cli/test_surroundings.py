@@ -87,7 +87,7 @@ def test_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [["--help"], pytest.param(["architectures"], marks=pytest.mark.processes)]
+    "asked", [["--help"], pytest.param(["architectures"], marks=pytest.mark.slow)]
 )
 def test_a_reader_that_has_gone(asked: list[str]) -> None:
     read, write = os.pipe()

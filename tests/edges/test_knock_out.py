@@ -10,6 +10,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.versions import transformers5
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS, MIXED_BEFORE
@@ -87,7 +88,7 @@ def test_equals_the_matrix_with_entries_zeroed(case: Case) -> None:
     assert close(logits(found), logits(expected)) <= 2e-6
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize(
     ("name", "padded"),
     [

@@ -79,7 +79,7 @@ def test_timm_attention(timm: Any, options: dict[str, Any], drawn: Inputs) -> No
     check(Made(module, width, lambda *_: {"is_causal": causal}), drawn)
 
 
-@pytest.mark.mambavision
+@pytest.mark.timm
 @fuzz(quick=2, long=80)
 @given(st.fixed_dictionaries(_ATTENTION), inputs())
 def test_mambavision_attention(mambavision: Any, options: dict[str, Any], drawn: Inputs) -> None:
@@ -93,7 +93,7 @@ def test_mambavision_attention(mambavision: Any, options: dict[str, Any], drawn:
     check(Made(module, width), drawn)
 
 
-@pytest.mark.mambavision
+@pytest.mark.timm
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @fuzz(quick=2, long=80)
 @given(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
-from helpers.versions import not_in_4
+from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -41,7 +41,7 @@ def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) ->
     return value
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("rule", ["frozen", "half"])
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)

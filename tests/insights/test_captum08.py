@@ -84,7 +84,6 @@ def offered(config: Any, name: str) -> dict[str, Any]:
     return {key: kind.value for key, kind in config.ATTRIBUTION_METHOD_CONFIG[name].params.items()}
 
 
-@pytest.mark.captum08
 @needs_captum08
 def test_methods_are_offered_by_name_once(config):
     before = len(config.SUPPORTED_ATTRIBUTION_METHODS)
@@ -97,7 +96,6 @@ def test_methods_are_offered_by_name_once(config):
     assert set(NAMES) <= set(told.get_insights_config()["methods"])
 
 
-@pytest.mark.captum08
 @needs_captum08
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_explains_with_what_the_page_sends(config, name):
@@ -113,7 +111,6 @@ def test_every_method_explains_with_what_the_page_sends(config, name):
     assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
 
 
-@pytest.mark.captum08
 @needs_captum08
 def test_images_and_changed_arguments(config):
     from captum.insights.attr_vis.features import ImageFeature
@@ -155,7 +152,6 @@ def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:
     return [[plain(output) for output in outputs] for outputs in results]
 
 
-@pytest.mark.captum08
 @needs_captum08
 @pytest.mark.parametrize("script", ["images", "tables", "texts"])
 def test_a_script_shows_what_captum_shows_for_the_first_model(script):

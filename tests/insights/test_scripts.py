@@ -135,7 +135,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_script_that_does_not_block_ends_at_its_end():
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.run(
@@ -149,7 +149,7 @@ def test_a_script_that_does_not_block_ends_at_its_end():
     assert process.stdout.rstrip().endswith("done")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_a_script_that_blocks_serves_until_it_is_interrupted():
     visualizer = table(Always(1), [numbers(1)])

@@ -9,6 +9,7 @@ import oracles
 import pytest
 import torch
 from helpers.adapters import cut_from_their_graphs
+from helpers.versions import transformers5
 from oracles import shares as by_hand
 from torch import Tensor, nn
 from zoo import architectures, delta, fla_cpu
@@ -24,7 +25,7 @@ from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
 
-pytestmark = pytest.mark.transformers5
+pytestmark = transformers5
 TOKENS = 11
 RULES = tuple(FAMILY)
 DIVIDING = ("equal", "centred")

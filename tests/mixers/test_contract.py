@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from helpers.contract import PADDING
+from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo import timm_cpu
@@ -92,7 +93,7 @@ def mambavision(patch: pytest.MonkeyPatch) -> Case:
 
 KNOWN = {**ADAPTERS, **TOWERS, "torch": of_torch}
 CASES = {**KNOWN, "timm": timm, "mambavision": mambavision}
-OUTSIDE = {"timm": pytest.mark.timm, "mambavision": pytest.mark.mambavision}
+OUTSIDE = {"timm": pytest.mark.timm, "mambavision": pytest.mark.timm}
 every = pytest.mark.parametrize(
     "name",
     [
@@ -187,7 +188,7 @@ EXPLAINS: dict[Ability, Callable[[Case], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.transformers5
+@transformers5
 def test_every_row_is_known_by_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a row does not lack, by one none of whose other rows lacks it either.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import CORE
-from helpers.versions import VERSION_4, not_in_4
+from helpers.versions import VERSION_4, not_in_4, transformers5
 from oracles import relative_error
 from oracles.mamba2_formula import alpha, form_of, mamba2_parts
 from torch import Tensor
@@ -47,7 +47,7 @@ def check(model: Any, ids: Tensor, mask: Tensor | None = None, *, matrices: bool
             assert relative_error(found, alpha(parts, "exact")) <= FLOAT32
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_limits_of_dt(family: str) -> None:
     name = OPTIONS[family][3]
@@ -69,7 +69,7 @@ def test_limits_of_dt(family: str) -> None:
         assert (dt == high).any() if name else (dt > 1).any()
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_cache_is_refused(family: str) -> None:
     model = make_model(family)

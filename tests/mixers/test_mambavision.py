@@ -24,7 +24,7 @@ from captum_ssm.errors import InputError, UnsupportedMixerError
 from captum_ssm.linear import FAMILY
 from captum_ssm.tracing import Layer, repaired_scans
 
-pytestmark = pytest.mark.mambavision
+pytestmark = pytest.mark.timm
 
 FLOAT32 = 1e-5
 METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]

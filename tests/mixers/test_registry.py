@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
@@ -161,7 +162,7 @@ def test_supported_architectures() -> None:
     assert supported_architectures(), "the caller's list is not the registry"
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_registered_names_are_real(mamba_ssm: Any) -> None:
     """Every built-in name is that of a class which exists in the newest version."""
     from importlib import import_module
@@ -173,7 +174,7 @@ def test_registered_names_are_real(mamba_ssm: Any) -> None:
             assert issubclass(getattr(import_module(module), name), nn.Module)
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_modules_of_mamba_ssm_are_served_or_mix_no_tokens(mamba_ssm: Any) -> None:
     """A class that a newer version brings is found here."""
     from importlib import import_module
@@ -196,7 +197,7 @@ def test_copies_of_mixers_are_refused_by_their_names(name: str) -> None:
     assert_refused(Net(copied()), "mixers.0", name)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_asking_imports_no_architecture() -> None:
     code = (
         "import sys, captum_ssm; captum_ssm.supported_architectures();"

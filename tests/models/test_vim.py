@@ -328,7 +328,7 @@ def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry[names[0]](pretrained=False, pretrained_cfg=None, **SMALL).grid == (3, 5)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_importing_imports_nothing_optional() -> None:
     code = (
         "import sys, captum_ssm.models.vim;"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from zoo.vision_language import (
@@ -27,7 +28,7 @@ FLOAT32 = 1e-5
 #: Of pools of tokens that score alike they pick others where there is padding.
 PICKS = ("glm5_next",)
 
-pytestmark = [pytest.mark.transformers5, pytest.mark.slow]
+pytestmark = [transformers5, pytest.mark.slow]
 
 every_seeing = pytest.mark.parametrize("family", SEEING)
 #: Those whose towers have no gates, which share relevance with what they let through.

@@ -19,9 +19,9 @@ METHOD = "docs/howto/adding_a_method.md"
 GALLERY = "docs/gallery.md"
 #: Pages that other sessions run.
 SESSIONS = {
-    GALLERY: pytest.mark.full,
-    "docs/howto/evaluation_at_scale.md": pytest.mark.bench,
-    "docs/howto/long_contexts.md": pytest.mark.full,
+    GALLERY: pytest.mark.slow,
+    "docs/howto/evaluation_at_scale.md": pytest.mark.slow,
+    "docs/howto/long_contexts.md": pytest.mark.slow,
 }
 
 

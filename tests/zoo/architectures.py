@@ -187,7 +187,7 @@ QUICK = ("mamba2", "recurrent_gemma", "vim")
 
 
 def every(
-    names: Iterable[str] = ZOO, quick: Collection[str] = QUICK, mark: Any = pytest.mark.full
+    names: Iterable[str] = ZOO, quick: Collection[str] = QUICK, mark: Any = pytest.mark.slow
 ) -> Any:
     """Parametrize a test over architectures; those that are not ``quick`` get the mark."""
     rows = [name if name in quick else pytest.param(name, marks=mark) for name in names]
