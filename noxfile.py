@@ -14,10 +14,13 @@ nox.options.sessions = ["tests", "lint", "types"]
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 
-#: What `-m` chooses where the special packages are: all tests, the longer ones too.
-EVERYTHING = "not gpu and not interpreter and not timm and not mambavision and not captum08"
-#: The core whole: the quick tests and those marked full.
-CORE = "not bench and not processes and not browser and not fuzz and not interpreter"
+#: All tests that need no environment of their own.
+EVERYTHING = "not gpu and not interpreter and not timm"
+#: Tests that other versions of packages are asked, too.
+CONTRACTS = (
+    *("tests/conformance/test_protocol.py", "tests/conformance/test_tools.py", "tests/mixers"),
+    "tests/insights/test_captum08.py",
+)
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -120,8 +123,29 @@ def tests_full(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install_mambapy(session)
     install_axe(session)
+    others = ("--ignore", "tests/insights/test_captum08.py")  # `oldest` runs these
+    pytest(session, "-m", EVERYTHING, *others, CAPTUM_SSM_NO_SKIPS="1")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """All tests of bench where it has changed since they passed; else each experiment once."""
+    install(session, "-e", ".[test]", "-e", "bench", "pytest-xdist")
+    said = session.run("python", "bench/passed.py", silent=True, success_codes=[0, 1])
+    if "have passed" in str(said):
+        pytest(session, files=("bench/tests/test_small.py",), CAPTUM_SSM_NO_SKIPS="1")
+        return
     texts = texts_of_others(session)
-    pytest(session, "-m", EVERYTHING, CAPTUM_SSM_VALENCE=texts, CAPTUM_SSM_NO_SKIPS="1")
+    options = {"CAPTUM_SSM_VALENCE": texts, "CAPTUM_SSM_NO_SKIPS": "1"}
+    pytest(session, "-m", "", files=("bench/tests",), **options)
+    session.run("python", "bench/passed.py", "--write")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Plant faults, one at a time: a test must see each.  By hand; half an hour to an hour."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "tests.faults", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -139,7 +163,7 @@ def coverage(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install_mambapy(session)
     install_axe(session)
-    env = {**ONE_THREAD, "CAPTUM_SSM_VALENCE": texts_of_others(session)}
+    env = {**ONE_THREAD}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
     chosen = (*PARALLEL, "-m", EVERYTHING, *session.posargs)
@@ -156,47 +180,25 @@ def timm(session: nox.Session) -> None:
     install(session, "--no-deps", "timm", "torchvision", "mambavision")
     mixers = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
     files = (*mixers, "tests/mixers/test_table.py", "tests/fuzz/test_vision_mixers.py")
-    pytest(session, "-m", "timm or mambavision", files=files, CAPTUM_SSM_NO_SKIPS="1")
-
-
-@nox.session
-def captum08(session: nox.Session) -> None:
-    """The tests of methods and pages with Captum 0.8, its Insights, and NumPy 1.
-
-    Of conformance what Captum's tools and its protocol are asked.
-    """
-    constraints = pins_without(session, "captum", "numpy")
-    old = ("captum==0.8.*", "numpy<2", "flask", "flask-compress")
-    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    conformance = (f"tests/conformance/test_{name}.py" for name in ("protocol", "tools"))
-    pytest(session, "-m", CORE, files=(*conformance, "tests/insights"))
-    quick = ("tests/attr", "tests/cli/test_cli.py", "tests/project/test_documents.py")
-    pytest(session, files=quick)
-
-
-@nox.session
-def transformers4(session: nox.Session) -> None:
-    """The quick tests of what meets models, with the last version 4 of transformers."""
-    constraints = pins_without(session, *TRANSFORMERS_4)
-    old = ("transformers==4.57.6",)
-    install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    session.run("pip", "check")
-    methods = ("errors", "flow_models", "mamba_attribution", "wrapped_models")
-    files = (f"tests/attr/test_{method}.py" for method in methods)
-    rooms = (f"tests/{room}" for room in ("mixers", "linear", "tracing", "inside"))
-    pytest(session, files=(*rooms, *files, "tests/conformance/test_protocol.py"))
+    pytest(session, "-m", "timm", files=files, CAPTUM_SSM_NO_SKIPS="1")
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
-    """The quick tests with the oldest versions accepted: --force-python 3.10 adds that of Python.
+    """The contracts with Captum 0.8, NumPy 1 and transformers 4, and the Insights of Captum 0.8.
 
-    torch 2.4 is there for CUDA alone, so this takes 5 GB.
+    ``-- torch`` takes torch 2.4, too, which is there for CUDA alone: 5 GB.
     """
-    constraints = pins_without(session, "torch", "triton", "captum", "numpy", *TRANSFORMERS_4)
-    old = ("torch==2.4.0", "captum==0.8.*", "numpy==1.26.*", "transformers==4.57.*")
+    pinned = {"captum": "captum==0.8.*", "numpy": "numpy<2"}
+    pinned |= dict.fromkeys(TRANSFORMERS_4, "") | {"transformers": "transformers==4.57.6"}
+    if session.posargs == ["torch"]:
+        pinned |= {"torch": "torch==2.4.0", "triton": ""}
+    constraints = pins_without(session, *pinned)
+    old = (*filter(None, pinned.values()), "flask", "flask-compress")
     install(session, "-e", ".[test]", "pytest-xdist", *old, constraints=constraints)
-    pytest(session)
+    session.run("pip", "check")
+    run = ("pytest", *PARALLEL, *CONTRACTS)
+    session.run(*run, env=ONE_THREAD)
 
 
 @nox.session
@@ -218,7 +220,7 @@ def speed(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Pages and notebooks as a reader would run them, the examples in docstrings, and defaults."""
-    install(session, "-e", ".[test,docs]", "pytest-xdist")
+    install(session, "-e", ".[test,docs]", "-e", "bench", "pytest-xdist")
     folder = folder_of(session)
     command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
     session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)

@@ -6,28 +6,23 @@ import os
 import random
 import signal
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
-from helpers.sessions import share_out
 from hypothesis import is_hypothesis_test, settings
 from zoo import fla_cpu, mamba_ssm_cpu, triton_interpreter, xlstm_cpu
 
 #: "1": every skip is a failure; "core": except of tests whose package has special install steps.
 NO_SKIPS = os.environ.get("CAPTUM_SSM_NO_SKIPS", "")
 FIXED_SEED = os.environ.get("CAPTUM_SSM_SEED")
-#: A file of the tests that have passed, which are left out; one that is not there yet is written.
-PASSED = Path(os.environ["CAPTUM_SSM_PASSED"]) if "CAPTUM_SSM_PASSED" in os.environ else None
 
 _seed_key = pytest.StashKey[int]()
-_passed: list[str] = []
 
 settings.register_profile("quick", deadline=None, print_blob=True)
 settings.register_profile("long", settings.get_profile("quick"))
-settings.load_profile(os.environ.get("CAPTUM_SSM_FUZZ", "quick"))
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +71,10 @@ def mamba_ssm_fused(monkeypatch: pytest.MonkeyPatch) -> mamba_ssm_cpu.MambaSSM:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share_out(items, Path(__file__).parent)
-    if PASSED and PASSED.exists():
-        passed = set(PASSED.read_text(encoding="utf-8").splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-        items[:] = [item for item in items if item.nodeid not in passed]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("browser", "interpreter"):
+            item.add_marker(item.path.parent.name)
     if FIXED_SEED:
         for test in {getattr(item, "function", None) for item in items}:
             if is_hypothesis_test(test):
@@ -110,11 +103,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("interpreter") and not triton_interpreter.is_on():
         pytest.skip(triton_interpreter.SKIP_REASON)
-    if item.get_closest_marker("transformers5"):
-        import transformers
-
-        if transformers.__version__.startswith("4."):
-            pytest.skip(f"not for transformers {transformers.__version__}, see CONTRIBUTING.md")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,16 +115,6 @@ def pytest_runtest_makereport(
     if report.failed and _seed_key in item.stash:
         report.sections.append(("Seed", f"run again with CAPTUM_SSM_SEED={item.stash[_seed_key]}"))
     return report
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed:
-        _passed.append(report.nodeid)
-
-
-def pytest_sessionfinish() -> None:
-    if PASSED and not PASSED.exists():
-        PASSED.write_text("\n".join(_passed), encoding="utf-8")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,7 +11,6 @@ and axe-core, see CONTRIBUTING.md.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +23,7 @@ from urllib.parse import quote_plus
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from helpers import axe
-from helpers.chromium import Chromium, program
-from helpers.chromium_page import BrowserError, Page
+from helpers.browser import Page, chromium, program
 
 #: Pixels, at the greater of the widths.
 LONGEST = 15_000
@@ -88,10 +86,10 @@ def faults_of_access(page: Page, address: str) -> Iterator[str]:
             yield f"{where}{page.overflow()} pixels wider than the window"
         for index in range(int(page.evaluate(f"{_WIDE}.length"))):
             page.evaluate(f"{_WIDE}[{index}].focus()")
-            page.key("ArrowRight")
+            page.keys("ArrowRight")
             try:
                 page.wait_for(f"{_WIDE}[{index}].scrollLeft > 0")
-            except BrowserError:
+            except TimeoutError:
                 yield f"{where}arrow keys do not scroll what is wide, number {index}"
 
 
@@ -121,12 +119,8 @@ def main(site: Path) -> int:
     path = program()
     if path is None or axe.script() is None:
         raise SystemExit(f"needs Chromium and {axe.PACKAGE}, see CONTRIBUTING.md")
-    with (
-        served(site) as address,
-        tempfile.TemporaryDirectory() as folder,
-        Chromium(path, Path(folder)) as browser,
-    ):
-        page = browser.new_page()
+    with served(site) as address, chromium(path) as browser:
+        page = Page(browser)
         faults = [
             *faults_of_heights(page, address, pages),
             *faults_of_access(page, address),

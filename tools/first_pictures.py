@@ -13,7 +13,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from helpers.chromium import Chromium, program
+from helpers.browser import Page, chromium, program
 
 from captum_ssm import report
 from captum_ssm.cli import main
@@ -54,9 +54,8 @@ def photograph(page: Path, picture: Path) -> None:
     path = program()
     if path is None:
         raise SystemExit("needs Chromium, see CONTRIBUTING.md")
-    with TemporaryDirectory() as folder, Chromium(path, Path(folder)) as browser:
-        shown = browser.new_page()
-        shown.resize(*_SIZE, scale=_SCALE)
+    with chromium(path) as browser:
+        shown = Page(browser, *_SIZE, scale=_SCALE)
         shown.goto(page)
         shown.screenshot(picture)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..errors import OptionError
 from ..linear import FAMILY, Rule
 from .call import checks
-from .call.checks import renamed
 from .call.inputs import BatchPart
 from .call.layout import PatchGrid
 from .call.targets import Against, each_of
@@ -139,7 +138,6 @@ class LatimFlow(FlowMethod):
 
     takes_others = True
 
-    @renamed(gate="rule")
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -222,7 +220,6 @@ class LatimFlow(FlowMethod):
             return_convergence_delta=return_convergence_delta,
         )
 
-    @renamed(gate="rule")
     def decompose(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -268,7 +265,6 @@ class LatimFlow(FlowMethod):
         )
         return found
 
-    @renamed(gate="rule")
     def decompose_each(
         self,
         inputs: Tensor | tuple[Tensor, ...],
@@ -350,7 +346,6 @@ class LatimFlow(FlowMethod):
         )
         return found
 
-    @renamed(gate="rule")
     def compute_convergence_delta(
         self,
         attributions: Tensor | tuple[Tensor, ...],

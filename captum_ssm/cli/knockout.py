@@ -15,7 +15,8 @@ from .explain import add_source_to, loaded_by, print_any_letters
 
 if TYPE_CHECKING:
     from ..edges import EdgeEffects, Edges
-    from ..explain.knockout import Cut, Held
+    from ..edges.strongest import Held
+    from ..explain.knockout import Cut
     from ..explain.loading import Loaded
     from ..viz.html.example import Example, Subject
     from ..viz.html.outline import Outline
@@ -35,6 +36,10 @@ Examples:
 #: The components, said again so that the command's help loads no torch.
 _COMPONENTS = ("activation", "conv", "gate", "norm", "scan", "skip")
 _NUMBER = re.compile(r"-?\d+")
+_FIRST_ORDER = (
+    "≈ The estimate is of first order: it misses how norms behind this layer change without a "
+    "large message."
+)
 #: Of edges that --from and --to name.
 _OF_NAMED = ("heads", "component", "selection", "replace")
 
@@ -151,7 +156,7 @@ def run(options: argparse.Namespace) -> None:
         target = read_target(subject, options.target, language=loaded.is_language)
     example = _read(loaded, subject, options.text, target)
     known = outline(subject, example)
-    method = EdgeEffects(loaded.model, exact_norms=True)
+    method = EdgeEffects(loaded.model)
     if example.is_image:
         example = replace(example, names=patch_names(known))
     names = list(example.names or ())
@@ -160,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
         cut = _cut(options, loaded, subject, example, known, method)
         told, facts = _said_of_cut(cut), facts | _facts_of_cut(cut)
     else:
-        from ..explain.knockout import strongest_edges
+        from ..edges.strongest import strongest_edges
 
         layers = None if options.layers is None else _layers(options.layers)
         found = strongest_edges(method, example.inputs, known.target, options.top, layers)
@@ -277,7 +282,7 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
             str(edge.layer),
             f"{_word(names[edge.source])} ({edge.source})",
             f"{_word(names[edge.target])} ({edge.target})",
-            f"{edge.effect:+.4g}",
+            f"{'≈' * edge.first_order}{edge.effect:+.4g}",
             f"{true:+.4g}",
         )
         for edge, true in found
@@ -286,6 +291,7 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
         "What it loses when each of the strongest edges is cut:",
         *_table(("layer", "from", "to", "estimated", "true"), rows),
+        *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
     ]
 
 
@@ -313,7 +319,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        float(cell.removeprefix("≈"))
     except ValueError:
         return False
     return True

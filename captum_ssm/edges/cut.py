@@ -53,6 +53,7 @@ class Kind(NamedTuple):
 
 
 def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
+    """Read the option ``replace``: nothing, the mean, or the arguments of another run."""
     if given is None or isinstance(given, str):
         return None if given is None else checks.choice("replace", given, ("mean",))
     if isinstance(given, Tensor):

@@ -27,13 +27,14 @@ from .truth import Interventions, Truth, sampled
 
 
 class EdgeEffects(Explainer):
-    """What each message between tokens adds to an output: first-order effects of cutting it.
+    """What each message between tokens adds to an output: the estimated effect of cutting it.
 
     One forward and one backward run give them for every layer, target and source.  By default the
-    gradient is the model's own, so that an effect is the first-order estimate of the true
-    intervention, :func:`~captum_ssm.knock_out`; :meth:`against_truth` holds the two together.  With
-    ``rule`` it is that of the linear network of :class:`~captum_ssm.LatimFlow`: then all edges of a
-    layer, its constants and the stream that passes it by add up to the output.
+    gradient is the model's own, and the norms that read a message are taken as they are without
+    it.  An effect then estimates the true intervention, :func:`~captum_ssm.knock_out`;
+    :meth:`against_truth` compares the two.  With ``rule`` the gradient is that of the linear
+    network of :class:`~captum_ssm.LatimFlow`: then all edges of a layer, its constants and the
+    stream that passes it by add up to the output.
 
     Args:
         forward_func: the model, wrapped or not, one of its bound methods, or a function that runs
@@ -43,7 +44,7 @@ class EdgeEffects(Explainer):
         rule: ``"frozen"``, ``"half"``, ``"equal"`` or ``"centred"``, or None for the model's own
             gradient. Default: None.
         exact_norms: whether the norms that read what a layer writes are taken as they are without a
-            message, and not to first order. Default: False.
+            message, and not to first order. Default: None, True unless ``rule`` is named.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -70,10 +71,12 @@ class EdgeEffects(Explainer):
         layers: Sequence[str | nn.Module] | None = None,
         *,
         rule: str | None = None,
-        exact_norms: bool = False,
+        exact_norms: bool | None = None,
     ) -> None:
         super().__init__(forward_func, model, layers)
         self.rule: Any = None if rule is None else checks.choice("rule", rule, FAMILY)
+        if exact_norms is None:
+            exact_norms = rule is None
         checks.flags(exact_norms=exact_norms)
         if exact_norms and rule is not None:
             raise OptionError(

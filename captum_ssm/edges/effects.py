@@ -44,6 +44,8 @@ class Edge(NamedTuple):
         target: the token that receives.
         source: the token that sends.
         effect: how much the output is expected to lose.
+        first_order: whether norms behind the layer are taken to first order, which misses how they
+            change without a large message. Default: False.
     """
 
     layer: int
@@ -51,6 +53,7 @@ class Edge(NamedTuple):
     target: int
     source: int
     effect: float
+    first_order: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +199,7 @@ class LayerEffects:
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """First-order effects of cutting the messages of a run, as :class:`EdgeEffects` returns them.
+    """Estimated effects of cutting the messages of a run, as :class:`EdgeEffects` returns them.
 
     Matrices are made when they are asked for, a few rows at a time where that is enough.  An effect
     is how much the output is expected to lose: positive where the message speaks for it.
@@ -375,4 +378,5 @@ class Effects:
             target, source = (int(self.given[example, token]) for token in (target, source))
             if min(target, source) < 0:
                 return None
-        return Edge(layer, self.layers[layer].name, target, source, effect)
+        of = self.layers[layer]
+        return Edge(layer, of.name, target, source, effect, of.readers is None)

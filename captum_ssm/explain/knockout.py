@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attr.call.inputs import as_tuple, call_model
 from ..attr.call.targets import contrasted, logits_of, target_index
-from ..edges import Edge, EdgeEffects, Edges, knock_out
+from ..edges import EdgeEffects, Edges, knock_out
 from ..edges.cut import Replacement
 from ..errors import OptionError
 from ..tracing import find_model
@@ -124,57 +124,6 @@ def cut_edges(
         without=float(contrasted(without, target)[0]),
         estimated=estimated,
     )
-
-
-class Held(NamedTuple):
-    """A single edge, and what cutting it does.
-
-    Attributes:
-        edge: the edge, with its estimated effect.
-        true: what the explained number lost.
-    """
-
-    edge: Edge
-    true: float
-
-
-def strongest_edges(
-    method: EdgeEffects, inputs: Tensor, target: Any, count: int, layers: Any = None
-) -> list[Held]:
-    """The edges of the largest estimated effects on one example, each cut by itself.
-
-    Args:
-        method: what estimates effects, of the model.
-        inputs: the example, a batch of one.
-        target: what is explained, in Captum's forms.
-        count: how many edges.
-        layers: of which layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`.
-            Default: None, all.
-
-    Returns:
-        The edges, those of the largest effects first.
-
-    Raises:
-        CaptumSSMError: as :func:`cut_edges`.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm import EdgeEffects
-        >>> from captum_ssm.explain.knockout import strongest_edges
-        >>> from captum_ssm.models import load_bundled
-        >>> model, vocabulary = load_bundled()
-        >>> prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
-        >>> ids, lamp = torch.tensor([vocabulary.encode(prompt)]), vocabulary.id_of("lamp")
-        >>> (found,) = strongest_edges(EdgeEffects(model), ids, (-1, lamp), 1)
-        >>> found.edge.layer, found.edge.source, found.edge.target, found.true > 1
-        (1, 3, 13, True)
-    """
-    edges = method.attribute(inputs, target).top(count, layers)[0]
-    if not edges:
-        return []
-    cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
-    truth = method.against_truth(inputs, target, edges=cuts)
-    return [Held(edge, true) for edge, true in zip(edges, truth.true.tolist(), strict=True)]
 
 
 def read_tokens(

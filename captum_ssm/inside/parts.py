@@ -10,10 +10,10 @@ import torch
 from captum._utils.progress import progress
 from torch import Tensor
 
-from ..attr.engine.decompose import TOLERANCES, account, not_linear
+from ..attr.engine.decompose import TOLERANCES, account, changes, not_linear
 from ..errors import OptionError
 from ..linear import Network, Site
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import sum_tensors, unseen
 from .features import Readings, of_dictionary, of_directions, tokens_of, whole
 from .graph import Graph, Kind, Node, strongest, with_strongest_edges
 from .influence import influences, scores
@@ -28,7 +28,7 @@ class Parts:
             a dictionary.
         number: the target (1,).
         constant: a summand of it that no module added, or None.
-        baseline: the input in comparison with which there are parts, or None.
+        baselines: one for each root of the network, with which it is compared; empty for 0.
         index: where the target is in the model's output (1, [n,] dims), or None.
     """
 
@@ -38,11 +38,11 @@ class Parts:
         taken: Mapping[Site, Any],
         number: Tensor,
         constant: Tensor | None,
-        baseline: Tensor | None,
+        baselines: Sequence[Tensor],
         index: Tensor | None,
     ) -> None:
         self.network, self.taken = network, taken
-        self.number, self.constant, self.baseline = number, constant, baseline
+        self.number, self.constant, self.baselines = number, constant, baselines
         # a sum over several tokens is of none of them
         self.target = [] if index is None or index.dim() > 2 else index[0].tolist()
         for site in taken:
@@ -197,26 +197,25 @@ class Parts:
 
     def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
         """What all nodes but the target add to a number, in the order of the graph's nodes."""
-        root, leaves = self.network.root, [self.met[site].leaf for site in self.sites]
+        roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
         if not number.requires_grad:  # of a place that no node is before
-            number = number + 0 * root.sum()
-        (first, *others), biases = account(
+            number = number + 0 * roots[0].sum()
+        gradients, biases = account(
             self.network.mode.ledger,
             number,
             constant,
-            [root, *leaves],  # type: ignore[list-item]
+            [*roots, *leaves],  # type: ignore[list-item]
         )
+        starts, others = gradients[: len(roots)], gradients[len(roots) :]
         kept = sum((b.sum() for b in biases.values()), number.new_zeros(()).detach())
-        value = root.detach()
-        if self.baseline is not None:
-            kept = kept + (first * self.baseline).sum()
-            value = value - self.baseline
-        relevance = first * value
-        if relevance.dim() == 4:
-            row = [relevance.flatten().sum()[None]]
+        for gradient, baseline in zip(starts, self.baselines, strict=False):
+            kept = kept + (gradient * baseline).sum()
+        parts = [g * x for g, x in zip(starts, changes(self.network, self.baselines), strict=True)]
+        if parts[0].dim() == 4:
+            row = [parts[0].flatten().sum()[None]]
         else:
-            row = [relevance[0].flatten(1).sum(1) if relevance.dim() > 2 else relevance[0]]
-        errors, size = [], relevance.abs().sum()
+            row = [sum_tensors(x[0].reshape(x.shape[1], -1).sum(1) for x in parts)]
+        errors, size = [], sum_tensors(x.abs().sum() for x in parts)
         for site, gradient in zip(self.sites, others, strict=True):
             found, rows = self.readings[site], gradient[0].flatten(1)
             row.append((rows[found.positions] * found.writes).sum(1))

@@ -268,7 +268,7 @@ class AttributionCalculation:
             edges: the messages.
         """
         ids, asked = self._text(model, example, target)
-        method, additional = EdgeEffects(model, exact_norms=True), example.additional or None
+        method, additional = EdgeEffects(model), example.additional or None
 
         def label(index: int, output: Tensor) -> str:
             return self.score(0.0, index).label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,35 @@ from .shares import Labels, Rule
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 
 
+#: They look ids up as well, in results that do not tell which token is which.
+_OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
+#: They look ids up that are one-hot.
+_PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "einsum"])
+
+
+@dataclass(frozen=True, eq=False)
+class LookUp:
+    """What a table holds for the explained ids.
+
+    Attributes:
+        leaf: it, (B, L', ...), from which the network is linear.
+        given: which of the explained ids each is (B, L'), -1 for one that is none of them; None if
+            they are the same.
+        table: the table, (V, ...).
+    """
+
+    leaf: Tensor
+    given: Tensor | None
+    table: Tensor
+
+
 class Linearising(TorchFunctionMode):
     """While this mode is on, the graph that a forward run leaves is linear in the input.
 
     Attributes:
         root: the input from which the network is linear, once it is there.
         start: the copy of it that the network goes on from.
+        again: what further tables hold for the explained ids, such as that of an adapter.
         others: further inputs from which the network is linear as well.
         ledger: the constants that entered.
         given: which of the explained ids each token of the root is (B, L'), -1 for one that is
@@ -67,6 +91,7 @@ class Linearising(TorchFunctionMode):
         self.labels = Labels(by_role)
         self.root: Tensor | None = None
         self.start: Tensor | None = None
+        self.again: list[LookUp] = []
         self.others: tuple[Tensor, ...] = ()
         self.ledger = Ledger(where, constants)
         self.bends = 0
@@ -76,10 +101,11 @@ class Linearising(TorchFunctionMode):
         self._ids = ids
         self._follow = follow
         self._found = False
-        self._table = 0
-        self._lookup: Callable[[Tensor], Tensor] | None = None
+        self._by_value = False
+        self._tables: dict[int, LookUp] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
+        self._one_hot = WeakIdKeyDictionary()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """What to be in for functions to be left as they are."""
@@ -121,8 +147,8 @@ class Linearising(TorchFunctionMode):
             return self.root.clone()
         return inputs
 
-    def looked_up(self, ids: Tensor) -> Tensor:
-        """What other ids are looked up to, in place of those that are explained.
+    def looked_up(self, ids: Tensor) -> list[Tensor]:
+        """Look up other ids in place of the explained ones, in each table.
 
         Args:
             ids: (B, L) of the root.
@@ -130,14 +156,15 @@ class Linearising(TorchFunctionMode):
         Raises:
             OptionError: when none were looked up, or the shape is not that of the root.
         """
-        if self._lookup is None or self.root is None or ids.shape != self.root.shape[:2]:
+        shapes = {x.leaf.shape[:2] for x in self._tables.values()}
+        if shapes != {ids.shape}:
             size = None if self.root is None else tuple(self.root.shape)
             raise OptionError(
                 f"baselines are token ids of shape {tuple(ids.shape)}, but what the model reads "
                 f"are embeddings of shape {size}, or were not looked up. Pass embeddings."
             )
         with unseen(), torch.no_grad():
-            return self._lookup(ids.to(self.root.device))
+            return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
 
     def leaf(self, x: Tensor) -> Tensor:
         """``x``, cut from what it was computed from, as a live tensor."""
@@ -158,16 +185,11 @@ class Linearising(TorchFunctionMode):
         tell = self.tell.get(name.removesuffix("_"))
         if tell is not None:
             tell(name, args, kwargs)
-        if name == "embedding":
-            (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
-            if ids.is_floating_point():  # torch.embedding has them the other way round
-                ids, table = table, ids
-            before, out = self.root, self._looked_up(func(*args, **kwargs), ids, table)
-            if self.root is not before:
-                self._lookup = lambda other: torch.nn.functional.embedding(other, table.detach())
-            return out
+        found = _ids_and_table(name, args, kwargs)
+        if found is not None and (name == "embedding" or self._are_given(found[0])):
+            return self._looked_up(func(*args, **kwargs), *found)
         if not self._any_live((*args, *kwargs.values())):
-            return func(*args, **kwargs)
+            return self._without_input(func, name, args, kwargs)
         in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
         name = plain(name[:-1]) if in_place else name
         self.bends += name in NOT_LINEAR
@@ -289,6 +311,31 @@ class Linearising(TorchFunctionMode):
         own = getattr(Tensor, name, on_a_copy)
         return self.overwrite(args[0], RULES[name](self, own, (x, *args[1:]), kwargs))
 
+    def _without_input(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return a function's result for constants, unless it looks up the explained ids."""
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        out = func(*args, **kwargs)
+        if name in _OUT_OF_SHAPE and self._are_given(*given) and out.is_floating_point():
+            raise _unknown_look_up(self.where(), name)
+        if name == "one_hot" and self._are_given(*given):
+            self._one_hot[out] = True
+        elif any(x in self._one_hot for x in given):
+            if name in _PRODUCTS:
+                raise _unknown_look_up(self.where(), f"one_hot and {name}")
+            if isinstance(out, Tensor) and out.shape == given[0].shape:  # in another dtype
+                self._one_hot[out] = True
+        return out
+
+    def _are_given(self, *ids: Tensor) -> bool:
+        """Whether the explained ids are among ``ids``."""
+        follow = self._follow
+        if follow is None or self._ids is None:
+            return False
+        origins = (follow.origin(x) for x in ids if not x.is_floating_point())
+        return any(origin is not None and 0 in origin.numbers for origin in origins)
+
     def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns: the network's input, if it looks up the explained ids.
 
@@ -301,53 +348,72 @@ class Linearising(TorchFunctionMode):
         origin = None if self._follow is None else self._follow.origin(ids)
         places = None if origin is None else origin.tokens(0)
         if origin is not None and places:
+            assert self._follow is not None
+            by_value = ids in self._follow.recognized
+            if self._found and by_value and not self._by_value:
+                return out  # positions, say, that are equal to the ids by chance
+            self._by_value = by_value
             return self._of_given(out, within_examples(places[0], origin.sizes[0]), table)
         if self._found:
-            if table.data_ptr() == self._table and ids.shape == explained.shape:
+            if origin is not None and not places:
+                raise _unknown_look_up(self.where(), "embedding")
+            if table.data_ptr() in self._tables and ids.shape == explained.shape:
                 raise _other_tokens()
             return out
         if ids is explained or torch.equal(ids, explained.to(ids.device)):
-            self._found, self._table = True, table.data_ptr()
-            self._begin_anew()
-            return self.begin(out)
+            return self._begun(out, None, table)
         first = self.root is None and ids.dim() == 2 and len(ids) == len(explained)
         return self.begin(out) if first else out
 
-    def _begin_anew(self) -> None:
-        """What was looked up before was not the input, but a constant."""
+    def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
+        """Let the network begin at what a table holds for the explained ids.
+
+        Args:
+            out: it, (B, L', ...).
+            given: which of the explained ids each is (B, L'); None if they are the same.
+            table: the table.
+        """
+        if self._found:
+            leaf = self.leaf(out.detach().clone())
+            self.again.append(LookUp(leaf, given, table.detach()))
+            self._tables[table.data_ptr()] = self.again[-1]
+            return leaf.clone()
         if self.root is not None and self.start is not None:
+            # what was looked up before was not the input, but a constant
             self.ledger.noted(self.start, self.start.detach())
             self.ledger.leaves.append(self.root)
+        self._found, self.given = True, given
+        start = self.begin(out)
+        assert self.root is not None
+        self._tables[table.data_ptr()] = LookUp(self.root, given, table.detach())
+        return start
 
     def _of_given(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
         """What an embedding returns that looks up explained ids, each in any place.
 
         Args:
-            out: it, (B, L', E).
+            out: it, (B, L', ...).
             given: which of the explained ids each is (B, L'), -1 for one that is none of them.
-            table: what they are looked up in; what a second table adds is a constant.
+            table: where they are looked up.
         """
         assert self._ids is not None
         everywhere = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
-        is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
-        if not self._found:
-            self._found, self._table = True, table.data_ptr()
-            self.given = None if is_same else given
-            self._begin_anew()
-            return self.begin(out)
-        if self.root is None or table.data_ptr() != self._table:
-            return out
-        known = everywhere if self.given is None else self.given
-        match = (given[:, :, None] == known[:, None]) & (given >= 0)[:, :, None]
+        known = self._tables.get(table.data_ptr())
+        if known is None:
+            is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
+            return self._begun(out, None if is_same else given, table)
+        leaf, before = known.leaf, everywhere if known.given is None else known.given
+        match = (given[:, :, None] == before[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):
             raise InputError(
                 "The model looks up token ids that it did not look up at first, so that the "
                 "embeddings it reads are not one input. Pass embeddings (B, L, E) as inputs."
             )
-        places = match.long().argmax(-1)[..., None].expand(*given.shape, out.shape[-1])
-        places, theirs = places.to(out.device), (given >= 0)[..., None].to(out.device)
+        behind = (1,) * (out.dim() - 2)
+        places = match.long().argmax(-1).view(*given.shape, *behind).expand(out.shape)
+        theirs = (given >= 0).view(*given.shape, *behind).to(out.device)
         constant = torch.where(theirs, torch.zeros_like(out), out).detach()
-        again = torch.where(theirs, self.root.gather(1, places), constant)
+        again = torch.where(theirs, leaf.gather(1, places.to(out.device)), constant)
         if not torch.equal(again.detach(), out.detach()):
             raise _other_tokens()
         self.ledger.noted(again, constant)
@@ -361,6 +427,28 @@ class Linearising(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._without_weights(v) for v in value)
         return value
+
+
+def _ids_and_table(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """The ids that a function looks up, and the table; None if it is no look-up."""
+    if name == "embedding":
+        (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
+        # torch.embedding has them the other way round
+        return (table, ids) if ids.is_floating_point() else (ids, table)
+    if name != "__getitem__" or not all(isinstance(x, Tensor) for x in args):
+        return None
+    table, ids = args
+    integers = ids.dtype in (torch.int64, torch.int32)
+    return (ids, table) if integers and table.is_floating_point() else None
+
+
+def _unknown_look_up(where: str, name: str) -> InputError:
+    return InputError(
+        f"Module {where!r} looks up the token ids by torch's {name}, and nothing tells which token "
+        "each result belongs to. Pass embeddings (B, L, E) as inputs."
+    )
 
 
 def _other_tokens() -> InputError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,6 @@ from ..tracing.verification import (
     rounding_explains,
     tolerance_for,
 )
-from .fused import unfused
 from .mixer import through
 from .mode import Linearising
 from .shares import Rule, is_shared
@@ -76,7 +76,8 @@ class Network(Watcher):
         verify: see :func:`linearised`. Default: False.
         sites: the activations that are met. Default: none.
         begins: that from which the network is explained. Default: None, the input.
-        ran: whether one of the mixers has run. Default: False.
+        calls: how often each of the mixers has run. Default: never.
+        granted: the largest error that was accepted of an operator. Default: 0.
         mask: True for real tokens (B, L), as the mixers that read the input were told; None if none
             is padding. Default: None.
         steps: its mixer calls, in the order in which they ran; none if they are not kept. Default:
@@ -102,7 +103,8 @@ class Network(Watcher):
     verify: bool | float = False
     sites: Sites | None = None
     begins: Site | None = None
-    ran: bool = False
+    calls: Counter[Mixer] = field(default_factory=Counter)
+    granted: float = 0.0
     mask: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
     content_only: list[str] = field(default_factory=list)
@@ -138,9 +140,17 @@ class Network(Watcher):
         return self.mode.root
 
     @property
-    def passing(self) -> Tensor | None:
-        """The input, where the network begins behind it; None where it begins with it."""
-        return None if self.begins is None else self.mode.root
+    def roots(self) -> list[Tensor]:
+        """The root, and where it is a look-up of ids those of the same ids in further tables."""
+        again = [] if self.begins is not None else self.mode.again
+        return [self.root, *(x.leaf for x in again)]
+
+    @property
+    def passing(self) -> list[Tensor]:
+        """The input, where the network begins behind it; nothing where it begins with it."""
+        if self.begins is None or self.mode.root is None:
+            return []
+        return [self.mode.root, *(x.leaf for x in self.mode.again)]
 
     def met(self, site: Site) -> Met:
         """What there was at an activation.
@@ -160,7 +170,7 @@ class Network(Watcher):
         Raises:
             NoMixerError: naming them.
         """
-        if not self.ran:
+        if not self.calls:
             raise none_ran(self.mixers)
 
     @property
@@ -176,7 +186,8 @@ class Network(Watcher):
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
-        real, self.ran = call.output_tensor, True
+        real = call.output_tensor
+        self.calls[mixer] += 1
         call = replace(call, around={})  # windows stay windows, as what follows expects them
         with full_precision(real.device):
             inside = functools.partial(self._inside, mixer)
@@ -250,6 +261,7 @@ class Network(Watcher):
         """
         real = call.output_tensor
         limit = tolerance_for(real, mixer.module) if self.verify is True else self.verify
+        self.granted = max(self.granted, limit)
         with torch.no_grad(), unseen(), full_precision(real.device):
             made = functools.partial(linearize, running=True)
             found = out if self.mode.ledger.kept else made(mixer, call).output()
@@ -262,6 +274,7 @@ class Network(Watcher):
             if overflowed:  # it is the model's output that will be refused
                 return
             if self.verify is True and rounding_explains(mixer, call, found, made):
+                self.granted = max(self.granted, error)
                 return
         require_same(mixer.name, mixer.architecture, error, limit)
 
@@ -374,7 +387,6 @@ def under_rules(
         running.watch(stack)
         stack.enter_context(recordable(model))
         stack.enter_context(checkpoints_off(model))
-        stack.enter_context(unfused())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         if own is not None and ids is not None:

@@ -1,7 +1,7 @@
-"""The gated delta rule: transformers' qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and
-kimi_linear.
+"""The gated delta rule of several models of transformers.
 
-Ling 3 (bailing_hybrid) and GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
+They are qwen3_next, qwen3_5, qwen4_exp, olmo_hybrid and kimi_linear. Ling 3 (bailing_hybrid) and
+GLM-5.3-Flash (glm5_next) have the mixer of kimi_linear.
 
     q, k, v = SiLU(conv(W (mask h)))       q = q / |q| / sqrt(N)       k = k / |k|
     S[t] = decay[t] S[t-1],   S[t] += beta[t] k[t] (v[t] - k[t] . S[t]),   s[t] = q[t] . S[t]

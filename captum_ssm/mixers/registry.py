@@ -210,6 +210,7 @@ def _name(path: str) -> str:
 
 
 def class_path(cls: type) -> str:
+    """Return the qualified name of a class, with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -68,8 +68,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
-    # Folders of earlier versions name the class of transformers alone.
-    named = settings.get("architectures", ["VisionMamba"])
+    named = settings.get("architectures")
     plain = next((make for name, make in PLAIN.items() if named == [name]), None)
     if plain is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}

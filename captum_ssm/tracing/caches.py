@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import CachedStateError
 from ..mixers.base import Call
 from .changes import Shared, Undo, lasting
 from .hooks import hooked
@@ -20,7 +21,7 @@ from .hooks import hooked
 def without_caches(model: nn.Module, stack: ExitStack) -> None:
     """Ask every module that offers a cache not to use it, until ``stack`` is closed."""
     stack.enter_context(lasting(_packed.enter))
-    stack.callback(_calls.wanted.clear)  # an interrupt calls no hooks
+    stack.callback(_calls.clear)  # an interrupt calls no hooks
     for module in model.modules():
         if "use_cache" in _parameters(type(module).forward):
             before, after = module.register_forward_pre_hook, module.register_forward_hook
@@ -49,11 +50,26 @@ def _forget(module: Any, *_: Any) -> None:
     module.recurrent_states = None
 
 
+#: How modules call the cache that they are given.
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
+
+
 class _Calls(threading.local):
-    """Of this thread's calls of modules that offer a cache, whether each would have used it."""
+    """Of this thread's calls of modules that offer a cache, whether each would have used it.
+
+    Attributes:
+        wanted: of the calls that run, the outermost first.
+        dropped: modules that have returned no cache although they were to.
+    """
 
     def __init__(self) -> None:
         self.wanted: list[bool] = []
+        self.dropped: set[nn.Module] = set()
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.wanted.clear()
+        self.dropped.clear()
 
 
 _calls = _Calls()
@@ -69,12 +85,28 @@ def _without_cache(
     wanted = args[position] if position < len(args) else kwargs.get("use_cache")
     if wanted is None:
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
+    if not _calls.wanted:
+        _refuse_to_continue(module, args, kwargs)
+        _calls.dropped.update([module] if wanted else [])
     # a module inside another is told by that one, which was told otherwise
     _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
     if position < len(args):
         args = (*args[:position], False, *args[position + 1 :])
         return args, kwargs
     return args, {**kwargs, "use_cache": False}
+
+
+def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a call is to go on from the cache that an earlier one has not returned."""
+    names = _parameters(type(module).forward)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    named = [name for name in _CACHES if name in given]
+    if module in _calls.dropped and named:
+        raise CachedStateError(
+            f"forward_func calls {type(module).__name__} again and passes {named[0]}, so that the "
+            "call continues from the cache of an earlier one. Explanations run without a cache, "
+            f"use_cache=True or not. Pass the whole sequence in one call, without {named[0]}."
+        )
 
 
 def _finished(*_: Any) -> None:

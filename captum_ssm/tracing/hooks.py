@@ -94,6 +94,7 @@ def _length(value: Any) -> int:
 
 
 def detached(value: Any) -> Any:
+    """Detach every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):

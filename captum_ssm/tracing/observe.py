@@ -18,6 +18,7 @@ from .eager import eagerly
 from .find import Mixer, strangers
 from .gradients import recordable
 from .hooks import at_both_ends, hooked, swap_first
+from .repair.fused import unfused
 from .repair.loops import repaired_scans
 
 #: Arguments of a call, by position and by name.
@@ -82,9 +83,9 @@ def observe(
 ) -> None:
     """Let watchers look on at a model's runs until a stack is left.
 
-    Meanwhile it keeps no cache, runs as it was written where it is compiled, and in memory that is
-    linear in the length.  A run that calls a mixer without an adapter raises
-    :class:`~captum_ssm.errors.UnsupportedMixerError`.
+    Meanwhile it keeps no cache, runs as it was written where it is compiled, its norms by torch's
+    functions, and in memory that is linear in the length.  A run that calls a mixer without an
+    adapter raises :class:`~captum_ssm.errors.UnsupportedMixerError`.
 
     Args:
         model: the model.
@@ -111,6 +112,7 @@ def observe(
         stack.enter_context(at_both_ends(module, first, last))
     stack.callback(calls.close)
     stack.enter_context(repaired_scans())  # forwards, too, take less memory and time
+    stack.enter_context(unfused())
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))

@@ -50,6 +50,9 @@ class EdgeLike(Protocol):
     @property
     def effect(self) -> float: ...
 
+    @property
+    def first_order(self) -> bool: ...
+
 
 class WindowsLike(Protocol):
     """What is drawn of :class:`captum_ssm.edges.KnockoutWindows`."""
@@ -125,7 +128,8 @@ def plot_edges(
     """Draw edges as arcs over the words of a text, from sources to targets.
 
     An arc is as wide as its effect is large, purple where the message speaks for the output and
-    brown where it speaks against it; the strongest have their numbers on them.  Of a text that is
+    brown where it speaks against it; the strongest have their numbers on them, with ≈ where norms
+    are taken to first order.  Of a text that is
     too long for one row, words far from all edges are left out.
 
     Args:
@@ -297,7 +301,8 @@ def _number(axis: Any, arcs: Sequence[_Arc], *, named: bool) -> None:
 
     taken: list[tuple[float, float, float]] = []
     for arc in arcs:
-        text = f"{arc.edge.effect:+.2g}".replace("-", "−")
+        rough = "≈" * arc.edge.first_order
+        text = f"{rough}{arc.edge.effect:+.2g}".replace("-", "−")
         text = f"layer {arc.edge.layer}: {text}" if named else text
         middle, half = (arc.source + arc.target) / 2, 0.42 * len(text)
         high = arc.high + 0.07

@@ -79,8 +79,7 @@ def plot_intervals(
 
 
 def _dots(axis: Any, start: int, intervals: Sequence[Interval], colour: str) -> None:
-    """One dot and bar for each interval, from line ``start`` down; numbers that are none have no
-    dot."""
+    """Draw a dot and a bar for each interval, from line ``start`` down; NaN has neither."""
     known = [(line, each) for line, each in enumerate(intervals, start) if not math.isnan(each[1])]
     lines = [line for line, _ in known]
     for line in lines:

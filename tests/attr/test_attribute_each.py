@@ -5,30 +5,24 @@ from __future__ import annotations
 import oracles
 import pytest
 import torch
-from zoo import attention, mamba2
+from helpers.every_method import each_method
+from zoo import mamba2
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
     CaptumSSMError,
     ImplicitAttention,
     ImplicitAttentionRollout,
-    LatimALTI,
     LatimFlow,
-    LatimNorm,
     MambaAttribution,
-    MambaLRP,
 )
 from captum_ssm.attr.call.targets import Each
 from captum_ssm.attr.engine import run
 from captum_ssm.operators import Chain, Operator
 
-QUERIES = [ImplicitAttention, ImplicitAttentionRollout, LatimNorm, LatimALTI]
-METHODS = [*QUERIES, MambaAttribution, LatimFlow, MambaLRP]
 MODELS = {
     "mamba": mamba_lm,
-    "mamba2": lambda: mamba2.make_model("mamba2"),
     "bamba": lambda: mamba2.make_model("bamba"),
-    "gpt_neox": lambda: attention.attention_model("gpt_neox"),
 }
 
 
@@ -47,20 +41,20 @@ def check(method, inputs, targets, *args, **options):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_each_target_is_explained_as_by_itself(method, model):
     targets = [(6, 3), (0, 2), [(-1, 4), (2, 1)], torch.tensor([[3, 0], [3, 0]])]
     assert check(method(MODELS[model]()), token_ids(2, 7), targets) == (1, len(targets))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_batches_run_in_parts(method):
     targets = [[(6, 3), (1, 2), (-1, 4)], (4, 1)]
     runs, distinct = check(method(mamba_lm()), token_ids(3, 7), targets, internal_batch_size=2)
     assert (runs, distinct) == (2, 2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_classes_of_embeddings_with_a_mask(method):
     model = classifier("last")
     embeddings = model.backbone.get_input_embeddings()(token_ids(2, 6)).detach()
@@ -76,7 +70,7 @@ def test_classes_of_embeddings_with_a_mask(method):
     assert oracles.relative_error(found, torch.stack(wanted)) <= 1e-6
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_classes_of_images_give_grids(method):
     runs, _ = check(method(vision()), images(2), [1, [0, 3]])
     # methods that look for the patches do so once in a further run, which ends at the first block
@@ -129,14 +123,14 @@ def test_deltas_come_with_the_flow_of_each_target():
     assert deltas.abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_no_target_is_an_error(method):
     with pytest.raises(CaptumSSMError, match="targets is empty") as caught:
         method(mamba_lm()).attribute_each(token_ids(1, 4), [])
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_a_wrong_target_among_them_is_an_error(method):
     with pytest.raises(CaptumSSMError, match="out of range"):
         method(mamba_lm()).attribute_each(token_ids(1, 4), [(1, 2), (4, 2)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients, NoiseTunnel
+from helpers.every_method import METHODS
 from helpers.latim_vectors import a_model
-from helpers.sessions import full
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import (
@@ -14,10 +14,8 @@ from captum_ssm import (
     ImplicitAttentionRollout,
     LatimALTI,
     LatimFlow,
-    LatimLogit,
     LatimNorm,
     MambaAttribution,
-    MambaLRP,
     TransformerAttribution,
     compare,
 )
@@ -25,7 +23,6 @@ from captum_ssm.errors import InputError, OptionError
 
 #: Those that read one traced forward run, and those that need one of their own.
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]
-METHODS = [*SHARING, TransformerAttribution, LatimFlow, LatimLogit, MambaLRP]
 #: Captum says so when it makes its inputs require gradients.
 REQUIRES_GRAD = pytest.mark.filterwarnings(
     "ignore:Input Tensor . did not already require gradients"
@@ -40,7 +37,7 @@ def close(found, expected):
 # --- as alone ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mamba", *full("bamba", "vim")])
+@pytest.mark.parametrize("name", ["mamba", "vim"])
 def test_as_the_single_calls(name, monkeypatch):
     case = a_model(name, monkeypatch)
     found = compare(case.model, METHODS, case.inputs, **case.target)

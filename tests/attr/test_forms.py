@@ -7,12 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from captum.attr import DeepLift, InputXGradient, NoiseTunnel, Saliency
-from helpers.sessions import thorough
+from captum.attr import DeepLift, InputXGradient
+from helpers.every_method import METHODS, each_method
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,7 +26,6 @@ from transformers import (
 )
 from zoo.small import (
     VOCABULARY,
-    WIDTH,
     classifier,
     images,
     mamba_lm,
@@ -40,40 +38,21 @@ from zoo.small import (
 from captum_ssm import (
     ImplicitAttention,
     ImplicitAttentionRollout,
-    LatimALTI,
     LatimFlow,
     LatimLogit,
     LatimNorm,
-    MambaAttribution,
-    MambaLRP,
-    TransformerAttribution,
     compare,
 )
-from captum_ssm.attr.call.targets import require_real_target
 from captum_ssm.errors import (
     InputError,
     ModelNotFoundError,
     NoMixerError,
     OptionError,
-    QueryError,
-    TargetError,
     TrainingModeError,
     UnsupportedMixerError,
     WeightsError,
 )
 from captum_ssm.tracing import find_model, require_deterministic
-
-METHODS = [
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    MambaAttribution,
-    LatimNorm,
-    LatimALTI,
-    LatimLogit,
-    LatimFlow,
-    MambaLRP,
-    TransformerAttribution,
-]
 
 # --- models that a function refers to ------------------------------------------------------------
 
@@ -164,7 +143,7 @@ def beside(loss, model):
     return lambda ids: loss is not None and model(ids).logits[:, -1]
 
 
-FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+FUNCTIONS = {
     "closure": lambda model: lambda ids: model(ids).logits[:, -1],
     "def over a global": lambda model: of_a_global,
     "global inside a comprehension": lambda model: of_a_global_inside,
@@ -174,21 +153,17 @@ FUNCTIONS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "keyword argument": keyword_only,
     "partial": lambda model: functools.partial(given, model),
     "partial by name": lambda model: functools.partial(given_by_name, net=model),
-    "partial of a partial": lambda model: functools.partial(functools.partial(given, model)),
     "method of an object": lambda model: Holder(model).last,
     "object": Holder,
     "object without a module": lambda model: Caller(),
-    "closure over an object": lambda model: calling(Holder(model)),
     "closure over a dict": lambda model: indexing({"lm": model}, "lm"),
-    "closure over a list": lambda model: indexing([model], 0),
-    "closure over a bound method": lambda model: calling(Holder(model).last),
     "model and its part": lambda model: lambda ids: (model.lm_head, model(ids).logits[:, -1])[1],
     "model and a loss": lambda model: beside(nn.CrossEntropyLoss(), model),
     "wrapped": lambda model: calling(Holder(nn.DataParallel(model))),
 }
 
 
-@pytest.mark.parametrize("form", thorough(FUNCTIONS, list(FUNCTIONS)[::3]))
+@pytest.mark.parametrize("form", FUNCTIONS)
 def test_functions_that_refer_to_a_model(model, form):
     """The model is found, and the explanation is that with the model named beside it."""
     function, ids = FUNCTIONS[form](model), token_ids(2, 5)
@@ -281,7 +256,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", unk_token="w0")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pipeline_that_generates_text():
     model, words = mamba_lm(), tokenizer()
     pipe = TextGenerationPipeline(model=model, tokenizer=words, device="cpu")
@@ -346,72 +321,6 @@ def test_a_tokenizers_output():
     assert "inputs=encoding['pixel_values']." in str(caught.value)
 
 
-INPUTS: dict[str, tuple[Any, str]] = {
-    "ids": ([1, 2, 3], "torch.tensor([inputs])"),
-    "lists of ids": ([[1, 2], [3, 4]], "torch.tensor(inputs)"),
-    "text": ("w1 w2", "return_tensors='pt')['input_ids'], or explain texts with SSMLLMAttribution"),
-    "array": (np.ones((2, 3)), "torch.from_numpy(inputs)"),
-    "tensors": ([torch.ones(3), torch.ones(3)], "torch.stack(inputs)"),
-    "nothing": (None, "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"),
-    "other dict": ({"a": 1}, "out of ['a']"),
-    "ids of three dimensions": (torch.ones(2, 5, 1).long(), "token ids are (B, L)"),
-    "pixels that are integers": (torch.ones(2, 3, 4, 4).byte(), "image processor"),
-    "booleans": (torch.ones(2, 5).bool(), "dtype torch.bool"),
-    "complex numbers": (torch.ones(2, 5, WIDTH) * 1j, "dtype torch.complex64"),
-}
-
-
-@pytest.mark.parametrize("form", INPUTS)
-@pytest.mark.parametrize("method", METHODS)
-def test_inputs_that_are_no_inputs(method, form):
-    value, remedy = INPUTS[form]
-    with pytest.raises(InputError, match="inputs") as caught:
-        method(mamba_lm()).attribute(value, target=(-1, 3))
-    assert remedy in str(caught.value)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_floating_ids(method, wrapped):
-    model = mamba_lm()
-    asked = method((lambda ids: model(ids).logits) if wrapped else model)
-    with pytest.raises(InputError, match=r"integers \(B, L\).*NoiseTunnel, need embeddings"):
-        asked.attribute(token_ids(2, 5).float(), target=(-1, 3))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_embeddings_for_a_function_of_ids(method):
-    model = mamba_lm()
-    asked = method(lambda ids: model(ids).logits)
-    with pytest.raises(InputError, match="model\\(inputs_embeds=inputs\\)"):
-        asked.attribute(torch.randn(2, 5, WIDTH), target=(-1, 3))
-
-
-def test_noise_on_ids():
-    model, ids = mamba_lm(), token_ids(2, 5)
-    with pytest.raises(InputError, match="NoiseTunnel, need embeddings"):
-        NoiseTunnel(LatimFlow(model)).attribute(ids, target=(-1, 3), nt_samples=2)
-    embeddings = model.get_input_embeddings()(ids).detach()
-    found = NoiseTunnel(LatimFlow(model)).attribute(embeddings, target=(-1, 3), nt_samples=2)
-    assert found.shape == embeddings.shape
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_ids_that_are_not_embedded(method):
-    with pytest.raises(InputError, match=r"from 3 to 19, of which.*tokenizer"):
-        method(mamba_lm()).attribute(torch.tensor([[3, VOCABULARY, 4]]), target=(-1, 3))
-
-
-def test_errors_of_the_model_are_its_own():
-    model = mamba_lm()
-
-    def broken(ids):
-        raise IndexError("list index out of range")
-
-    with pytest.raises(IndexError, match="list index out of range"):
-        LatimFlow(broken, model).attribute(token_ids(), target=(-1, 3))
-
-
 # --- methods by name, and Captum's classes -------------------------------------------------------
 
 
@@ -425,18 +334,6 @@ def test_methods_by_name():
         assert torch.equal(compare(model, name, ids, (-1, 3))["LatimFlow"], found["LatimFlow"])
     with pytest.raises(OptionError, match=r"names 'latinflow'.*Did you mean LatimFlow\?"):
         compare(model, ["latinflow"], ids, (-1, 3))
-
-
-def test_classes_of_captum_that_take_nothing_else():
-    """Made on the logits, with embeddings that reach a model of ids."""
-    model = mamba_lm()
-    embeddings = torch.randn(2, 5, WIDTH)
-    found = compare(model, [InputXGradient, Saliency, LatimFlow], embeddings, (-1, 3))
-    assert list(found) == ["Input X Gradient", "Saliency", "LatimFlow"]
-    x = embeddings.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(inputs_embeds=x).logits[:, -1, 3].sum(), x)
-    expected = (gradient * embeddings).sum(-1)
-    torch.testing.assert_close(found["Input X Gradient"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_at_ids():
@@ -507,7 +404,7 @@ def lora(dropout: float) -> nn.Module:
     return get_peft_model(mamba_lm(), adapter)
 
 
-RANDOM: dict[str, tuple[Callable[[float], nn.Module], str]] = {
+RANDOM = {
     "dropout": (nn.Dropout, "Dropout"),
     "of channels": (nn.Dropout1d, "Dropout1d"),
     "alpha": (nn.AlphaDropout, "AlphaDropout"),
@@ -601,62 +498,6 @@ def test_training_mode_without_chance():
     require_deterministic(model)
 
 
-# --- targets and queries at padding --------------------------------------------------------------
-
-MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]]).bool()
-
-
-def test_targets_at_padded_tokens():
-    output = torch.zeros(3, 5, 7)
-    with pytest.raises(TargetError) as caught:
-        require_real_target(torch.tensor([[4, 6]] * 3), output, MASK)
-    for part in (
-        "position 4 is a padded token of example 1 and of 1 more",
-        "last real token of each example is at [4, 2, 3]",
-        "target=[(4, 6), (2, 6), (3, 6)]",
-    ):
-        assert part in str(caught.value)
-    with pytest.raises(TargetError, match=r"position 0 is a padded token of example 2\."):
-        require_real_target(torch.tensor([[0, 1]] * 3), output, MASK)
-
-
-def test_targets_at_real_tokens():
-    output = torch.zeros(3, 5, 7)
-    require_real_target(torch.tensor([[4, 6], [2, 6], [3, 6]]), output, MASK)
-    require_real_target(torch.tensor([[2, 6]] * 3), output, MASK)
-    for index, returned, mask in [
-        (None, output, MASK),
-        (torch.tensor([[4, 6]] * 3), output, None),
-        (torch.tensor([[4]] * 3), torch.zeros(3, 5), MASK),  # classes, as many as tokens
-        (torch.tensor([[5, 6]] * 3), torch.zeros(3, 6, 7), MASK),  # positions that are no tokens
-    ]:
-        require_real_target(index, returned, mask)
-
-
-def test_many_examples_at_padded_tokens():
-    mask = torch.ones(100, 4).bool()
-    mask[1:, -1] = False
-    with pytest.raises(TargetError, match=r"of example 1 and of 98 more") as caught:
-        require_real_target(torch.tensor([[3, 0]] * 100), torch.zeros(100, 4, 2), mask)
-    assert len(str(caught.value)) < 600
-
-
-FOLDS = [m for m in METHODS if m not in (LatimFlow, MambaLRP, LatimLogit)]
-
-
-@pytest.mark.parametrize("method", FOLDS)
-def test_a_padded_batch_whose_last_token_is_asked_for(method):
-    """The remedy that the error names is one."""
-    model, ids, mask = mamba_lm(), token_ids(3, 5), MASK.long()
-    with pytest.raises(TargetError, match=r"target=\[\(4, 6\), \(2, 6\), \(3, 6\)\]"):
-        method(model).attribute(ids, (-1, 6), mask)
-    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask)
-    with pytest.raises(QueryError, match=r"at \[4, 2, 3\]; pass query='last'"):
-        method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query=4)
-    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query="last")
-    method(model).attribute(ids, [(4, 6), (2, 6), (3, 6)], mask, query=torch.tensor([4, 2, 3]))
-
-
 # --- weights of a class of their own -------------------------------------------------------------
 
 
@@ -731,7 +572,7 @@ def quantised(kind: type[Int8Weight]) -> tuple[nn.Module, nn.Module]:
     return model, plain
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_weights_that_are_only_multiplied_with(method):
     model, plain = quantised(Int8Weight)
     ids = token_ids(2, 5)
@@ -741,7 +582,7 @@ def test_weights_that_are_only_multiplied_with(method):
 
 
 @pytest.mark.parametrize("kind", [Forward, SilentForward])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, LatimNorm])
 def test_weights_that_lack_operations(method, kind):
     """Right where the method can do without, else an error that names layer, class and way out."""
     model, plain = quantised(kind)
@@ -758,54 +599,8 @@ def test_weights_that_lack_operations(method, kind):
         method(model).attribute(ids, target=(-1, 3))
 
 
-@pytest.mark.parametrize("kind", [Forward, SilentForward])
-def test_matrices_and_maps_of_weights_that_lack_operations(kind):
-    """Of plain weights in out_proj, and those of a kind that cannot be multiplied with at all."""
-    model, _ = quantised(kind)
-    kind_that_serves_nothing = type(kind.__name__, (kind,), {"serves": classmethod(lambda c, x: 0)})
-    mixer = mixers_of(model)[1]
-    mixer.in_proj.weight = kind_that_serves_nothing.of(torch.ones(40, WIDTH))
-    for call in (
-        ImplicitAttention(model).matrices,
-        LatimNorm(model).maps,
-        LatimFlow(model).decompose,
-    ):
-        with pytest.raises(WeightsError, match="its weight is of class"):
-            call(token_ids(2, 5))
-
-
-def test_other_errors_of_plain_weights():
-    model = mamba_lm()
-
-    def unfinished(ids):
-        raise NotImplementedError("to be written")
-
-    with pytest.raises(NotImplementedError, match="to be written"):
-        LatimFlow(unfinished, model).attribute(token_ids(), target=(-1, 3))
-
-
 def test_a_mixer_named_twice():
     model = randomise(mamba_lm())
     names = ["backbone.layers.1.mixer", mixers_of(model)[1]]
     with pytest.raises(NoMixerError, match=r"layers names 'backbone\.layers.1\.mixer' twice"):
         ImplicitAttention(model, layers=names)
-
-
-# --- arguments that others take ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if not issubclass(m, LatimFlow)])
-def test_baselines_are_refused_with_what_to_do(method):
-    model, ids = mamba_lm(), token_ids()
-    wanted = r"^baselines is not an argument of .* Leave it out; .* contrast="
-    with pytest.raises(OptionError, match=wanted):
-        method(model).attribute(ids, target=(-1, 3), baselines=torch.zeros_like(ids))
-    with pytest.raises(OptionError, match=wanted):
-        method(model).attribute_each(ids, [(-1, 3)], baselines=None)
-
-
-@pytest.mark.parametrize("name", ["feature_mask", "n_steps"])
-@pytest.mark.parametrize("method", METHODS)
-def test_arguments_of_other_methods_are_refused_with_what_to_do(method, name):
-    with pytest.raises(OptionError, match=rf"^{name} is not an argument of .* Leave it out"):
-        method(mamba_lm()).attribute(token_ids(), target=(-1, 3), **{name: 3})

@@ -12,7 +12,6 @@ from zoo.mamba import padded_batch, randomise, transformers_model
 from zoo.mamba2 import make_model
 
 from captum_ssm import LatimFlow, LatimLogit, MambaLRP
-from captum_ssm.attr.call.head import Kept
 from captum_ssm.errors import NonFiniteError, OptionError, TargetError
 
 # before, most heads run at all positions whatever they are asked
@@ -191,24 +190,6 @@ def test_positions_that_the_user_keeps_stay(model: Any) -> None:
 
     found = LatimFlow(Own()).decompose(IDS, (0, 1))
     assert torch.allclose(found.output, model(IDS).logits[:, -2, 1])
-
-
-def test_where_the_output_is_not_as_asked_the_head_runs_again(
-    model: Any, positions: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [
-        LatimFlow(model).attribute(IDS, APART),
-        LatimLogit(model).attribute(IDS, APART, mixing="projection"),
-    ]
-    monkeypatch.setattr(Kept, "arguments", property(lambda kept: {"logits_to_keep": 3}))
-    positions.clear()
-    found = [
-        LatimFlow(model).attribute(IDS, APART),
-        LatimLogit(model).attribute(IDS, APART, mixing="projection"),
-    ]
-    assert positions == [3, TOKENS, 3, TOKENS]
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.every_method import each_method, each_of_queries
 from oracles.dense import UNIFIED, Run, add_identity, error, query_row, rollout
 from torch import nn
 from zoo.small import CLASSES, WIDTH, images, mamba_lm, mixers_of, randomise, vision
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
-METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+FOLDS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
 
 
-@pytest.mark.parametrize("cls", ["head", "middle", None])
-@pytest.mark.parametrize("grid", [(3, 4), (5, 2), (1, 6), (4, 1)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("cls", "grid"), [("head", (3, 4)), ("middle", (5, 2)), (None, (1, 6)), ("middle", (4, 1))]
+)
+@each_of_queries
 def test_pixels_are_bilinear_in_the_patch_grid(method, grid, cls):
     model, pictures = vision(cls, grid), images(2, grid)
     options = {"target": [1, 3], "query": "last"}
@@ -86,7 +88,7 @@ class WithRegisters(nn.Module):
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FOLDS)
 def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
     model, pictures = randomise(WithRegisters(in_blocks)), images(2, (3, 4))
     options = {"target": [1, 3], "per_token": True}
@@ -106,17 +108,8 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("constant", [0.0, 1.0])
-def test_constant_images(method, constant):
-    """The patch tokens are found although all patches are equal."""
-    model = vision("middle")
-    found = method(model).attribute(torch.full((1, 3, 12, 12), constant), 1, per_token=True)
-    assert found.shape == (1, 3, 4)
-
-
-@pytest.mark.parametrize("cls", ["head", "middle", None])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cls", ["head", None])
+@each_of_queries
 def test_some_layers_only(method, cls):
     """Later layers alone: their streams mix the patches into every other token."""
     model, pictures = vision(cls, layers=3), images(2)
@@ -126,16 +119,7 @@ def test_some_layers_only(method, cls):
     torch.testing.assert_close(found, method(model).attribute(pictures, start_layer=1, **options))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_one_example_or_several(method):
-    model, pictures = vision("middle"), images(3)
-    together = method(model).attribute(pictures, target=[0, 1, 2])
-    for example in range(3):
-        alone = method(model).attribute(pictures[example : example + 1], target=example)
-        torch.testing.assert_close(together[example], alone[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_one_colour_channel(method):
     model = vision("middle")
     model.patch = randomise(nn.Conv2d(1, WIDTH, (4, 3), (4, 3)))
@@ -143,7 +127,7 @@ def test_one_colour_channel(method):
     assert found.shape == (2, 1, 12, 12)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_channels_last_images(method):
     model, pictures = vision("middle"), images(2)
     expected = method(model).attribute(pictures, target=0)
@@ -185,20 +169,15 @@ class Merged(nn.Module):
         return self.inner.head(x.mean(1))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_no_convolution(method):
     with pytest.raises(ValueError, match=r"\(2, 3, 12, 12\) look like images.*no 2-D convolution"):
         method(NoConvolution().eval()).attribute(images(2), target=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_a_grid_that_is_not_the_tokens(method):
     with pytest.raises(ValueError, match=r"6 tokens.*grid is 3 x 4.*per_token=True"):
         method(Merged().eval()).attribute(images(2), target=0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_advice_for_a_grid_that_is_not_the_tokens_works(method):
-    """The error says to pass per_token=True for one number per token."""
     found = method(Merged().eval()).attribute(images(2), target=0, per_token=True)
     assert found.shape == (2, 6)

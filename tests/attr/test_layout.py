@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from helpers.every_method import each_method
 from torch import Tensor, nn
 from zoo.small import GRID, WIDTH, images, vision
 
-from captum_ssm import ImplicitAttentionRollout
-from captum_ssm.attr.call.layout import PatchGrid
+from captum_ssm import ImplicitAttentionRollout, LatimFlow
 from captum_ssm.errors import InputError
 
 
@@ -31,43 +33,54 @@ class Sequenced(nn.Conv2d):
         return super().forward(image).flatten(2).mT
 
 
-def test_patches_in_a_row_are_no_grid() -> None:
-    model = vision(None)
-    patch = Sequenced(3, WIDTH, kernel_size=(4, 3), stride=(4, 3))
-    model.patch = patch
-    finder = PatchGrid(model)
-    with finder.watch():
-        patch(images(2))
-    assert finder.grid is None
+class OfARow(nn.Module):
+    """A model whose patches come in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = vision(None)
+        self.inner.patch = Sequenced(3, WIDTH, kernel_size=(4, 3), stride=(4, 3))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.inner.patch(pictures) + self.inner.position_embed
+        for block in self.inner.blocks:
+            x = block(x)
+        return self.inner.head(self.inner.norm(x).mean(1))
+
+
+@each_method
+def test_patches_in_a_row_are_no_grid(method: Any) -> None:
     with pytest.raises(InputError, match="no 2-D convolution before its first mixer"):
-        finder.sums(images(2))
+        method(OfARow().eval()).attribute(images(2), target=1, per_token=True)
 
 
-def test_the_last_convolution_before_the_first_block_counts() -> None:
-    model = vision(None)
-    other = nn.Conv2d(3, 2, kernel_size=1)
-    model.add_module("stem", other)
-    finder = PatchGrid(model)
-    with finder.watch():
-        other(images(1))
-        assert finder.grid == (12, 12)
-        model.patch(images(1))
-        assert finder.grid == GRID
-        model.blocks[0](torch.randn(1, 5, WIDTH))
-        other(images(1))
-    assert finder.grid == GRID
-    other(images(1))
-    assert finder.grid == GRID, "a hook outlived the with"
+class Stemmed(nn.Module):
+    """A model with a convolution in front of that of its patches."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.inner = nn.Conv2d(3, 3, kernel_size=1), inner
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.inner(self.stem(pictures))
 
 
-@pytest.mark.parametrize("size", [(6, 4), (7, 5), (2, 9)])
+@each_method
+def test_the_last_convolution_before_the_first_block_counts(method: Any) -> None:
+    model, pictures = Stemmed(vision(None)).eval(), images(2)
+    found = method(model).attribute(pictures, target=1, per_token=True)
+    assert found.shape == (2, *GRID)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("size", [(12, 12), (14, 13)])
 def test_pixels_are_summed_over_the_cells_they_lie_in(size: tuple[int, int]) -> None:
-    finder = PatchGrid(vision(None))
-    finder.grid = (2, 3) if size[0] > 2 else (2, 4)
-    pixels = torch.randn(2, 3, *size, dtype=torch.float64)
-    wanted = torch.zeros(2, *finder.grid, dtype=torch.float64)
+    """Also where patches do not divide the image."""
+    model, pictures = vision(None).double(), torch.randn(2, 3, *size).double()
+    pixels = LatimFlow(model).attribute(pictures, target=1)
+    wanted = torch.zeros(2, *GRID, dtype=torch.float64)
     for y in range(size[0]):
         for x in range(size[1]):
-            cell = (y * finder.grid[0] // size[0], x * finder.grid[1] // size[1])
-            wanted[:, cell[0], cell[1]] += pixels[:, :, y, x].sum(1)
-    torch.testing.assert_close(finder.sums(pixels), wanted, rtol=1e-12, atol=1e-12)
+            wanted[:, y * GRID[0] // size[0], x * GRID[1] // size[1]] += pixels[:, :, y, x].sum(1)
+    found = LatimFlow(model).attribute(pictures, target=1, per_token=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -6,32 +6,22 @@ import oracles
 import pytest
 import torch
 from captum.attr import LLMAttributionResult
+from helpers.every_method import each_method, named
 from zoo import attention, language, mamba2
 from zoo.mamba import randomise
 from zoo.small import mamba_lm
 
 from captum_ssm import (
-    ImplicitAttention,
     ImplicitAttentionRollout,
     LatimALTI,
     LatimFlow,
     LatimNorm,
     MambaAttribution,
-    MambaLRP,
     SSMLLMAttribution,
 )
 from captum_ssm.linear import FAMILY
 from captum_ssm.models import load_bundled
 
-METHODS = [
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimNorm,
-    LatimALTI,
-    MambaAttribution,
-    LatimFlow,
-    MambaLRP,
-]
 #: By which relevance stays as it is when a text goes on: it is in comparison with no mean.
 FIXED = {LatimFlow: {"rule": "frozen"}}
 MODELS = {
@@ -81,8 +71,8 @@ def check(result, rows, columns, tolerance=1e-5):
     assert result.token_attr.shape == (len(result.output_tokens), len(result.input_tokens))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", ["mamba", "bamba"])
+@each_method
 def test_rows_are_those_of_the_method_from_one_forward_run(method, model):
     model, tokenizer, runs = MODELS[model](), language.word_tokenizer(), []
     handle = model.register_forward_hook(lambda *_: runs.append(1))
@@ -96,7 +86,7 @@ def test_rows_are_those_of_the_method_from_one_forward_run(method, model):
     assert result.output_tokens == TEXT.split()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_the_numbers_are_exactly_those_of_the_sequence_that_is_read(method):
     model, tokenizer = mamba_lm(), language.word_tokenizer()
     prompt, text = ids_of(tokenizer)
@@ -292,26 +282,7 @@ def test_methods_of_the_users_serve():
 # --- models ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_half_precision_gives_float32(method):
-    model = mamba_lm().bfloat16()
-    result = explainer(model, method).attribute(PROMPT, TEXT)
-    assert result.token_attr.dtype == result.seq_attr.dtype == torch.float32
-    assert result.token_attr.isfinite().all()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_left_as_it_was(method):
-    model = mamba_lm()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        explainer(model, method).attribute(PROMPT, TEXT)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_the_bundled_model_with_its_vocabulary(method):
     model, vocabulary = load_bundled()
     prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
@@ -332,7 +303,7 @@ def test_models_of_mamba_ssm(mamba_ssm):
     check(found, rows_of(LatimFlow(model), prompt, text, rule="frozen"), len(prompt[0]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@named([LatimFlow, ImplicitAttentionRollout])
 def test_virtual_tokens_move_no_position(method):
     """Relevance is of the given tokens, read at the places where the next ones are predicted."""
     peft = pytest.importorskip("peft")

@@ -1,159 +1,156 @@
-"""A padded batch gives what each example gives alone, and padding itself gets nothing."""
+"""Padding of every kind: a batch gives what each example gives alone, and padding gets nothing.
+
+The contract of methods tries every option with padding on the left.
+"""
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from helpers.sessions import spread
-from zoo.small import classifier, falcon_lm, mamba_lm, mixers_of, token_ids
+from helpers import every_method
+from helpers.every_method import each_method
+from torch import Tensor, nn
+from zoo.small import classifier, mamba_lm, mixers_of, token_ids
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
+from captum_ssm import LatimFlow, compare, report, trace
+from captum_ssm.errors import InputError, PaddedExampleError
 
-METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
-LENGTHS = [9, 4, 1, 6]
-
-
-def padded_batch(side):
-    """Random ids everywhere, also where padding is; and the mask."""
-    ids = token_ids(len(LENGTHS), max(LENGTHS))
-    mask = torch.zeros_like(ids)
-    for example, length in enumerate(LENGTHS):
-        mask[example, slice(0, length) if side == "right" else slice(9 - length, 9)] = 1
-    return ids, mask
+LENGTHS = (9, 4, 1, 6)
 
 
-def check(method, model, side, inputs_of=lambda ids: ids, target=None, **options):
-    ids, mask = padded_batch(side)
-    padded = method(model).attribute(inputs_of(ids), target, mask, **options)
-    assert padded.shape[:2] == ids.shape
-    assert not padded[mask == 0].any()
-    for example, length in enumerate(LENGTHS):
-        real = mask[example].bool()
-        own = target if not isinstance(target, list) else [target[example]]
-        if isinstance(own, list) and isinstance(own[0], tuple) and side == "left":
-            own = [(own[0][0] - (9 - length), own[0][1])]
-        alone = method(model).attribute(inputs_of(ids[example : example + 1, real]), own, **options)
-        assert alone.abs().max() > 0
+def agree(method: Any, model: nn.Module, target: Any, mask: Tensor, **options: Any) -> None:
+    """Random ids everywhere, also where padding is."""
+    ids = token_ids(*mask.shape)
+    padded = method(model).attribute(ids, target, mask, **options)
+    assert padded.shape == ids.shape and not padded[mask == 0].any()
+    for example, real in enumerate(mask.bool()):
+        own = target[example] if isinstance(target, list) else target
+        alone = method(model).attribute(ids[example : example + 1, real], own, **options)
+        assert alone.any()
         scale = float(alone.abs().max().clamp_min(1))
         assert (padded[example : example + 1, real] - alone).abs().max() <= 1e-6 * scale
 
 
-def last_tokens(side):
-    return [(8 if side == "left" else length - 1, 3) for length in LENGTHS]
+def on_the_right() -> Tensor:
+    return torch.stack([(torch.arange(9) < length).long() for length in LENGTHS])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("make", [mamba_lm, falcon_lm])
-@pytest.mark.parametrize("method", METHODS)
-def test_language_models(method, make, side):
-    check(method, make(), side, target=last_tokens(side))
+@each_method
+def test_on_the_right(method: Any) -> None:
+    """Biases leak nothing from there."""
+    targets = [(length - 1, 3) for length in LENGTHS]
+    agree(method, mamba_lm(use_bias=True).double(), targets, on_the_right())
 
 
-@pytest.mark.parametrize("make", [mamba_lm, falcon_lm])
-@pytest.mark.parametrize("method", METHODS)
-def test_biases_leak_nothing_from_the_right(method, make):
-    check(method, make(use_bias=True), "right", target=last_tokens("right"))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pool", ["last", "mean"])
-@pytest.mark.parametrize("method", METHODS)
-def test_classifiers(method, pool, side):
-    check(method, classifier(pool), side, target=2)
+@each_method
+def test_classifiers_that_pool(method: Any, pool: str) -> None:
+    agree(method, classifier(pool).double(), 2, on_the_right())
 
 
-OPTIONS = [
-    {"query": "last"},
-    {"query": "mean"},
-    {"components": "s6"},
-    {"components": "exact"},
-    {"components": "unified-conv"},
-    {"reduce": "max"},
-    {"start_layer": 1},
-]
-MORE = {
-    ImplicitAttention: [],
-    ImplicitAttentionRollout: [
-        {"normalize_rows": True},
-        {"absolute": True},
-        {"discard_ratio": 0.3},
-        {"discard_ratio": 0.6, "absolute": True, "normalize_rows": True},
-    ],
-    MambaAttribution: [{"clamp": "abs"}, {"clamp": "none"}, {"normalize_rows": True}],
-}
-
-
-@pytest.mark.parametrize(
-    "options, method, side",
-    spread(
-        (options, method, side)
-        for method in METHODS
-        for options in [*MORE[method], *OPTIONS]
-        for side in ("left", "right")
-    ),
-    ids=str,
-)
-def test_options(method, options, side):
-    if options.get("normalize_rows"):
-        options = options | {"reduce": "max"}  # row sums away from zero
-    check(method, mamba_lm(), side, target=last_tokens(side), **options)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", METHODS)
-def test_embeddings(method, side):
-    model = mamba_lm()
-    check(method, model, side, inputs_of=model.get_input_embeddings(), target=last_tokens(side))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_holes_are_padding_too(method):
-    model, ids = mamba_lm(), token_ids(2, 8)
-    mask = torch.ones(2, 8).long()
+@each_method
+def test_holes_are_padding_too(method: Any) -> None:
+    model, ids, mask = mamba_lm(), token_ids(2, 8), torch.ones(2, 8).long()
     mask[0, 3:5] = 0
-    options = {"clamp": "abs"} if method is MambaAttribution else {}
-    found = method(model).attribute(ids, (-1, 2), mask, **options)
+    found = method(model).attribute(ids, (-1, 2), mask)
     assert not found[0, 3:5].any()
-    if method is not MambaAttribution:  # which clamps
-        assert found[1].all()
-        assert found[0, [0, 1, 2, 5, 6, 7]].all()
+    if method.__name__ != "MambaAttribution":  # which clamps
+        assert found[1].any() and found[0, [5, 6, 7]].any()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
-def test_masks_of_any_dtype(method, dtype):
-    model = mamba_lm()
-    ids, mask = padded_batch("left")
+@each_method
+def test_masks_of_any_dtype_and_masks_that_hide_nothing(method: Any) -> None:
+    model, ids, mask = mamba_lm(), token_ids(2, 7), torch.ones(2, 7).long()
+    expected = method(model).attribute(ids, (-1, 2))
+    assert torch.equal(method(model).attribute(ids, (-1, 2), mask), expected)
+    mask[0, :3] = 0
     expected = method(model).attribute(ids, (-1, 2), mask)
-    found = method(model).attribute(ids, (-1, 2), mask.to(dtype))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    for dtype in (torch.bool, torch.int32, torch.float32):
+        found = method(model).attribute(ids, (-1, 2), mask.to(dtype))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_mask_that_hides_nothing_changes_nothing(method):
-    model, ids = mamba_lm(), token_ids(2, 6)
-    found = method(model).attribute(ids, (-1, 2), torch.ones_like(ids))
-    assert torch.equal(found, method(model).attribute(ids, (-1, 2)))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_padded_tokens_may_not_be_asked_for(method):
-    model = mamba_lm()
-    ids, mask = padded_batch("right")
-    with pytest.raises(ValueError, match=r"position 8 is a padded token of example 1"):
-        method(model).attribute(ids, (8, 2), mask)
-    with pytest.raises(ValueError, match=r"query position 6 is a padded token of example 1"):
-        method(model).attribute(ids, (0, 2), mask, query=-3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_mixers_that_hand_on_whatever_they_are_given(method):
-    model = mamba_lm()
+@each_method
+def test_mixers_that_hand_on_whatever_they_are_given(method: Any) -> None:
+    model = mamba_lm().double()
     for mixer in mixers_of(model):
 
-        class Wrapped(type(mixer)):
-            def forward(self, *args, **kwargs):
+        class Wrapped(type(mixer)):  # type: ignore[misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return super().forward(*args, **kwargs)
 
         mixer.__class__ = Wrapped
-    check(method, model, "left", target=(-1, 3))
+    agree(method, model, (-1, 3), on_the_right().flip(1))
+
+
+# --- examples without a single real token --------------------------------------------------------
+
+#: The id that stands for padding.
+PADDING = 0
+
+
+class Masking(nn.Module):
+    """Hides the tokens of one id, as pipelines do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.model(input_ids, attention_mask=(input_ids != PADDING).long())
+
+
+def padded(*examples: int, batch: int = 4) -> Tensor:
+    """Token ids, some of whose examples are padding alone, and the others in part."""
+    ids = token_ids(batch, 6).clamp_min(1)
+    ids[:, :2] = PADDING
+    ids[list(examples)] = PADDING
+    return ids
+
+
+@pytest.mark.parametrize("name", [*every_method.CALLS, *(m.__name__ for m in every_method.METHODS)])
+def test_by_every_call(name: str) -> None:
+    model = Masking(mamba_lm())
+    assert every_method.call(name, model, padded(batch=3), (-1, 3))
+    with pytest.raises(PaddedExampleError, match=r"^Example 1 of the batch is padding"):
+        every_method.call(name, model, padded(1, 2, batch=3), (-1, 3))
+    with pytest.raises(InputError, match=r"^Example 0 of the batch is padding"):
+        every_method.call(name, model, padded(0, batch=1), (-1, 3))
+
+
+@each_method
+def test_the_example_is_counted_in_the_whole_batch(method: Any) -> None:
+    model, ids = Masking(mamba_lm()), padded(4, batch=6)
+    with pytest.raises(PaddedExampleError, match="Example 4 of the batch"):
+        method(model).attribute(ids, target=(-1, 3), internal_batch_size=2)
+    with pytest.raises(PaddedExampleError, match="Example 4 of the batch") as caught:
+        compare(model, [method], ids, target=(-1, 3), internal_batch_size=2)
+    assert caught.value.example == 4
+
+
+@pytest.mark.parametrize("target", [None, [(-1, 3)] * 6])
+def test_a_report_counts_in_the_whole_batch(target: Any, tmp_path: Path) -> None:
+    """It explains one example at a time, and finds out before the first one what it can explain."""
+    path = tmp_path / "report.html"
+    with pytest.raises(PaddedExampleError, match=r"^Example 4 of the batch is padding") as caught:
+        report(Masking(mamba_lm()), padded(4, 5, batch=6), [LatimFlow], target=target, path=path)
+    assert caught.value.example == 4
+    assert not path.exists()
+
+
+def test_a_trace_still_shows_what_the_mixers_did() -> None:
+    model, ids = Masking(mamba_lm()), padded(1)
+    with torch.no_grad(), trace(model) as t:
+        model(ids)
+    for layer in t.layers:
+        layer.verify()
+        assert not layer.operator.dense()[1].any()
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(PaddedExampleError(3)))
+    assert str(error) == str(PaddedExampleError(3)) and error.example == 3

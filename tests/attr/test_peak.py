@@ -18,9 +18,6 @@ from torch.utils._pytree import tree_leaves
 from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
-from captum_ssm.linear import FAMILY, linearised, network
-from captum_ssm.linear.mixer import through
-from captum_ssm.operators.readings.coefficients import live_coefficients
 
 pytestmark = pytest.mark.transformers5
 TOKENS, WIDTH, LAYERS = 512, 48, 4
@@ -92,33 +89,3 @@ def test_a_span_holds_what_one_token_does() -> None:
     # a layer more adds what is kept of it, and little that has few channels
     more = sequences(lambda: LatimFlow(model(LAYERS + 2)).attribute(ids[None], (-1, 3)))
     assert more - of_one <= 2 * 7
-
-
-@pytest.mark.parametrize("rule", FAMILY)
-def test_coefficients_without_a_share_lose_their_graphs(
-    rule: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    monkeypatch.setattr(
-        network, "through", lambda linear, *rest: (made.append(linear), through(linear, *rest))[1]
-    )
-    whole, ids = model(1), torch.randint(15, (1, 9))
-    with linearised(whole, ids, rule=rule):
-        whole(ids)
-    live = live_coefficients(made[0].operator)
-    kept = {leaf.roles[name] for (leaf, name), x in live.items() if x.requires_grad}
-    assert {leaf.roles[name] for leaf, name in live} >= {"key", "query", "gate"}
-    assert kept == {"key", "query", "gate", "step"} & set(FAMILY[rule])
-
-
-@pytest.mark.parametrize("rule", ["frozen", "half", "equal"])  # tangents have constants of tokens
-def test_a_bias_of_all_tokens_is_noted_once(rule: Any) -> None:
-    whole, ids = model(2), torch.randint(15, (1, 33))
-    sizes = []
-    with linearised(whole, ids, rule=rule) as found:
-        number = whole(ids).logits[0, -1, 3]
-    with found.mode.ledger.entries_to(lambda _, value, where: sizes.append((where, value.numel()))):
-        torch.autograd.grad(number, found.root)
-    convolved = [size for where, size in sizes if where.endswith("mixer")]
-    assert convolved
-    assert max(convolved) <= 2 * WIDTH

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import thorough
 from oracles import scripts
 from oracles import vim as vim_oracle
 from oracles.dense import UNIFIED, Run, double, error, min_max
@@ -147,7 +146,7 @@ def vims(cls: str, grid: tuple[int, int]) -> Any:
 
 
 @pytest.mark.parametrize("cls", ["head", "middle", "end"])
-@pytest.mark.parametrize("grid", thorough([(3, 4), (3, 3), (1, 5)], [(3, 4)]))
+@pytest.mark.parametrize("grid", [(3, 4), (1, 5)])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vision_mamba(variant: str, name: str, grid: tuple[int, int], cls: str) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.every_method import each_of_queries
 from oracles.dense import UNIFIED, Run, add_identity, error, rollout
 from torch import nn
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
-
-METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+from captum_ssm import ImplicitAttentionRollout
 
 
 def dense_rollout(model, *inputs, **options):
@@ -75,7 +74,7 @@ def test_names():
 # --- queries found -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_a_language_models_query_is_the_targets_position(method):
     model, ids = mamba_lm(), token_ids(3, 7)
     attribute = method(model).attribute
@@ -105,7 +104,7 @@ def test_without_target_it_is_the_last_unpadded_token():
 
 
 @pytest.mark.parametrize("cls", ["head", "middle"])
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_a_cls_token_is_found_wherever_it_is(cls, method):
     model, pictures = vision(cls), images(2)
     options = {"target": 1, "per_token": True}
@@ -116,7 +115,7 @@ def test_a_cls_token_is_found_wherever_it_is(cls, method):
     assert not torch.equal(attribute(pictures, query="last", **options), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_a_head_that_pools_by_mean_asks_for_all_tokens(method):
     model, pictures = vision(None), images(2)
     options = {"target": 1, "per_token": True}
@@ -130,7 +129,7 @@ def test_a_head_that_pools_by_mean_asks_for_all_tokens(method):
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_of_queries
 def test_a_head_that_reads_the_last_token_asks_for_it(method):
     model, ids = classifier("last"), token_ids(2, 6)
     attribute = method(model).attribute
@@ -177,12 +176,10 @@ def test_the_query_is_found_when_the_output_is_one_number_per_example():
 
 
 @pytest.mark.parametrize("query", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
-@pytest.mark.parametrize("form", [torch.Tensor, list])
-def test_positions_are_integers(query, form):
+def test_positions_are_integers(query):
     model, ids = mamba_lm(), token_ids(2, 6)
-    given = query if form is torch.Tensor else query.tolist()
     with pytest.raises(ValueError, match=rf"query must hold integer positions, got {query.dtype}"):
-        asked(model, ids, given)
+        asked(model, ids, query)
 
 
 def test_cls_means_a_single_token():

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import thorough
 from torch import Tensor
 from zoo.small import images, mamba_lm, token_ids, vision
 
@@ -72,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert_same(vars(one), vars(other))
 
 
-@pytest.mark.parametrize("name", thorough(RESULTS, ["spans", "comparison", "named"]))
+@pytest.mark.parametrize("name", RESULTS)
 def test_what_is_loaded_is_what_was_saved(name: str, tmp_path: Path) -> None:
     found, path = RESULTS[name](), tmp_path / "new" / "found.json"
     assert found.to_json(path) == path

@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zoo.architectures import ZOO, Case, every
+from zoo.architectures import ZOO
 from zoo.small import mamba_lm
 
 from captum_ssm import StateMemory, trace
 from captum_ssm.errors import OptionError, QueryError
 from captum_ssm.operators.readings.memory import memories_of
 
-
-@pytest.fixture
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    return ZOO[request.param](monkeypatch)
-
-
 #: Attention that reads what comes later has no cache.
 NONE = ("vit",)
-
-
-@every([name for name in ZOO if name not in NONE])
-def test_every_recurrence(case: Case) -> None:
-    for layer in StateMemory(case.model).of(case.inputs):
-        tokens = layer.linear.operator.shape.tokens
-        held = layer.held(tokens // 2)
-        assert held.shape == (len(case.inputs), tokens)
-        assert bool((held >= 0).all())
-        assert bool(held.any())
-        state = layer.state(tokens // 2)
-        if not layer.is_cache:  # whose sizes are those behind the output weights
-            assert bool(state.flatten(1).norm(dim=-1).le(held.sum(-1) * 1.0001).all())
-        states = layer.states_at([-1, tokens // 2])
-        assert torch.allclose(states[:, 1], state)
-        assert torch.allclose(states[:, 0], layer.state(-1), rtol=1e-4, atol=1e-6)
-        assert torch.allclose(
-            layer.read(-1).sum(1), torch.ones(len(case.inputs)).to(held), atol=1e-4
-        )
-        assert bool((layer.half_lives() > 0).all())
-        mean, spread = layer.reach([-1])
-        assert (
-            mean.shape == spread.shape == (len(case.inputs), layer.linear.operator.shape.heads, 1)
-        )
-        erased = layer.erased(0, tokens - 1)
-        assert not erased[:, 0].any()
-        without, left = layer.held_without(0, -1), layer.held(-1)[:, 0]
-        assert torch.allclose(without[:, 0], left, rtol=1e-4, atol=1e-7)
-        assert without.shape == held.shape
-
-
-def test_heads_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = StateMemory(mamba_lm()).of(torch.randint(15, (2, 9)))[1]
-    whole = layer.held(5, by_head=True), layer.state(-1), layer.erased(1, 7), layer.half_lives()
-    monkeypatch.setattr("captum_ssm.attr.memory._ELEMENTS", 1)
-    parts = layer.held(5, by_head=True), layer.state(-1), layer.erased(1, 7), layer.half_lives()
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.allclose(one, other)
-    assert torch.allclose(layer.held(5), whole[0].norm(dim=1))
 
 
 def test_the_state_is_the_one_of_the_run() -> None:

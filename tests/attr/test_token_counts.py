@@ -20,8 +20,6 @@ from captum_ssm.mixers import LinearMixer
 from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 from captum_ssm.operators import DenseHeads
 
-METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
-
 
 class Halved(nn.Module):
     """The second block reads every other token."""
@@ -36,7 +34,7 @@ class Halved(nn.Module):
         return self.head(x[:, -1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution])
 def test_tokens_lost_between_layers(method):
     model, x = randomise(Halved()), torch.randn(2, 9, WIDTH)
     with pytest.raises(InputError, match=r"s\.1\.mixer' reads others than all tokens .*layers="):

@@ -379,34 +379,6 @@ def test_two_runs_in_one_call(method: Any) -> None:
     torch.testing.assert_close(found, method(model).attribute(ids, target=TARGET) - back)
 
 
-class TwoTables(nn.Module):
-    """A model that adds a second embedding of the same ids behind its first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = transformers_model("mamba")
-        self.more = nn.Embedding(19, 5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model(inputs_embeds=self.first(ids) + self.more(ids)).logits
-        return found
-
-    def first(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model.get_input_embeddings()(ids)
-        return found
-
-
-def test_a_second_table_of_embeddings_is_a_constant() -> None:
-    model, ids = TwoTables().eval(), torch.randint(0, 19, (2, 7))
-    found = LatimFlow(model).decompose(ids, target=TARGET)
-    assert found.delta.abs().max() < 1e-5
-    torch.testing.assert_close(found.output, model(ids)[:, -1, 3].detach())
-    read = model.first(ids).detach()
-    both = (read + model.more(ids)).detach()
-    whole = LatimFlow(model.model).attribute(both, target=TARGET)
-    torch.testing.assert_close(found.inputs, whole * read / both, rtol=1e-3, atol=1e-5)
-
-
 def test_a_mixer_that_holds_mixers_counts_once() -> None:
     from captum_ssm.mixers import registry
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 from helpers import every_method
 from helpers.adapters import forgetting_the_skip
-from helpers.sessions import thorough
 from torch import Tensor, nn
-from zoo import networks
 from zoo.language import word_tokenizer
 from zoo.small import mamba_lm, mixers_of, token_ids
 
@@ -74,7 +72,7 @@ def asked(name: str) -> Ask:
 NAMES = [*(m.__name__ for m in every_method.METHODS), *OTHERS]
 
 
-@pytest.mark.parametrize("name", thorough(NAMES, NAMES[::2]))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_adapter_is_found_where_asked_for(name: str) -> None:
     model, ids, ask = mamba_lm(), token_ids(), asked(name)
     ask(model, ids, True)
@@ -135,43 +133,6 @@ def test_the_check_changes_nothing(zero_bias: bool) -> None:
     assert all(map(torch.equal, checked, unchecked))
 
 
-# --- the package's own adapters pass -------------------------------------------------------------
-
-QUICK = ("mamba", "jamba", "qwen3_next", "vim, two cls")
-
-
-def every(names: Any) -> Any:
-    return pytest.mark.parametrize("name", thorough(names, QUICK))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every(networks.NETWORKS)
-def test_in_half_precision(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decomposition may be refused for rounding outside the mixers; not for the operators."""
-    case = networks.make(name, monkeypatch, dtype)
-    target = networks.targets(networks.own_output(case))[0]
-    LatimFlow(case.model).decompose(case.inputs, target, rule="half", verify=True)
-
-
-@every(networks.NETWORKS)
-def test_without_biases(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = networks.make(name, monkeypatch)
-    target = networks.targets(networks.own_output(case))[0]
-    MambaLRP(case.model).decompose(case.inputs, target, zero_bias=True, verify=True)
-
-
-@every(networks.MASKED)
-def test_with_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = networks.make(name, monkeypatch)
-    mask = torch.ones_like(case.inputs)
-    mask[0, :4] = mask[1, -3:] = mask[2, :-1] = 0
-    last = mask.shape[1] - 1
-    targets = [(last, 2), (last - 3, 2), (last, 2)]
-    explain = LatimFlow(lambda ids, mask: case.model(ids, attention_mask=mask), model=case.model)
-    for zero_bias in (False, True):
-        explain.decompose(case.inputs, targets, mask, zero_bias=zero_bias, verify=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype: torch.dtype) -> None:
     """Modules then compute in less than what they return has bits for."""
@@ -184,7 +145,7 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         LatimFlow(model).attribute(ids, TARGET)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
     model = mamba_lm()
     with torch.no_grad():

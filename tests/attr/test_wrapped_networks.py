@@ -11,7 +11,6 @@ from random import Random
 import pytest
 from fuzz.wrapper_checks import METHODS, check
 from fuzz.wrappers import Drawn, draw
-from helpers.sessions import sampled
 
 #: A block with a mixer, which is what follows the other options of ``zoo.wrapped.Residual``.
 BLOCK = ("Residual", "mamba", "rms", False, "one", "none", "behind")
@@ -82,7 +81,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 8))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 8 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(CASES)
+    ],
+)
 def test_explained_as_it_is(name: str, seed: int) -> None:
     assert check(replace(PLAIN, seed=seed % 2**31, **CASES[name])) == {}
 
@@ -96,7 +101,7 @@ def test_a_network_of_one_stage_that_runs_twice(blocks: tuple[str, ...], reads: 
     assert all("NotAChain" in reason for reason in reasons.values())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_random_ones(seed: int) -> None:
     for number in range(3):
         check(draw(Random(f"{seed} {number}")))

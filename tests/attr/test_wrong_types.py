@@ -1,6 +1,6 @@
-"""Every option of every method, with values of wrong types and with each that is documented.
+"""Options of all calls beside ``attribute``, with values of wrong types and with good ones.
 
-The tables are by option; which method has which is read from the signatures, so that an option
+The tables are by option; which call has which is read from the signatures, so that an option
 without a row fails.
 """
 
@@ -13,195 +13,66 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.sessions import sampled
+from helpers.every_method import METHODS
 from torch import nn
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from zoo.language import word_tokenizer
-from zoo.small import WIDTH, mamba_lm, mixers_of, token_ids
+from zoo.small import mamba_lm, mixers_of, token_ids
 
-import captum_ssm
 from captum_ssm import (
     CaptumSSMError,
     ImplicitAttention,
     LatimALTI,
     LatimFlow,
-    LatimLogit,
     LatimNorm,
     MambaAttribution,
     SSMLLMAttribution,
     compare,
     discard_smallest,
 )
-from captum_ssm.attr.engine.method import SSMAttribution
+from captum_ssm.testing.options import OPTIONS, ByKind
 
-BATCH, TOKENS, LAYERS, HEADS = 2, 5, 2, 20
-NAN, INF = float("nan"), float("inf")
+#: TOKENS and LAYERS are those that the values of the contract are for.
+BATCH, TOKENS, LAYERS, HEADS = 2, 7, 2, 20
+NAN = float("nan")
 
-METHODS = [
-    found
-    for name in captum_ssm.attr.__all__
-    if isinstance(found := getattr(captum_ssm.attr, name), type)
-    and issubclass(found, SSMAttribution)
-]
+_NO_LISTS = ["a", 1, 1.5, True, ["a"], [1.5], [True], [None], [[0]], torch.tensor([0.5])]
+_LISTS = [[0], [1, 0], (1,), range(2), np.array([0, 1]), torch.tensor([1]), [np.int64(1)], [-1]]
+_NO_NAMES = ["x", "", 3, 1.5, True, ["mean"], {"a": 1}, None]
+_FLAG = OPTIONS["zero_bias"]
 
-# --- the tables ----------------------------------------------------------------------------------
-
-NO_FLAGS = ["yes", "", 1, 0, 1.0, None, [True], torch.tensor([True, False])]
-FLAGS = [True, False, np.True_, np.False_]
-NO_INTEGERS = ["a", 1.5, 1.0, NAN, True, None, [1], torch.tensor(1.5), np.float64(1)]
-NO_LISTS = ["a", 1, 1.5, True, ["a"], [1.5], [True], [None], [[0]], torch.tensor([0.5])]
-LISTS = [[0], [1, 0], (1,), range(2), np.array([0, 1]), torch.tensor([1]), [np.int64(1)], [-1]]
-NO_NAMES = ["x", "", 3, 1.5, True, ["mean"], {"a": 1}]
-
-#: By option: values that are refused, the others accepted.
-OPTIONS: dict[str, tuple[list[Any], list[Any]]] = {
+#: By option: values that are refused, the others accepted; the contract has those of ``attribute``.
+MORE: dict[str, tuple[list[Any], list[Any]]] = {
     **dict.fromkeys(
-        (
-            "per_token",
-            "show_progress",
-            "normalize_rows",
-            "absolute",
-            "residual",
-            "roles",
-            "features",
-            "zero_bias",
-            "return_convergence_delta",
-            "simplified",
-        ),
-        (NO_FLAGS, FLAGS),
+        ("residual", "roles", "features", "simplified"), ([*_FLAG.refused], [True, *_FLAG.same])
     ),
-    "internal_batch_size": (
-        [*(x for x in NO_INTEGERS if x is not None), 0, -2],
-        [None, 1, 2, 100, np.int64(1), torch.tensor(1)],
-    ),
-    "start_layer": ([*NO_INTEGERS, -1, LAYERS], [0, 1, np.int32(1), torch.tensor(1)]),
-    "verify": (
-        ["x", [True], {}, NAN, INF, 0, 1, -1e-3, torch.tensor([1e-2, 1e-2]), np.nan],
-        [True, False, 1e-2, np.False_, np.True_, np.float32(1e-2), torch.tensor(1e-2)],
-    ),
-    "heads": ([*NO_LISTS, [], [HEADS], [0, 0, 1], [0, -HEADS]], [None, *LISTS]),
-    "channels": ([*NO_LISTS, None, [], [HEADS]], LISTS),
-    "layers": ([*NO_LISTS, [LAYERS]], [None, *LISTS]),
-    "positions": ([*NO_LISTS, [], [TOKENS], torch.ones(1, 1, 1).long()], [None, *LISTS]),
-    "discard_ratio": (
-        ["a", None, True, NAN, INF, 1, -0.1, [0.5]],
-        [0, 0.0, 0.5, np.float32(0.5), torch.tensor(0.5)],
-    ),
-    "reduce": (
-        [
-            *(x for x in NO_NAMES if x != "mean"),
-            lambda x: x,
-            lambda x: x.sum(),
-            lambda x: 3,
-            lambda x: x.argmax(-1),
-            lambda x: x @ torch.ones(3),
-            lambda: 0,
-        ],
-        ["mean", "max", "min", "product", discard_smallest(0.4), lambda x: x.mean(-1)],
-    ),
-    "components": (
-        [*NO_NAMES, None, [["scan"]], [], {"gates"}, "s6-scan", torch.tensor(1), ["scan", 1]],
-        ["s6", "unified", "exact", "unified-conv", {"scan"}, ["scan", "gate"], ("scan", "scan")],
-    ),
-    "recipe": ([*NO_NAMES, None], ["paper", "published_code"]),
-    "clamp": ([*NO_NAMES, None], ["relu", "abs", "none"]),
-    "aggregate": ([*(x for x in NO_NAMES), None], ["rollout", "mean"]),
-    "mixing": ([*NO_NAMES, None], ["alti", "projection"]),
-    "baselines": (
-        [
-            "a",
-            "",
-            True,
-            NAN,
-            INF,
-            [[1], [2, 3]],
-            {"a": 1},
-            torch.ones(7, 3),
-            torch.ones(3, 2).long(),
-        ],
-        [None, "mean", 0, 0.5, np.float32(0.1), torch.zeros(1), torch.tensor(2)],
-    ),
-    "rule": (NO_NAMES, [None, "frozen", "half", "equal", "centred"]),
-    "form": ([*NO_NAMES, None], ["lrp", "gradient"]),
+    "channels": ([*_NO_LISTS, None, [], [HEADS]], _LISTS),
+    "layers": ([*_NO_LISTS, [LAYERS]], [None, *_LISTS]),
+    "positions": ([*_NO_LISTS, [], [TOKENS], torch.ones(1, 1, 1).long()], [None, *_LISTS]),
+    "form": (_NO_NAMES, ["lrp", "gradient"]),
     "activation": (
-        [*NO_NAMES, None],
+        _NO_NAMES,
         ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"],
     ),
     "p": (["2", 0, 3, 1.5, True, None, [1]], [1, 2, np.int64(1), torch.tensor(2)]),
-    "query": (
-        [
-            "first",
-            "",
-            1.5,
-            True,
-            [],
-            ["a"],
-            [1.5],
-            [True],
-            [[0], [1, 2]],
-            [[0], [1], [2]],
-            {"a": 1},
-            TOKENS,
-            torch.tensor([0.5, 1]),
-            torch.tensor([0, 1, 2]),
-            torch.ones(2, 1, 1).long(),
-            torch.ones(2, 0).long(),
-            np.ones(2),
-        ],
-        [
-            None,
-            "last",
-            "mean",
-            0,
-            -1,
-            np.int64(2),
-            torch.tensor(3),
-            torch.tensor([1, 2]),
-            torch.tensor([1, 2], dtype=torch.int32),
-            torch.tensor([[0, 1], [1, 2]]),
-            [1, 2],
-            (0,),
-            range(3),
-            [np.int32(1), 2],
-        ],
-    ),
-    "contrast": (
-        ["nonsense", "", 1.5, 99, True, {"a": 1}, [], ["a"], [(0, 1)] * 3, (0, 99)],
-        [None, "mean", "others", "all", 3, (-1, 5), [(0, 1), (1, 2)]],
-    ),
-    "memory_budget": (
-        ["a", "", 1.5, True, 0, -1, [1], NAN],
-        [None, 10**9, "512MiB", "1 GB"],
-    ),
-    "target": (
-        ["a", 1.5, 3, True, {"a": 1}, [], ["a"], [(-1, 3)] * 3, (0, 99), (0, True), [None]],
-        [(-1, 3), [(0, 1), (1, 2)], torch.tensor([[0, 1], [1, 2]]), (np.int64(1), 2)],
-    ),
     "targets": (
         ["a", 3, 1.5, None, [], {"a": 1}],
         [[(-1, 3)], [(-1, 3), (0, 1)], ((-1, 3),)],
     ),
-    "additional_forward_args": ([torch.ones(3, TOKENS)], [None, torch.ones(BATCH, TOKENS)]),
-    "inputs": (
-        [None, "a", 3, 1.5, [], [1, 2], np.ones((2, 5)), {}, (), torch.ones(2, 5).bool()],
-        [torch.ones(BATCH, TOKENS).long(), torch.ones(BATCH, TOKENS).int()],
-    ),
     "attributions": ([None, "a", [1, 2], torch.ones(3)], [torch.ones(BATCH, TOKENS)]),
+    # which keep several matrices of a layer
+    "reduce": (["x", "", 3, True, lambda x: x.sum()], ["mean", "max", None, "heads"]),
+    "components": (["x", 3, [], {"gates"}, None], ["s6", "unified", "unified-conv"]),
 }
 
-#: Values that some calls alone take, or refuse.
-ALSO_REFUSED = {
-    **{(call, "reduce"): [None, "heads"] for call in ("attribute", "attribute_each")},
-    ("states", "components"): ["exact", "unified-scan"],
-}
-ALSO_ACCEPTED = {
-    ("matrices", "reduce"): [None, "heads"],
-    ("states", "components"): ["s6", "unified"],
-    ("LatimFlow", "verify"): [None],
-    ("MambaLRP", "verify"): [None],
-}
-#: What only some calls can take of a row, as it does not fit what else is passed.
-NOT_TAKEN = {("states", "components"): ["exact"]}
+
+def values_of(option: str) -> tuple[list[Any], list[Any]]:
+    if option in MORE:
+        return MORE[option]
+    values = OPTIONS[option]
+    differ = [value.ids if isinstance(value, ByKind) else value for value in values.differ]
+    return [*values.refused], [*differ, *values.same]
+
 
 PLAIN = ("self", "options")
 
@@ -215,7 +86,6 @@ CALLS = [
     (method, name)
     for method in METHODS
     for name in (
-        "attribute",
         "attribute_each",
         "matrices",
         "states",
@@ -227,11 +97,6 @@ CALLS = [
         "compute_convergence_delta",
     )
     if hasattr(method, name) and "args" not in _parameters(getattr(method, name))
-]
-CASES = [
-    pytest.param(method, call, option, id=f"{method.__name__}.{call}-{option}")
-    for method, call in CALLS
-    for option in _parameters(getattr(method, call))
 ]
 
 
@@ -260,20 +125,19 @@ def _refused(call: Callable[[], Any], option: str) -> None:
     assert str(caught.value).rstrip().endswith((".", "?", ")"))
 
 
-@pytest.mark.parametrize(("method", "call", "option"), sampled(CASES, 12))
-def test_options(method, call, option):
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "call"), CALLS)
+def test_options(method, call):
     """Each wrong value is refused by an error that names the option, each other one accepted."""
     model = _model()
-    refused, accepted = OPTIONS[option]
-    keys = {(call, option), (method.__name__, option)}
-    also_refused, also_accepted, not_taken = (
-        [x for key in keys for x in table.get(key, [])]
-        for table in (ALSO_REFUSED, ALSO_ACCEPTED, NOT_TAKEN)
-    )
-    for value in [*refused, *also_refused]:
-        _refused(lambda value=value: _called(model, method, call, **{option: value}), option)
-    for value in [*accepted, *also_accepted]:
-        if not any(value is x for x in not_taken):
+    for option in _parameters(getattr(method, call)):
+        refused, accepted = values_of(option)
+        for value in refused:
+            _refused(
+                lambda value=value, option=option: _called(model, method, call, **{option: value}),
+                option,
+            )
+        for value in accepted:
             _called(model, method, call, **{option: value})
 
 
@@ -300,8 +164,8 @@ def test_constructors(method):
     }
     right = {"model": [None, model], "layers": [None, names, mixers, tuple(names), set(names)]}
     for option in _parameters(method.__init__)[1:]:
-        refused = wrong[option] if option in wrong else OPTIONS[option][0]
-        accepted = right[option] if option in right else OPTIONS[option][1]
+        refused = wrong[option] if option in wrong else values_of(option)[0]
+        accepted = right[option] if option in right else values_of(option)[1]
         for value in refused:
             _refused(lambda value=value, option=option: method(model, **{option: value}), option)
         for value in accepted:
@@ -329,10 +193,10 @@ COMPARED: dict[str, tuple[list[Any], list[Any]]] = {
     "layers": (["x", 3, [], [3]], [None, ["backbone.layers.0.mixer"]]),
     "model": (["mamba", 3], [None]),
     **{
-        name: OPTIONS[name]
+        name: values_of(name)
         for name in ("inputs", "target", "additional_forward_args", "internal_batch_size")
     },
-    "per_token": OPTIONS["per_token"],
+    "per_token": values_of("per_token"),
 }
 
 
@@ -422,11 +286,3 @@ def test_a_function_runs_out_of_memory_by_itself():
 
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         ImplicitAttention(model).matrices(ids, reduce=hungry)
-
-
-def test_embeddings_are_inputs_as_ids_are():
-    model, embeddings = _model(), torch.randn(BATCH, TOKENS, WIDTH)
-    for method in (LatimLogit, LatimFlow):
-        for value in FLAGS:
-            found = method(model).attribute(embeddings, (-1, 3), per_token=value)
-            assert found.dim() == (2 if value else 3)

@@ -1,49 +1,77 @@
-"""A page of a real headless Chromium; see ``tests/helpers/chromium_page.py`` for what it can do."""
+"""A page of a real headless Chromium; see ``tests/helpers/browser.py`` for its verbs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.chromium import Chromium, Page, program
+from helpers.browser import Page, chromium, program
+
+from captum_ssm.insights import AttributionVisualizer
 
 
 @pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+def browser() -> Iterator[Any]:
     """The browser, started once."""
     path = program()
     if path is None:
         pytest.skip("needs Chromium, see CONTRIBUTING.md")
-    with Chromium(path, tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
+    with chromium(path) as started:
+        yield started
 
 
 @pytest.fixture
-def page(chromium: Chromium) -> Iterator[Page]:
-    """An empty page, 1280 x 900.
-
-    Tests open something with ``page.goto(path or url)`` and look by ``page.evaluate``, ``text``,
-    ``count`` and ``style``; they act by ``hover``, ``click``, ``key`` and ``type``; they read
-    ``errors``, ``requests`` and ``dialogs``; ``resize``, ``prefer("dark")`` and ``screenshot``
-    change and show what it looks like.
-    """
-    page = chromium.new_page()
+def page(browser: Any) -> Iterator[Page]:
+    """An empty page, 1280 x 900."""
+    page = Page(browser)
     yield page
-    chromium.close_page(page)
+    page.close()
 
 
-@pytest.fixture(params=[(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
-def opened(page: Page, made: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The page in the file ``made``, at both widths and in both themes.
-
-    Nothing may go wrong there, nothing may be fetched, and it is never wider than its window.
-    """
+@pytest.fixture(params=[(1280, "light"), (390, "dark")])
+def view(page: Page, request: pytest.FixtureRequest) -> int:
+    """Its width, which is set with a theme."""
     width, scheme = request.param
     page.resize(width, 800)
     page.prefer(scheme)
+    return int(width)
+
+
+@pytest.fixture
+def opened(page: Page, view: int, made: Path) -> Iterator[Page]:
+    """The page in the file ``made``, wide and light, and narrow and dark.
+
+    Nothing may go wrong there, nothing may be fetched, and it is never wider than its window.
+    """
     page.goto(made)
     yield page
     assert page.overflow() <= 0
     assert page.errors == [] and page.dialogs == []
     assert page.requests == [made.as_uri()]
+
+
+@pytest.fixture
+def shown(page: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens the page of a visualizer, served or kept; in the end finds that all went well there."""
+    served: list[AttributionVisualizer] = []
+
+    def open_(visualizer: AttributionVisualizer, *, kept: bool = False, width: int = 1280) -> Page:
+        served.append(visualizer)
+        page.resize(width, 800)
+        if kept:
+            visualizer.snapshot(tmp_path / "kept.html")
+            page.goto(tmp_path / "kept.html")
+        else:
+            visualizer.serve()
+            page.goto(visualizer.url)
+        page.settle()
+        return page
+
+    yield open_
+    assert page.errors == [] and page.dialogs == []
+    own = [f"http://127.0.0.1:{visualizer.serve()}/" for visualizer in served]
+    assert all(url.startswith(("file:", *own)) for url in page.requests)
+    for visualizer in served:
+        visualizer.close()

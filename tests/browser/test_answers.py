@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.chromium import Page
+from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
 from captum_ssm.models import load_bundled
 
 pytestmark = pytest.mark.browser
 
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
-WIDTHS = pytest.mark.parametrize("width", [390, 1280])
-SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 
 def number(text: str) -> float:
     return float(text.replace("−", "-"))
 
 
-def texts(page: Page, selector: str) -> list[str]:
-    return list(
-        page.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => e.innerText)")
-    )
-
-
-def box(page: Page, selector: str) -> dict:
-    return dict(
-        page.evaluate(
-            f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
-        )
-    )
-
-
 def shown_numbers(page: Page) -> dict[str, float]:
     """The numbers of the list of strongest tokens, by what stands before them."""
     found = {}
-    for row in texts(page, "#strongest tr"):
+    for row in page.texts("#strongest tr", "innerText"):
         *name, value = row.split("\t")
         found[" ".join(part for part in name if part)] = number(value)
     return found
@@ -60,7 +43,8 @@ def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(page: Page, readme: Path, request: pytest.FixtureRequest) -> Page:
-    page.resize(1280, 800)
+    if "view" not in request.fixturenames:
+        page.resize(1280, 800)
     page.goto(readme)
     return page
 
@@ -69,15 +53,15 @@ def test_the_first_screen_tells_the_story(opened: Page, readme: Path) -> None:
     """Prediction, coloured tokens, the strongest and their sum, without scrolling."""
     (example,) = read_page(readme).facts["examples"]
     for selector in ("#targets", "#explained", "#text", "#sum", "#strongest tfoot"):
-        place = box(opened, selector)
+        place = opened.box(selector)
         assert 0 <= place["top"] < place["bottom"] <= 800, selector
         assert 0 <= place["left"] < place["right"] <= 1280, selector
     assert opened.text("#targets :has(:checked) .name") == "lamp"
-    strongest = box(opened, ".token[data-index='3']")
+    strongest = opened.box(".token[data-index='3']")
     assert 0 < strongest["top"] < strongest["bottom"] < 800
     flow = example["methods"][0]["values"]
     best = np.argsort(-np.abs(flow))[:10]
-    rows = [row.split("\t") for row in texts(opened, "#strongest tbody tr")]
+    rows = [row.split("\t") for row in opened.texts("#strongest tbody tr", "innerText")]
     assert [int(row[0]) for row in rows] == list(best)
     assert [number(row[-1]) for row in rows] == pytest.approx([flow[i] for i in best], rel=6e-3)
 
@@ -95,13 +79,8 @@ def test_tokens_and_biases_are_the_logit(opened: Page, readme: Path) -> None:
     assert sum(listed.values()) - listed["= logit"] == pytest.approx(listed["= logit"], rel=0.01)
 
 
-@WIDTHS
-@SCHEMES
-def test_a_click_on_a_chip_explains_that_prediction(
-    opened: Page, readme: Path, width: int, scheme: str
-) -> None:
-    opened.prefer(scheme)
-    opened.resize(width)
+@pytest.mark.usefixtures("view")
+def test_a_click_on_a_chip_explains_that_prediction(opened: Page, readme: Path) -> None:
     model, vocabulary = load_bundled("recall-mamba")
     ids = torch.tensor([vocabulary.encode(PROMPT)])
     (example,) = read_page(readme).facts["examples"]
@@ -115,20 +94,13 @@ def test_a_click_on_a_chip_explains_that_prediction(
     assert opened.errors == [] and opened.requests == [readme.as_uri()]
 
 
-@WIDTHS
-def test_one_prediction_rather_than_another_by_keyboard(
-    opened: Page, readme: Path, width: int
-) -> None:
+def test_one_prediction_rather_than_another_by_keyboard(opened: Page, readme: Path) -> None:
     """The difference on the page is what the method says of the contrast."""
-    opened.resize(width)
     model, vocabulary = load_bundled("recall-mamba")
     ids = torch.tensor([vocabulary.encode(PROMPT)])
     (example,) = read_page(readme).facts["examples"]
-    opened.key("Tab")
-    opened.key("Tab")
-    opened.key("Tab")
-    opened.key("ArrowRight")
-    opened.key("ArrowRight")
+    opened.keys("Tab", "Tab")
+    opened.keys("Tab", "ArrowRight", "ArrowRight")
     assert opened.text("#rivals :has(:focus)") == example["predictions"][2]["label"]
     name = example["predictions"][2]["label"]
     target, rival = ((-1, vocabulary.encode(word)[0]) for word in ("lamp", name))
@@ -137,8 +109,7 @@ def test_one_prediction_rather_than_another_by_keyboard(
     check(opened, found, said)
     assert "= logit difference" in opened.text("#strongest tfoot")
     # and back to what was asked
-    opened.key("ArrowLeft")
-    opened.key("ArrowLeft")
+    opened.keys("ArrowLeft", "ArrowLeft")
     assert opened.text("#explained") == example["explained"]
     assert opened.errors == []
 
@@ -147,7 +118,7 @@ def check(page: Page, relevance: np.ndarray, heading: str) -> None:
     """The page explains this, and shows its tokens."""
     assert page.text("#says") == heading
     best = np.argsort(-np.abs(relevance))[:10]
-    rows = [row.split("\t") for row in texts(page, "#strongest tbody tr")]
+    rows = [row.split("\t") for row in page.texts("#strongest tbody tr", "innerText")]
     numbers = dict(zip((int(row[0]) for row in rows), (number(r[-1]) for r in rows), strict=True))
     assert numbers == pytest.approx({int(i): float(relevance[i]) for i in best}, rel=6e-3, abs=1e-4)
 
@@ -175,34 +146,20 @@ def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
     assert sum(listed.values()) == pytest.approx(sum(rollout["values"][:13]), rel=1e-2, abs=1e-2)
 
 
-def test_chips_without_such_a_method_are_no_choice(page: Page, tmp_path: Path) -> None:
-    path = report(mamba_lm(), token_ids(1, 9), [MambaAttribution], path=tmp_path / "one.html")
-    page.goto(path)
-    assert page.evaluate("document.querySelector('#rivals').hidden")
-    assert page.count("#targets input:enabled") == 1
-    assert page.text("#sum").startswith("Its numbers sum to ")
-    assert page.errors == []
-
-
-@WIDTHS
-@SCHEMES
-def test_the_strongest_of_600_tokens_is_in_view(
-    page: Page, tmp_path: Path, width: int, scheme: str
-) -> None:
+@pytest.mark.usefixtures("view")
+def test_the_strongest_of_600_tokens_is_in_view(page: Page, tmp_path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 600)
     names = [f"word{i}" for i in range(600)]
     path = report(model, ids, [LatimFlow], tokens=names, target=(330, 3), path=tmp_path / "l.html")
     (example,) = read_page(path).facts["examples"]
     strongest = int(np.abs(example["methods"][0]["values"]).argmax())
     assert 200 < strongest < 400
-    page.resize(width, 800)
-    page.prefer(scheme)
     page.goto(path)
     for _ in range(5):
         page.drawn()
 
     def in_view(index: int) -> bool:
-        token, text = box(page, f".token[data-index='{index}']"), box(page, "#text")
+        token, text = page.box(f".token[data-index='{index}']"), page.box("#text")
         inside = text["top"] <= token["top"] < token["bottom"] <= text["bottom"]
         return inside and 0 <= token["top"] < token["bottom"] <= 800
 
@@ -243,19 +200,16 @@ def test_a_click_on_a_strip_shows_the_token_there(page: Page, tmp_path: Path) ->
     assert page.errors == []
 
 
-@WIDTHS
-@SCHEMES
-def test_what_enters_each_layer(opened: Page, readme: Path, width: int, scheme: str) -> None:
-    opened.prefer(scheme)
-    opened.resize(width)
+@pytest.mark.usefixtures("view")
+def test_what_enters_each_layer(opened: Page) -> None:
     model, vocabulary = load_bundled("recall-mamba")
     ids = torch.tensor([vocabulary.encode(PROMPT)])
     streams = LatimFlow(model).decompose(ids, (-1, vocabulary.encode("lamp")[0])).streams
-    assert texts(opened, "#entering .rows bdi") == ["layer 1", "layer 0"]
-    assert texts(opened, "#entering .columns bdi") == PROMPT.split()
-    assert texts(opened, "#overview .rows bdi") == PROMPT.split()
+    assert opened.texts("#entering .rows bdi", "innerText") == ["layer 1", "layer 0"]
+    assert opened.texts("#entering .columns bdi", "innerText") == PROMPT.split()
+    assert opened.texts("#overview .rows bdi", "innerText") == PROMPT.split()
     assert opened.text("#layer-name").startswith("1 of 0–1")  # where the lamp is fetched
-    picture = box(opened, "#entering canvas")
+    picture = opened.box("#entering canvas")
     said = {}
     for layer, token in [(0, 1), (1, 3), (0, 13)]:
         x = picture["left"] + (token + 0.5) / 14 * picture["width"]
@@ -274,15 +228,3 @@ def test_what_enters_each_layer(opened: Page, readme: Path, width: int, scheme: 
     assert kept in ("6", "7")
     assert opened.overflow() <= 0
     assert opened.errors == []
-
-
-def test_axes_of_more_than_40_tokens_have_no_names(page: Page, tmp_path: Path) -> None:
-    for length, named in ((40, 40), (41, 0)):
-        names = [f"w{i}" for i in range(length)]
-        ids, path = token_ids(1, length), tmp_path / "axes.html"
-        report(mamba_lm(), ids, [LatimFlow], tokens=names, graph=0, path=path)
-        page.goto(path)
-        assert page.count("#overview .rows bdi") == page.count("#overview .columns bdi") == named
-        for width in (390, 1280):
-            page.resize(width)
-            assert page.overflow() <= 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import axe
-from helpers.chromium import Page
+from helpers.browser import Page
 from helpers.insights_examples import cnn, numbers, photos, softmax, table, table_model
 from zoo.small import VOCABULARY, images, mamba_lm, token_ids, vision
 
@@ -35,14 +35,11 @@ Made = Callable[[Path], object]
 BUSY = "document.querySelector('[aria-busy]') !== null"
 
 
-@pytest.fixture(params=[(1280, "light"), (390, "dark")])
-def sized(page: Page, request: pytest.FixtureRequest) -> Iterator[Page]:
+@pytest.fixture
+def sized(page: Page, view: int) -> Iterator[Page]:
     """An empty page, at each width and in each theme."""
     if axe.script() is None:
         pytest.skip(f"needs {axe.PACKAGE}, see CONTRIBUTING.md")
-    width, scheme = request.param
-    page.resize(width, 800)
-    page.prefer(scheme)
     yield page
     assert page.errors == []
 
@@ -150,8 +147,9 @@ def of_numbers() -> AttributionVisualizer:
     return table(table_model(), [numbers(1, 0, 2)])
 
 
-@pytest.mark.parametrize("make", [of_texts, of_photos, of_numbers])
-@pytest.mark.parametrize("kept", [False, True], ids=["served", "kept"])
+@pytest.mark.parametrize(
+    ("make", "kept"), [(of_texts, False), (of_texts, True), (of_photos, False), (of_numbers, True)]
+)
 def test_insights(
     sized: Page, make: Callable[[], AttributionVisualizer], kept: bool, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.chromium import Page
+from helpers.browser import Page
 from helpers.documents import ROOT
 from matplotlib.image import imread
 
@@ -34,13 +34,13 @@ def written(tmp_path: Path) -> Path:
 def test_what_is_too_wide_is_scrolled_by_keyboard(page: Page, written: Path) -> None:
     page.resize(390)
     page.goto(written)
-    page.key("Tab")  # the link in the heading
+    page.keys("Tab")  # the link in the heading
     for selector, name in (("pre", "Code of Cost"), (".table-wrapper", "Table of Cost")):
-        page.key("Tab")
+        page.keys("Tab")
         assert page.evaluate(f"document.activeElement.matches('{selector}')")
         assert page.evaluate("document.activeElement.getAttribute('aria-label')") == name
         assert page.style(selector, "outline-style") == "solid"
-        page.key("ArrowRight")
+        page.keys("ArrowRight")
         page.wait_for(f"document.querySelector('{selector}').scrollLeft > 0")
     assert not page.errors and page.overflow() <= 0
 
@@ -67,6 +67,7 @@ def test_a_frame_follows_the_theme_that_is_chosen(
     page.prefer(system)
     page.goto(path)
     page.drawn()
-    x, y = page.centre("iframe")
-    shade = imread(page.screenshot(tmp_path / "shot.png"))[int(y), int(x), :3].mean()
+    box = page.box("iframe")
+    x, y = (int(box["left"] + box["right"]) // 2, int(box["top"] + box["bottom"]) // 2)
+    shade = imread(page.screenshot(tmp_path / "shot.png"))[y, x, :3].mean()
     assert (shade < 0.2) if chosen == "dark" else (shade > 0.9)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.chromium import Page
+from helpers.browser import Page
 from helpers.insights_examples import softmax
 from helpers.pages import read_page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
@@ -22,29 +21,13 @@ HOSTILE = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>",
 WORDS = [*HOSTILE, *(f"w{i}" for i in range(60))]
 
 
-def of_all(page: Page, selector: str, what: str) -> list:
-    """What there is of every element ``e`` that is selected."""
-    return list(page.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => {what})"))
-
-
-def choose(page: Page, number: int) -> None:
-    """Chooses an example as the list's own popup would."""
-    page.evaluate(
-        f"""(() => {{
-          const list = document.querySelector('#example');
-          list.value = {number};
-          list.dispatchEvent(new Event('change', {{bubbles: true}}));
-        }})()"""
-    )
-
-
 def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path, ids = tmp_path / "graph.html", token_ids(2, 9)
     report(mamba_lm(), ids, [LatimFlow], tokens=[WORDS[:9], WORDS[4:13]], graph=6, path=path)
     page.goto(path)
     for number, example in enumerate(read_page(path).facts["examples"]):
-        choose(page, number)
+        page.choose("#example", number)
         tokens, graph = example["tokens"], example["graph"]
         assert page.count(".graph .dot") == len(graph["nodes"]) > 6
         assert page.count(".graph line") == len(graph["links"]) > 6
@@ -53,7 +36,7 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
         takes = sum(link["weight"] < 0 for link in graph["links"])
         assert page.count(".graph line.takes") == takes
         # nodes of a token stand above each other, those of a row beside each other
-        across, down = (of_all(page, ".graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
+        across, down = (page.each(".graph .hit", f"e.c{axis}.baseVal.value") for axis in "xy")
         nodes = graph["nodes"]
         assert len({(node["position"], x) for node, x in zip(nodes, across, strict=True)}) == len(
             {node["position"] for node in nodes}
@@ -64,11 +47,11 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
         # every line runs from a dot to a dot
         dots = set(zip(across, down, strict=True))
         for end in "12":
-            ends = [of_all(page, ".graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
+            ends = [page.each(".graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
             assert set(zip(*ends, strict=True)) <= dots
-        (label,) = of_all(page, ".graph svg[role=group]", "e.ariaLabel")
+        (label,) = page.each(".graph svg[role=group]", "e.ariaLabel")
         assert f"on the way to {example['explained']}" in label
-        cells = of_all(page, ".graph .strongest tbody td", "e.textContent")
+        cells = page.texts(".graph .strongest tbody td")
         assert len(cells) == 4 * len(graph["path"])
         for place, step in enumerate(graph["path"]):
             what, position, word, adds = cells[4 * place : 4 * place + 4]
@@ -77,10 +60,6 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
             assert [position, word] == [str(node["position"]), tokens[node["position"]]]
             assert float(adds.replace("−", "-")) == pytest.approx(step["adds"], rel=0.01)
     assert page.errors == [] and page.dialogs == []
-
-
-WIDTHS = pytest.mark.parametrize("width", [390, 1280])
-SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +71,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(mamba_lm(), token_ids(1, 7), [LatimFlow], tokens=words, graph=99, path=path)
 
 
-@pytest.fixture
-def opened(page: Page, made: Path) -> Iterator[Page]:
-    page.goto(made)
-    yield page
-    assert page.overflow() <= 0
-    assert page.errors == [] and page.requests == [made.as_uri()]
-
-
 def number(text: str) -> float:
     return float(text.replace("−", "-"))
 
@@ -108,8 +79,8 @@ def check_parts(page: Page, made: Path, chosen: int) -> None:
     """The table holds the parts of a node, the strongest first, and they add up to it."""
     (example,) = read_page(made).facts["examples"]
     graph = example["graph"]
-    names = of_all(page, ".graph .parts td:first-child", "e.textContent")
-    values = [number(x) for x in of_all(page, ".graph .parts td:last-child", "e.textContent")]
+    names = page.texts(".graph .parts td:first-child")
+    values = [number(x) for x in page.texts(".graph .parts td:last-child")]
     assert names[-2:] == ["Biases", "Together"]
     assert values[-1] == pytest.approx(graph["nodes"][chosen]["value"], rel=6e-3)
     size = sum(map(abs, values[:-1]))
@@ -123,13 +94,7 @@ def lit(page: Page) -> int:
     return page.count(".graph line:not(.faint, .hidden)")
 
 
-@WIDTHS
-@SCHEMES
-def test_a_click_on_a_dot_isolates_what_it_is_made_of(
-    opened: Page, made: Path, width: int, scheme: str
-) -> None:
-    opened.resize(width)
-    opened.prefer(scheme)
+def test_a_click_on_a_dot_isolates_what_it_is_made_of(opened: Page, made: Path) -> None:
     (example,) = read_page(made).facts["examples"]
     nodes, links = example["graph"]["nodes"], example["graph"]["links"]
     check_parts(opened, made, len(nodes) - 1)
@@ -144,48 +109,22 @@ def test_a_click_on_a_dot_isolates_what_it_is_made_of(
     strongest = max((x for x in links if x["target"] == chosen), key=lambda x: abs(x["weight"]))
     check_parts(opened, made, strongest["source"])
     opened.click(".graph .whole")
-    assert opened.evaluate("document.querySelector('.graph .whole').hidden")
+    assert opened.is_hidden(".graph .whole")
     assert opened.count(".graph .faint") == 0
 
 
-@WIDTHS
-def test_a_graph_by_keyboard(opened: Page, made: Path, width: int) -> None:
-    opened.resize(width)
-    (example,) = read_page(made).facts["examples"]
-    nodes = example["graph"]["nodes"]
-    opened.evaluate("document.querySelector('.graph input').focus()")
-    opened.key("Home")
-    opened.key("Tab")
-    said = "document.activeElement.getAttribute('aria-label')"
-    assert opened.evaluate(said).startswith("what is explained")
-    opened.key("ArrowDown")
-    assert opened.evaluate(said).startswith("backbone.layers.2 at token 6 “w6” adds ")
-    assert opened.text("#tip") == opened.evaluate(said)
-    opened.key("Enter")
-    chosen = next(i for i, n in enumerate(nodes) if n["row"] == 3 and n["position"] == 6)
-    check_parts(opened, made, chosen)
-    opened.key("ArrowDown")
-    opened.key("ArrowLeft")
-    assert opened.evaluate(said).startswith("backbone.layers.1 at token 5")
-    opened.key("Escape")
-    assert opened.count(".graph .faint") == 0
-    assert opened.count('.graph .dot[tabindex="0"]') == 1
-
-
-@SCHEMES
-def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path, scheme: str) -> None:
-    opened.prefer(scheme)
+def test_a_slider_leaves_out_thin_lines(opened: Page, made: Path) -> None:
     (example,) = read_page(made).facts["examples"]
     sizes = sorted((abs(link["weight"]) for link in example["graph"]["links"]), reverse=True)
     assert lit(opened) <= 60 < len(sizes)  # to begin with
-    opened.evaluate("document.querySelector('.graph input').focus()")
-    opened.key("Home")
+    opened.focus(".graph input")
+    opened.keys("Home")
     assert lit(opened) == len(sizes)
-    opened.key("End")
+    opened.keys("End")
     assert lit(opened) == 1
     assert opened.text(".graph output").startswith(f"{sizes[0]:.3g} (")
     # the widest last, on top, and as wide as it is relevant
-    widths = of_all(opened, ".graph line", "Number(e.getAttribute('stroke-width'))")
+    widths = opened.each(".graph line", "Number(e.getAttribute('stroke-width'))")
     shares = (np.array(widths) - widths[0]) / (widths[-1] - widths[0])
     expected = np.array(sizes[::-1])
     expected = (expected - expected[0]) / (expected[-1] - expected[0])
@@ -198,7 +137,7 @@ def test_words_of_a_long_text_that_have_no_nodes_are_left_out(page: Page, tmp_pa
     report(mamba_lm(), token_ids(1, 300), [LatimFlow], tokens=words, graph=4, path=path)
     (example,) = read_page(path).facts["examples"]
     page.goto(path)
-    written = of_all(page, ".graph svg text:not(.row)", "e.textContent")
+    written = page.texts(".graph svg text:not(.row)")
     shown = {int(word.removeprefix("word")) for word in written if word != "⋮"}
     assert shown >= {node["position"] for node in example["graph"]["nodes"]}
     assert len(shown) <= 40
@@ -213,7 +152,7 @@ def test_a_page_without_a_graph_says_why_or_nothing(page: Page, tmp_path: Path) 
     model, ids, path = mamba_lm(), token_ids(1, 9), tmp_path / "graph.html"
     report(model, ids, [LatimFlow], matrices=False, path=path)
     page.goto(path)
-    assert page.evaluate("document.querySelector('#flow').hidden")
+    assert page.is_hidden("#flow")
     model.backbone.layers[1] = model.backbone.layers[0]
     report(model, ids, [LatimFlow], matrices=False, graph=3, path=path)
     page.goto(path)
@@ -222,32 +161,24 @@ def test_a_page_without_a_graph_says_why_or_nothing(page: Page, tmp_path: Path) 
     assert page.errors == []
 
 
-def settled(page: Page) -> None:
-    """Waits until Insights has shown what it was asked for."""
-    page.wait_for("!document.querySelector('main').hasAttribute('aria-busy')")
-    page.wait_for("document.querySelector('article') !== null")
-
-
-@SCHEMES
-def test_insights_follow_a_text_to_the_class_that_is_explained(page: Page, scheme: str) -> None:
+def test_insights_follow_a_text_to_the_class_that_is_explained(page: Page) -> None:
     """The graph of a text is drawn when it is asked for, and its dots isolate their parts."""
     model, ids = mamba_lm(), torch.tensor([[1, 0, 3, 5, 2]])
     words = [*HOSTILE, *(f"w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
     feature = TextFeature("prompt", None, None, lambda ids: [words[i] for i in ids[0]])
-    page.prefer(scheme)
     with AttributionVisualizer(model, words, feature, [Batch(ids, None)], softmax) as visualizer:
         visualizer.serve()
         page.goto(visualizer.url)
-        settled(page)
+        page.settle()
         page.click(".predicted button:nth-of-type(2)")
-        settled(page)
+        page.settle()
         assert page.count(".graph svg") == 0
         page.click(".way summary")
         page.wait_for("document.querySelector('.graph svg') !== null")
         target = int(model(ids).logits[0, -1].topk(2).indices[1])
-        total = of_all(page, ".graph .parts td:last-child", "e.textContent")[-1]
+        total = page.texts(".graph .parts td:last-child")[-1]
         assert number(total) == pytest.approx(float(model(ids).logits[0, -1, target]), rel=6e-3)
-        shown = of_all(page, ".graph svg text:not(.row)", "e.textContent")
+        shown = page.texts(".graph svg text:not(.row)")
         assert shown == ["</script><img s…", "<script>alert(1…", "∅", "w0", "שלום"]
         page.click(".graph .parts button")
         assert page.count(".graph .dot[aria-pressed='true']") == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from captum.attr import Attribution
-from helpers.chromium import Page
+from helpers.browser import Page
 from matplotlib.image import imread
 from torch import Tensor
 from zoo.small import vision
@@ -107,23 +107,21 @@ def opened(
 
 def manner(page: Page, name: str) -> None:
     """Choose how relevance lies over the image, by keys."""
-    page.evaluate("document.querySelector('#over-image select').focus()")
-    page.key("Home")
+    page.focus("#over-image select")
+    page.keys("Home")
     for _ in range(["patches", "outlines", "pixels"].index(name)):
-        page.key("ArrowDown")
+        page.keys("ArrowDown")
     page.wait_for(f"document.querySelector('#over-image select').value === '{name}'")
     page.drawn()
 
 
 def seen(page: Page, holder: str, path: Path) -> np.ndarray:
     """What is seen of the image, (H, W, 3) in 0 to 1."""
-    page.centre(f"{holder} canvas")
+    page.hover(f"{holder} canvas")  # which scrolls to it
     page.leave()
-    box = page.evaluate(
-        f"(() => {{ const b = document.querySelector('{holder} canvas').getBoundingClientRect();"
-        " return [b.left, b.top, b.right, b.bottom]; })()"
-    )
-    left, top, right, bottom = (round(x) for x in box)
+    page.drawn()
+    box = page.box(f"{holder} canvas")
+    left, top, right, bottom = (round(box[side]) for side in ("left", "top", "right", "bottom"))
     return imread(page.screenshot(path))[top:bottom, left:right, :3]
 
 
@@ -138,8 +136,7 @@ def middle_of(patch: np.ndarray) -> np.ndarray:
     return patch[patch.shape[0] // 2, patch.shape[1] // 2]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["patches", "pixels"])
+@pytest.mark.parametrize(("scheme", "name"), [("light", "patches"), ("dark", "pixels")])
 def test_painted_patches_stand_out_from_their_neighbours(opened, page, tmp_path, scheme, name):
     page.prefer(scheme)
     page, holder = opened()
@@ -155,9 +152,7 @@ def test_painted_patches_stand_out_from_their_neighbours(opened, page, tmp_path,
     assert more[2] > more[0] > more[1] and less[0] > less[1] > less[2]  # purple, and brown
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path, scheme):
-    page.prefer(scheme)
+def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path):
     page, holder = opened()
     manner(page, "outlines")
     image = seen(page, holder, tmp_path / "seen.png")
@@ -183,22 +178,19 @@ def test_outlines_stand_out_and_leave_the_image_as_it_is(opened, page, tmp_path,
 def test_the_slider_makes_relevance_fainter(opened, tmp_path):
     page, holder = opened()
     whole = middle_of(patch_of(seen(page, holder, tmp_path / "a.png"), 0, 1))
-    page.evaluate("document.querySelector('#over-image input').focus()")
-    for _ in range(40):
-        page.key("ArrowLeft")
+    page.focus("#over-image input")
+    page.keys(*["ArrowLeft"] * 40)
     faint = middle_of(patch_of(seen(page, holder, tmp_path / "b.png"), 0, 1))
-    page.key("Home")
+    page.keys("Home")
     none = middle_of(patch_of(seen(page, holder, tmp_path / "c.png"), 0, 1))
     assert luminance(whole) > luminance(faint) > luminance(none)
     assert np.abs(none - DARK).max() < 0.02
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch, width, scheme):
+def test_the_switch_changes_what_is_drawn(opened, page, tmp_path, monkeypatch):
     """Patches are one colour, pixels are where the relevance is; and there is a way back."""
     monkeypatch.setattr(Planted, "rows", PATCH[0] // 2)
-    page.resize(width)
-    page.prefer(scheme)
+    page.resize(390)
     page, holder = opened()
     drawn = {}
     for number, name in enumerate(["patches", "pixels", "outlines", "pixels", "patches"]):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.chromium import Page
+from helpers.browser import Page
 from zoo.small import VOCABULARY, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, report
@@ -221,7 +221,7 @@ def go_through(page: Page, uses: list[Use]) -> None:
     page.evaluate("globalThis.reached = new Set(), document.body.tabIndex = -1")
     page.evaluate("document.body.focus(), document.body.removeAttribute('tabindex')")
     for _ in range(250):
-        page.key("Tab")
+        page.keys("Tab")
         told = page.evaluate(f"{TOLD}({selectors})")
         if told is None:
             break
@@ -239,28 +239,20 @@ def use(page: Page, each: Use) -> None:
     if not each.keys:
         for key, side, place in (("Right", "Width", "Left"), ("Down", "Height", "Top")):
             if page.evaluate(f"{element}.scroll{side} > {element}.client{side} + 1"):
-                page.key(f"Arrow{key}")
+                page.keys(f"Arrow{key}")
                 page.wait_for(f"{element}.scroll{place} > 0")
         return
     *first, last = each.keys.split()
     for key in first:
-        page.key(key)
+        page.keys(key)
     before = page.evaluate(each.changes)
-    page.key(last)
+    page.keys(last)
     page.wait_for(f"({each.changes}) !== {json.dumps(before)}")
     page.wait_for("!document.querySelector('[aria-busy]')")
 
 
 @pytest.mark.parametrize("kind", PAGES)
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-)
-def test_every_control_by_keys(
-    page: Page, pages: dict[str, Path], kind: str, width: int, scheme: str
-) -> None:
-    page.resize(width, 800)
-    page.prefer(scheme)
-
+def test_every_control_by_keys(page: Page, pages: dict[str, Path], kind: str, view: int) -> None:
     def work() -> None:
         uses = PAGES[kind]
         go_through(page, uses)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.chromium import Page
+from helpers.browser import Page
 from zoo.small import VOCABULARY, mamba_lm, token_ids
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, report
@@ -33,7 +33,7 @@ def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
     page.click("#text details:nth-of-type(3) summary")
     assert page.count("#text details[open]") == 1
     page.click(token(450))
-    page.key("End")
+    page.keys("End")
     assert page.count("#text details[open]") == 2
     assert page.evaluate("document.activeElement.dataset.index") == "949"
     page.click("#unfold")
@@ -42,7 +42,7 @@ def test_long_texts_fold(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_thousand_tokens_and_24_layers(page: Page, tmp_path: Path) -> None:
     model, ids = mamba_lm(num_hidden_layers=24), token_ids(1, 2000)
     names = [f" token{i % VOCABULARY}" for i in range(2000)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chromium import Page
+from helpers.browser import Page
 from helpers.pages import read_page
 from zoo.language import byte_tokenizer
 from zoo.small import mamba_lm
@@ -38,15 +38,13 @@ def write(kind: str, path: Path) -> None:
         visualizer.snapshot(path, classes=1)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-@pytest.mark.parametrize("kind", ["report", "result", "insights"])
+@pytest.mark.parametrize(("kind", "width"), [("report", 390), ("result", 1280), ("insights", 390)])
 def test_tokens_of_a_word_touch_each_other(
-    page: Page, tmp_path: Path, kind: str, width: int, scheme: str
+    page: Page, tmp_path: Path, kind: str, width: int
 ) -> None:
     torch.manual_seed(0)
     write(kind, tmp_path / "words.html")
     page.resize(width)
-    page.prefer(scheme)
     page.goto(tmp_path / "words.html")
     page.wait_for("document.querySelector('.flow .token') !== null")
     tokens = "[...document.querySelector('.flow').querySelectorAll('.token')]"
@@ -60,10 +58,7 @@ def test_tokens_of_a_word_touch_each_other(
     assert page.overflow() <= 0 and page.errors == []
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
-def test_a_method_that_says_nothing_is_pale_and_says_so(
-    page: Page, tmp_path: Path, width: int, scheme: str
-) -> None:
+def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     path = tmp_path / "nothing.html"
     methods = [MambaAttribution, ImplicitAttentionRollout]
@@ -71,12 +66,8 @@ def test_a_method_that_says_nothing_is_pale_and_says_so(
     report(model, prompt, methods, tokenizer=vocabulary, path=path)
     facts = read_page(path).facts["examples"][0]["methods"]
     assert [method["silent"] for method in facts] == [True, False]
-    page.resize(width)
-    page.prefer(scheme)
     page.goto(path)
-    said = page.evaluate(
-        "[...document.querySelectorAll('#methods .largest')].map((e) => e.innerText)"
-    )
+    said = page.texts("#methods .largest", "innerText")
     assert said[0].startswith("says nothing: at most +") and said[1].startswith("strongest +")
     tinted = (
         "[...document.querySelectorAll('#text .token')]"

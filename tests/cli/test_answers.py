@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.pages import read_page
-from zoo.folders import sentences
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 from captum_ssm.cli import main
@@ -42,6 +40,7 @@ def test_numbers_of_a_given_answer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"wrote {out}" in said
 
 
+@pytest.mark.slow
 def test_a_picture_of_what_is_generated(tmp_path: Path) -> None:
     out = tmp_path / "answers.png"
     assert explain(out, "--generate", "2", "--spans", "token", "--prompt-spans", "token") == 0
@@ -63,35 +62,3 @@ def test_a_page_of_what_is_generated(tmp_path: Path) -> None:
     assert example["prompt"]["labels"] == PROMPT.split()
     assert len(example["answer"]["labels"]) == 3 and example["answer"]["labels"][0] == "lamp"
     assert len(example["blocks"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--generate", "0"], "--generate 0"),
-        (["--generate", "3", "--answer", "lamp"], "--generate 3"),
-        (["--spans", "sentence", "--target", "lamp"], "--target"),
-        (["--hops", "1", "--method", "MambaAttribution"], "hops=1"),
-        (["--spans", "all", "--method", "LatimFlow", "MambaLRP"], "one method"),
-        (["--title", "T", "--generate", "1"], "--title is for a page"),
-        (["--hops", "-1", "--answer", "lamp"], "hops=-1"),
-        (["--answer", "elephant"], "elephant"),
-    ],
-)
-def test_wrong_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    assert explain(tmp_path / "answers.json", *options) == 1
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_answers_are_of_models_that_write_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[Any] = ["explain", str(sentences(tmp_path / "mamba")), "--text", "a good film"]
-    asked += ["--spans", "all"]
-    assert main([*asked, "--out", str(tmp_path / "a.json")]) == 1
-    assert "models that write texts" in capsys.readouterr().err
-    assert explain(tmp_path / "answers.txt", "--generate", "2") == 1
-    assert "the ending: .html (a page), .json (numbers)" in capsys.readouterr().err

@@ -14,40 +14,33 @@ from captum_ssm.cli import main
 from captum_ssm.cli.architectures import architectures_table
 from captum_ssm.mixers.table import BUILT_IN
 from captum_ssm.models import load_bundled
-from captum_ssm.models.recall import Example, generate
 
 ROOT = Path(__file__).parents[2]
+PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 
-def expected(example: Example) -> dict[str, torch.Tensor]:
-    """What the demo prints by each of its methods."""
-    model, _ = load_bundled()
-    ids = torch.tensor([example.tokens])
-    flow = LatimFlow(model).attribute(ids, target=(-1, example.answer_id))[0]
-    return {"LatimFlow": flow, "LatimNorm": LatimNorm(model).attribute(ids)[0]}
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import captum_ssm.cli.demo as demo
 
     monkeypatch.setattr(demo, "_SCORED", 4)
-    example = generate(1, seed=7)[0]
-    assert main(["demo", "--prompt", example.text, "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert main(["demo", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder")]) == 0
     printed = capsys.readouterr().out
-    assert example.text in printed
-    assert f"Answer    {example.answer}" in printed
-    assert f"position {example.value_position}" in printed
+    assert PROMPT in printed and "Answer    lamp" in printed and "position 3" in printed
     assert printed.index("LatimFlow:") < printed.index("LatimNorm:")
-    for title, relevance in expected(example).items():
+    model, vocabulary = load_bundled()
+    ids = torch.tensor([vocabulary.encode(PROMPT)])
+    flow = LatimFlow(model).attribute(ids, target=(-1, vocabulary.id_of("lamp")))[0]
+    norm = LatimNorm(model).attribute(ids)[0]
+    for title, relevance in {"LatimFlow": flow, "LatimNorm": norm}.items():
         part = printed[printed.index(f"{title}:") :].splitlines()[1:6]
         best = relevance.abs().topk(5).indices.tolist()
         assert [int(line.split()[0]) for line in part] == best
         for line, place in zip(part, best, strict=True):
             _, word, value, *bar = line.removesuffix("  <- evidence").split()
-            assert word == example.words[place]
+            assert word == PROMPT.split()[place]
             assert float(value) == pytest.approx(float(relevance[place]), abs=1e-4)
             assert set("".join(bar)) <= {"#" if relevance[place] > 0 else "-"}
     for name in ("relevance.png", "matrices.png"):

@@ -12,22 +12,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.insights_examples import ask
-from zoo.folders import letters, sentences
-from zoo.small import randomise
+from PIL import Image
 
 from captum_ssm.cli import main, serve
 from captum_ssm.errors import DataError, DataNotFoundError, InputError, OptionError
 from captum_ssm.explain.loading import Loaded
 from captum_ssm.insights import AttributionVisualizer, FilterConfig
 from captum_ssm.insights.files import Images, Texts, class_names, common_classes
-from captum_ssm.models import VisionMamba, load_bundled
-from captum_ssm.models.recall import generate
+from captum_ssm.models import load_bundled
 
-Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
-
-PROMPTS = [example.text for example in generate(3, seed=5)]
-VIM = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_classes": 3, "d_state": 2}
+PROMPTS = ["anna owns the lamp . ? anna owns the", "bob owns the red kite . ? bob owns the red"]
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -49,13 +43,6 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def vim(tmp_path: Path) -> Path:
-    path = tmp_path / "vim.pth"
-    torch.save({"model": randomise(VisionMamba(**VIM)).state_dict()}, path)
-    return path
-
-
-@pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """One image without a label, two cats and a dog."""
     folder = tmp_path / "photos"
@@ -67,39 +54,6 @@ def photos(tmp_path: Path) -> Path:
         else:
             Image.fromarray(torch.randint(256, (20, 17, 3), dtype=torch.uint8).numpy()).save(path)
     return folder
-
-
-@pytest.fixture
-def labels(tmp_path: Path) -> Path:
-    path = tmp_path / "labels.txt"
-    path.write_text("ant\ncat\ndog\n")
-    return path
-
-
-@pytest.fixture
-def bert(tmp_path: Path) -> Path:
-    """A small text classifier with a tokenizer of words, as transformers saves it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["[UNK]", "[PAD]", "good", "bad", "film"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
-    config = BertConfig(
-        vocab_size=5,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        id2label={0: "bad", 1: "good"},
-    )
-    fast.save_pretrained(tmp_path / "bert")
-    randomise(BertForSequenceClassification(config)).save_pretrained(tmp_path / "bert")
-    return tmp_path / "bert"
-
-
-# --- what is shown -------------------------------------------------------------------------------
 
 
 def test_texts_of_a_language_model(prompts):
@@ -116,6 +70,7 @@ def test_texts_of_a_language_model(prompts):
         assert list(output.feature_outputs[0].base) == text.split() and output.actual is None
 
 
+@pytest.mark.slow
 def test_images_of_two_models(vim, photos, labels):
     visualizer = made(vim, vim, "--images", photos, "--labels", labels)
     visualizer.config = FilterConfig("MambaAttribution")
@@ -124,8 +79,15 @@ def test_images_of_two_models(vim, photos, labels):
     assert actual == [None, "cat", "cat", "dog"]
     assert all([output.model_index for output in outputs] == [0, 1] for outputs in shown)
     assert {o.feature_outputs[0].type for outputs in shown for o in outputs} == {"image"}
+    (photos / "cat").rename(photos / "1")
+    (photos / "dog").rename(photos / "0")
+    visualizer = made(vim, "--images", photos)
+    assert visualizer.classes == ["0", "1", "2"]
+    shown = [outputs[0].actual for outputs in visualizer.visualize()]
+    assert [actual and actual.index for actual in shown] == [None, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_texts_of_a_classifier_in_folders(bert, tmp_path):
     for name, text in {"good/a.txt": "good film", "bad/b.TXT": "bad\nfilm", "c.txt": "odd"}.items():
         path = tmp_path / "reviews" / name
@@ -139,19 +101,7 @@ def test_texts_of_a_classifier_in_folders(bert, tmp_path):
     assert words == [["[UNK]"], ["bad", "film"], ["good", "film"]]
 
 
-def test_classes_without_names_are_numbers(vim, photos, tmp_path):
-    (photos / "cat").rename(photos / "1")
-    (photos / "dog").rename(photos / "0")
-    visualizer = made(vim, "--images", photos)
-    assert visualizer.classes == ["0", "1", "2"]
-    shown = [outputs[0].actual for outputs in visualizer.visualize()]
-    assert [actual and actual.index for actual in shown] == [None, 0, 1, 1]
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_the_page_is_served_until_ctrl_c(prompts, monkeypatch, capsys):
     served, statuses = [], []
@@ -180,40 +130,31 @@ def test_an_error_has_no_traceback(tmp_path, capsys):
     assert main(["serve", "recall-mamba", "--texts", str(tmp_path / "none")]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("captum-ssm: ") and "none" in printed and "Traceback" not in printed
+    for arguments in (["recall-mamba"], ["--texts", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", *arguments])
+        assert caught.value.code == 2 and "required" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["recall-mamba"], ["--texts", "x"]])
-def test_what_is_missing_is_told(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", *arguments])
-    assert caught.value.code == 2 and "required" in capsys.readouterr().err
-
-
-def test_models_and_inputs_must_fit(vim, prompts, photos):
-    with pytest.raises(OptionError, match=r"--images: recall-mamba reads texts"):
-        made("recall-mamba", "--images", photos)
-    with pytest.raises(OptionError, match=r"--texts: .*vim.pth reads images"):
-        made(vim, "--texts", prompts)
-    with pytest.raises(DataNotFoundError, match="no such folder or file"):
-        made("state-spaces/mamba-130m-hf", "--texts", prompts)
-
-
-def test_folders_must_be_named_after_classes(vim, photos):
-    with pytest.raises(DataError, match=r"cat is named after none of the 3 classes \(0, 1, 2"):
-        made(vim, "--images", photos)
-
-
-@pytest.mark.parametrize(("name", "what"), [("prompts.txt", "no text"), ("folder", "no file")])
-def test_nothing_to_show(tmp_path, name, what):
-    if name == "folder":
-        (tmp_path / name).mkdir()
-    else:
-        (tmp_path / name).write_text("\n \n")
-    with pytest.raises(DataError, match=f"holds {what}"):
-        made("recall-mamba", "--texts", tmp_path / name)
-
-
-# --- the files -----------------------------------------------------------------------------------
+def test_models_and_inputs_must_fit(vim, prompts, photos, language_model, tmp_path):
+    recall, (empty, blank) = "recall-mamba", (tmp_path / "folder", tmp_path / "blank.txt")
+    empty.mkdir()
+    blank.write_text("\n \n")
+    for error, said, arguments in (
+        (OptionError, "--images: recall-mamba reads texts", [recall, "--images", photos]),
+        (OptionError, "--texts: .*safetensors reads images", [vim, "--texts", prompts]),
+        (DataNotFoundError, "no such folder or file", ["a/mamba-130m-hf", "--texts", prompts]),
+        (DataError, r"cat is named after none of the 3 classes \(0", [vim, "--images", photos]),
+        (DataError, "holds no text", [recall, "--texts", blank]),
+        (DataError, "holds no file", [recall, "--texts", empty]),
+        (
+            OptionError,
+            "recall-mamba and .* have different vocab",
+            [recall, language_model, "--texts", prompts],
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            made(*arguments)
 
 
 class Letters:
@@ -240,10 +181,6 @@ def test_models_must_read_a_text_alike(tmp_path):
     assert batch.inputs.tolist() == [[97, 98]] and batch.labels is None
     with pytest.raises(OptionError, match=r"read 'ab' as different tokens.*--tokenizer"):
         list(Texts(path, [reader(), reader(1)], []))
-
-
-def test_a_text_without_tokens_is_named(tmp_path):
-    path = tmp_path / "texts"
     path.write_text("ab\n!\n")
     with pytest.raises(InputError, match="'!' has no tokens"):
         list(Texts(path, [reader()], []))
@@ -277,25 +214,3 @@ def test_models_side_by_side_have_the_same_words_and_classes():
     assert common_classes(["a", "b"], other, ["0", "1"]) == ["0", "1"]
     with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
         common_classes(["a", "b"], other, None)
-
-
-def test_models_of_different_vocabularies_are_refused_by_their_names(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("anna owns the\n")
-    other = letters(tmp_path / "letters")
-    with pytest.raises(OptionError, match=r"recall-mamba and .*letters have different vocab"):
-        made("recall-mamba", str(other), "--texts", path)
-
-
-def test_classifiers_of_sentences_side_by_side(tmp_path: Path) -> None:
-    path = tmp_path / "sentences.txt"
-    path.write_text("a truly wonderful film\na dull , stupid plot\n")
-    folders = [sentences(tmp_path / name, name) for name in ("mamba", "rwkv")]
-    visualizer = made(*map(str, folders), "--texts", path)
-    visualizer.config = FilterConfig("LatimFlow", num_examples=2)
-    shown = visualizer.visualize()
-    assert len(shown) == 2
-    for outputs in shown:
-        for output in outputs:
-            assert {each.label for each in output.predicted} == {"positive", "negative"}
-    assert set(tmp_path.iterdir()) == {path, *folders}

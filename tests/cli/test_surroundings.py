@@ -47,51 +47,30 @@ print(*sorted(name.partition(".")[0] for name in sys.modules))
     assert "captum_ssm" in imported and len(done.stdout.split()) < 300
 
 
-@pytest.mark.parametrize("name", ["evaluate", "train"])
-@pytest.mark.parametrize("rest", [[], ["--list"], ["copying", "--out", "x", "--help"]])
-def test_commands_of_the_other_program_say_so(
-    name: str, rest: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([name, *rest])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"captum-ssm: {name} is a command of captum-ssm-bench")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("ending", [".json", ".html", ".png"])
 def test_nothing_is_replaced_unless_asked(
-    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not the second picture either, and before the model is loaded."""
-    out = tmp_path / f"found{ending}"
-    there = tmp_path / ("found-2.png" if ending == ".png" else out.name)
-    there.write_text("first")
-    asked = ["explain", "no-such-model", "--text", PROMPT, PROMPT, "--out", str(out)]
-    assert main(asked) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"captum-ssm: {there} is already there.") and "--force" in said
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["first"]
-    assert main([*asked, "--force"]) == 1
-    assert "no such folder" in capsys.readouterr().err
-
-
-def test_pictures_of_roles_are_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a-roles.png").write_text("first")
-    asked = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(tmp_path / "a.png")]
-    assert main([*asked, "--rule", "centred"]) == 1
-    assert "a-roles.png is already there" in capsys.readouterr().err
+    """Not the second picture either, and before the model is loaded."""
+    for name in ("found.json", "found.html", "found-2.png"):
+        (tmp_path / name).write_text("first")
+        out = str(tmp_path / name.replace("-2", ""))
+        asked = ["explain", "no-such-model", "--text", PROMPT, PROMPT, "--out", out]
+        assert main(asked) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"captum-ssm: {tmp_path / name} is already") and "--force" in said
+        assert main([*asked, "--force"]) == 1
+        assert "no such folder" in capsys.readouterr().err
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}
 
 
 def test_other_commands_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "matrices.png").write_text("first")
-    answer = ["--text", PROMPT, "--answer", "lamp", "--out", str(tmp_path / "matrices.png")]
+    for name in ("matrices.png", "a-roles.png"):
+        (tmp_path / name).write_text("first")
+    text = ["explain", "recall-mamba", "--text", PROMPT]
     for asked in (
         ["demo", "--out", str(tmp_path)],
-        ["explain", "recall-mamba", *answer],
+        [*text, "--answer", "lamp", "--out", str(tmp_path / "matrices.png")],
+        [*text, "--rule", "centred", "--out", str(tmp_path / "a.png")],
     ):
         assert main(asked) == 1
         assert "is already there" in capsys.readouterr().err
@@ -108,7 +87,7 @@ def test_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [["--help"], pytest.param(["architectures"], marks=pytest.mark.processes)]
+    "asked", [["--help"], pytest.param(["architectures"], marks=pytest.mark.slow)]
 )
 def test_a_reader_that_has_gone(asked: list[str]) -> None:
     read, write = os.pipe()
@@ -144,25 +123,7 @@ def test_libraries_are_quiet_and_this_package_is_not(
     assert told == [logging.ERROR, logging.WARNING]
 
 
-def test_the_command_line_has_both_kinds_of_methods_and_their_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "found.json"
-    asked = ["explain", "recall-mamba", "--text", PROMPT, "--out", str(out), "--force"]
-    for options, said in (
-        (["--option", "n_steps"], "--option n_steps: write NAME=VALUE"),
-        (["--option", "n_steps=5"], "is taken by IntegratedGradients, and none of them is named"),
-        (["--option", "colour=red"], "is taken by no method"),
-        (["--method", "integrated gradients", "--option", "n_steps=many"], "use a whole number"),
-        (["--method", "guided_backprop"], "GuidedBackprop: it changes how torch.nn.ReLU"),
-        (["--contrast", "zebra"], "--contrast 'zebra': unknown word"),
-        (["--method", "LatimNorm", "--contrast", "all"], "--contrast is taken by LatimFlow"),
-    ):
-        assert main([*asked, *options]) == 1
-        assert said in capsys.readouterr().err
-        assert not out.exists()
-
-
+@pytest.mark.slow
 def test_what_is_held_against_another_is_called_so(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     asked = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--contrast", "kite"]

@@ -89,8 +89,8 @@ def test_every_architecture(case: architectures.Case) -> None:
 
 
 def test_a_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    (page,) = called("report", moved(architectures.mamba(monkeypatch), DEVICE))
-    assert len(page) > 1000
+    markup, words, numbers = called("report", moved(architectures.mamba(monkeypatch), DEVICE))
+    assert len(markup) > 1000 and len(words) and numbers.isfinite().all()
 
 
 @pytest.mark.parametrize("family", extreme.FAMILIES)

@@ -69,10 +69,4 @@ def check(make: Any, name: str, monkeypatch: pytest.MonkeyPatch, draws: int) -> 
 
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_after_a_failure_anywhere(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(make, name, monkeypatch, draws=3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("make", "name"), CASES)
-def test_after_many_failures(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(make, name, monkeypatch, draws=6)
+    check(make, name, monkeypatch, draws=4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import CASES, call
+from helpers.every_method import FEW, call
 from helpers.forks import FORKS, in_a_fork, in_another_thread
 from helpers.insights_examples import table, table_model
 from helpers.snapshots import hooks, process_state
@@ -17,7 +17,7 @@ from zoo import architectures
 from captum_ssm.insights import Batch
 
 pytest.importorskip("transformers")
-pytestmark = FORKS
+pytestmark = [*FORKS, pytest.mark.slow]
 
 
 def close(found: list[Any], wanted: list[Tensor]) -> bool:
@@ -51,7 +51,7 @@ def check(name: str, model: nn.Module, inputs: Tensor, target: Any) -> None:
     assert process_state(model) == process
 
 
-@pytest.mark.parametrize(("make", "name"), CASES)
+@pytest.mark.parametrize(("make", "name"), FEW)
 def test_every_method(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(monkeypatch)
     check(name, case.model, case.inputs, case.target["target"])

@@ -18,12 +18,12 @@ from captum.attr import (
 )
 from captum.concept import TCAV, Classifier, Concept
 from captum.metrics import sensitivity_max
+from helpers.every_method import METHODS
 from torch import Tensor
 from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import LayerLatimFlow, LayerMambaLRP, NeuronLatimFlow, NeuronMambaLRP
 
-pytestmark = pytest.mark.conformance
 LAYERS, NEURONS = [LayerLatimFlow, LayerMambaLRP], [NeuronLatimFlow, NeuronMambaLRP]
 layers = pytest.mark.parametrize("method", LAYERS)
 neurons = pytest.mark.parametrize("method", NEURONS)
@@ -37,11 +37,11 @@ def by_embeddings(model: Any) -> Any:
 # --- what is read off a class --------------------------------------------------------------------
 
 
-def test_the_classes(methods: Any) -> None:
+def test_the_classes() -> None:
     model = mamba_lm()
     assert all(isinstance(method(model, BLOCK), LayerAttribution) for method in LAYERS)
     assert all(isinstance(method(model, BLOCK), NeuronAttribution) for method in NEURONS)
-    names = [method.get_name() for method in [*methods, *LAYERS, *NEURONS]]
+    names = [method.get_name() for method in [*METHODS, *LAYERS, *NEURONS]]
     assert len(set(names)) == len(names)
     for method in [*LAYERS, *NEURONS]:
         instance = method(model, BLOCK)
@@ -113,7 +113,7 @@ SMOOTHING = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*LAYERS, *NEURONS])
 @pytest.mark.parametrize("smoothing", SMOOTHING)
 @pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients")

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 COMMON = [name for name in NAMES if name not in OF_TEXTS]
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(
         "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.every_method import CASES, call
+from helpers.every_method import FEW, call
 from helpers.snapshots import Snapshot, process_state
 from oracles import relative_error
 from torch import Tensor
@@ -55,7 +55,7 @@ def other(inputs: Tensor) -> Tensor:
     return torch.cat([inputs.flip(1), inputs], 1)
 
 
-@pytest.mark.parametrize(("make", "name"), CASES)
+@pytest.mark.parametrize(("make", "name"), FEW)
 def test_one_model(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(monkeypatch)
     target = case.target["target"]
@@ -87,7 +87,7 @@ def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) 
         assert close(runs, [expected] * 4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One asks for no checkpoints, the other for those that have a graph inside."""
     case = architectures.jamba(monkeypatch)

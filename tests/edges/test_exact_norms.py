@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles.messages import whole_matrix
 from torch import Tensor, nn
-from zoo.architectures import ZOO, Case, every
+from zoo.architectures import Case, every
 from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out, trace
@@ -76,7 +76,8 @@ def norm_by_norm(model: Any, ids: Tensor, target: tuple[int, int], number: int) 
     return found
 
 
-@pytest.mark.parametrize("norm", [None, nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm])
 def test_norms_called_one_by_one(norm: Any) -> None:
     model, ids = model_with(norm), torch.randint(15, (2, 6))
     effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-2, 3))
@@ -92,7 +93,7 @@ def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
     last = ["backbone.layers.2.mixer"]
     truth = EdgeEffects(model, layers=last, exact_norms=True).against_truth(ids, (-1, 3))
     assert close(truth.estimated, truth.true) < 1e-4
-    first = EdgeEffects(model, layers=last).against_truth(ids, (-1, 3))
+    first = EdgeEffects(model, layers=last, exact_norms=False).against_truth(ids, (-1, 3))
     assert close(first.estimated, first.true) > 1e-3
     effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, 3))
     together = [Edges(2, [0, 1, 5], -1), Edges(2), Edges(2, 3, -1, component="gate")]
@@ -104,10 +105,10 @@ def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
             assert close(effects.of(edges), before - after) < 1e-4
 
 
-@every(ZOO)
+@every(mark=pytest.mark.slow)
 def test_every_way_to_read_them(case: Case, request: pytest.FixtureRequest) -> None:
     effects = EdgeEffects(case.model, exact_norms=True).attribute(case.inputs, **case.target)
-    first = EdgeEffects(case.model).attribute(case.inputs, **case.target)
+    first = EdgeEffects(case.model, exact_norms=False).attribute(case.inputs, **case.target)
     is_scaled = any(f"[{name}]" in request.node.name for name in SCALED)
     assert effects.first_order == (effects.names if is_scaled else [])
     assert first.first_order == first.names
@@ -125,7 +126,7 @@ def test_layers_behind_which_a_norm_is_not_known_are_named() -> None:
     model.backbone.layers[1].norm = TanhNorm(model.config.hidden_size).double()
     effects = EdgeEffects(model, exact_norms=True).attribute(ids, (-1, 3))
     assert effects.first_order == effects.names[:1]
-    first = EdgeEffects(model).attribute(ids, (-1, 3))
+    first = EdgeEffects(model, exact_norms=False).attribute(ids, (-1, 3))
     assert torch.equal(effects.matrix(0), first.matrix(0))
     assert close(effects.matrix(1), first.matrix(1)) > 1e-3
     model.backbone.norm_f = TanhNorm(model.config.hidden_size).double()
@@ -133,7 +134,7 @@ def test_layers_behind_which_a_norm_is_not_known_are_named() -> None:
     assert effects.first_order == effects.names
 
 
-@pytest.mark.parametrize("options", [{"rule": "half", "exact_norms": True}, {"exact_norms": 2}])
-def test_wrong_arguments(options: Any) -> None:
-    with pytest.raises(OptionError, match="exact_norms"):
-        EdgeEffects(mamba_lm(), **options)
+def test_wrong_arguments() -> None:
+    for options in ({"rule": "half", "exact_norms": True}, {"exact_norms": 2}):
+        with pytest.raises(OptionError, match="exact_norms"):
+            EdgeEffects(mamba_lm(), **options)

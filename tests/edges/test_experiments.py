@@ -23,14 +23,12 @@ def chance(model: Any, ids: Tensor, token: int, *cut: Edges) -> Tensor:
         return model(ids).logits[:, -1].double().softmax(-1)[:, token]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "spans"),
     [
-        pytest.param(1, [[0], [1], [2], [3], [4]], marks=pytest.mark.full),
-        (2, [[0], [0, 1], [1, 2], [2, 3], [3, 4]]),
         (3, [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]),
-        pytest.param(99, [[0, 1, 2, 3, 4]] * 5, marks=pytest.mark.full),
+        (99, [[0, 1, 2, 3, 4]] * 5),
     ],
 )
 def test_windows_are_centred_and_clipped(window: int, spans: list[list[int]]) -> None:
@@ -59,6 +57,7 @@ def test_change_in_percent_and_by_difference() -> None:
             assert abs(float(found.change[0, i, b]) - percent) < 1e-4
 
 
+@pytest.mark.slow
 def test_what_is_cut_and_what_takes_its_place() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 6))
     other = torch.randint(15, (2, 6))
@@ -83,6 +82,7 @@ def test_what_is_cut_and_what_takes_its_place() -> None:
         assert torch.allclose(found.probabilities[0, 1], expected, atol=1e-7)
 
 
+@pytest.mark.slow
 @HYBRID
 def test_windows_of_one_kind_of_layers(case: Case) -> None:
     names = ["model.layers.1.self_attn"], ["model.layers.0.mamba", "model.layers.2.mamba"]
@@ -134,7 +134,7 @@ def test_padded_batches() -> None:
         windows_of(mask.flip(1))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @HYBRID
 def test_parts_off_switches_off_one_part_at_a_time(case: Case) -> None:
     ids = case.inputs
@@ -161,6 +161,7 @@ def test_parts_off_switches_off_one_part_at_a_time(case: Case) -> None:
             cut(Edges(number, heads=len(found.heads[name])))
 
 
+@pytest.mark.slow
 @HYBRID
 def test_chosen_layers_and_scores_that_are_numbers(case: Case) -> None:
     runs = []
@@ -180,51 +181,38 @@ def test_chosen_layers_and_scores_that_are_numbers(case: Case) -> None:
             assert abs(float(found.layers["model.layers.2.mamba"]) - score()) < 1e-6
 
 
-def windows(**changed: Any) -> Any:
-    model = mamba_lm()
-    given = {"forward_func": model, "inputs": torch.randint(15, (2, 6)), "target": (-1, 4)}
-    return knockout_windows(**{**given, "kinds": {"first": 0}, **changed})
-
-
-def scored(**changed: Any) -> Any:
+def test_wrong_arguments() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 6))
-    return parts_off(**{"model": model, "score": lambda: float(model(ids).logits.sum()), **changed})
 
+    def windows(**changed: Any) -> Any:
+        given = {"forward_func": model, "inputs": ids, "target": (-1, 4), "kinds": {"first": 0}}
+        return knockout_windows(**(given | changed))
 
-@pytest.mark.parametrize(
-    ("call", "error", "said"),
-    [
-        (lambda: windows(kinds={}), OptionError, "kinds"),
-        (lambda: windows(kinds=[0, 1]), OptionError, "kinds"),
-        (lambda: windows(kinds={"first": 1.5}), OptionError, "sources"),
-        (lambda: windows(kinds={"outside": 6}), QueryError, "position 6"),
-        (lambda: windows(window=0), OptionError, "window"),
-        (lambda: windows(window=None), OptionError, "window"),
-        (lambda: windows(verify=2), OptionError, "verify"),
-        (lambda: windows(layers=7), OptionError, "layers names 7"),
-        (lambda: windows(layers="attention"), NoMixerError, "attention"),
-        (lambda: windows(target=None), TargetError, "target=None"),
-        (lambda: windows(target=4), TargetError, "target"),
-        (lambda: windows(inputs=[1, 2]), InputError, "inputs"),
-        (lambda: scored(score=0.5), OptionError, "score"),
-        (lambda: scored(score=lambda: 0.5), NoMixerError, "none of them"),
-        (lambda: scored(heads=1), OptionError, "heads"),
-        (lambda: scored(layers="attention"), NoMixerError, "attention"),
-    ],
-)
-def test_wrong_arguments(call: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        call()
+    def scored(**changed: Any) -> Any:
+        given = {"model": model, "score": lambda: float(model(ids).logits.sum())}
+        return parts_off(**(given | changed))
 
-
-def test_scores_that_are_none() -> None:
-    model, ids = mamba_lm(), torch.randint(15, (2, 6))
-    for wrong in (lambda: model(ids).logits, lambda: str(model(ids))):
-        with pytest.raises(OptionError, match="score returned"):
-            parts_off(model, wrong)
-
-
-def test_a_model_of_one_number_has_no_probability() -> None:
-    model, ids = mamba_lm(), torch.randint(15, (2, 6))
-    with pytest.raises(TargetError, match="no probability"):
+    for call, changed, error, said in (
+        (windows, {"kinds": {}}, OptionError, "kinds"),
+        (windows, {"kinds": [0, 1]}, OptionError, "kinds"),
+        (windows, {"kinds": {"first": 1.5}}, OptionError, "sources"),
+        (windows, {"kinds": {"outside": 6}}, QueryError, "position 6"),
+        (windows, {"window": 0}, OptionError, "window"),
+        (windows, {"window": None}, OptionError, "window"),
+        (windows, {"verify": 2}, OptionError, "verify"),
+        (windows, {"layers": 7}, OptionError, "layers names 7"),
+        (windows, {"layers": "attention"}, NoMixerError, "attention"),
+        (windows, {"target": None}, TargetError, "target=None"),
+        (windows, {"target": 4}, TargetError, "target"),
+        (windows, {"inputs": [1, 2]}, InputError, "inputs"),
+        (scored, {"score": 0.5}, OptionError, "score"),
+        (scored, {"score": lambda: 0.5}, NoMixerError, "none of them"),
+        (scored, {"score": lambda: model(ids).logits}, OptionError, "score returned"),
+        (scored, {"score": lambda: str(model(ids))}, OptionError, "score returned"),
+        (scored, {"heads": 1}, OptionError, "heads"),
+        (scored, {"layers": "attention"}, NoMixerError, "attention"),
+    ):
+        with pytest.raises(error, match=said):
+            call(**changed)
+    with pytest.raises(TargetError, match="no probability"):  # of a model of one number
         knockout_windows(lambda x: model(x).logits[:, -1, :1], ids, 0, {"first": 0}, model=model)

@@ -10,6 +10,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.versions import transformers5
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS, MIXED_BEFORE
@@ -62,18 +63,11 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         handle.remove()
 
 
-def refused(
-    model: Any, inputs: Tensor, error: type[Exception], said: str, *edges: Edges, **options: Any
-) -> None:
-    with torch.no_grad(), pytest.raises(error, match=said), knock_out(model, *edges, **options):
-        model(inputs)
-
-
 def close(found: Tensor, expected: Tensor) -> float:
     return oracles.relative_error(found.double(), expected.double())
 
 
-@every(ZOO)
+@every(mark=pytest.mark.slow)
 def test_equals_the_matrix_with_entries_zeroed(case: Case) -> None:
     layers, batch, tokens = size_of(case)
     number = layers // 2
@@ -94,11 +88,11 @@ def test_equals_the_matrix_with_entries_zeroed(case: Case) -> None:
     assert close(logits(found), logits(expected)) <= 2e-6
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize(
     ("name", "padded"),
     [
-        pytest.param(name, padded, marks=() if number % 12 == 0 else pytest.mark.full)
+        pytest.param(name, padded, marks=() if number % 12 == 0 else pytest.mark.slow)
         for padded, names in ((False, ADAPTERS), (True, MASKED))
         for number, name in enumerate(names)
         if name not in MIXED_BEFORE
@@ -132,7 +126,7 @@ def test_every_adapter(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch)
         assert close(layer.output, expected) > 10 * limit, layer.name
 
 
-@every(ZOO)
+@every(mark=pytest.mark.slow)
 def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Case) -> None:
     before, hooks = logits(case.model(case.inputs)), hook_count(case.model)
     layers, *_ = size_of(case)
@@ -149,7 +143,7 @@ def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Ca
     assert torch.equal(logits(case.model(case.inputs)), before)
 
 
-@every(ZOO)
+@every(mark=pytest.mark.slow)
 def test_several_layers_are_cut_at_what_reaches_them(case: Case) -> None:
     layers, batch, tokens = size_of(case)
     zeroed = torch.zeros(batch, tokens, tokens, dtype=torch.bool)
@@ -161,7 +155,7 @@ def test_several_layers_are_cut_at_what_reaches_them(case: Case) -> None:
     assert close(logits(found), logits(expected)) <= 2e-6
 
 
-@every(ZOO)
+@every(mark=pytest.mark.slow)
 def test_components_and_heads(case: Case) -> None:
     with torch.no_grad(), trace(case.model) as record:
         case.model(case.inputs)
@@ -195,9 +189,10 @@ def later_but_near(target: Tensor, source: Tensor) -> Tensor:
     return (target > source) & (target - source < 4)
 
 
-@pytest.mark.parametrize(
-    ("sources", "targets", "meant"),
-    [
+def test_relations() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 9))
+    i, j = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
+    rows: list[tuple[Any, Any, Any]] = [
         (3, "later", lambda i, j: (j == 3) & (i > j)),
         ("earlier", -1, lambda i, j: (i == 8) & (j < i)),
         ("same", None, lambda i, j: i == j),
@@ -206,17 +201,12 @@ def later_but_near(target: Tensor, source: Tensor) -> Tensor:
         (slice(None), later_but_near, lambda i, j: later_but_near(i, j)),
         (range(2, 5), slice(5, None), lambda i, j: (j >= 2) & (j < 5) & (i >= 5)),
         ("other", [6, 7], lambda i, j: ((i == 6) | (i == 7)) & (i != j)),
-    ],
-)
-def test_relations(sources: Any, targets: Any, meant: Any) -> None:
-    model, ids = mamba_lm(), torch.randint(15, (2, 9))
-    i, j = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
-    expected, _ = run_without(model, ids, {1: meant(i, j).expand(2, 9, 9)})
-    with torch.no_grad(), knock_out(model, Edges(1, sources, targets)):
-        assert close(logits(model(ids)), logits(expected)) <= 2e-6
-
-
-def test_positions_of_each_example() -> None:
+    ]
+    for sources, targets, meant in rows:
+        expected, _ = run_without(model, ids, {1: meant(i, j).expand(2, 9, 9)})
+        with torch.no_grad(), knock_out(model, Edges(1, sources, targets)):
+            assert close(logits(model(ids)), logits(expected)) <= 2e-6
+    # positions of each example
     model, ids = mamba_lm(), torch.randint(15, (3, 8))
     sources, targets = torch.tensor([[0], [2], [-4]]), torch.tensor([[5, 7], [6, 6], [4, 5]])
     zeroed = torch.zeros(3, 8, 8, dtype=torch.bool)
@@ -291,7 +281,7 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
             model(ids)
 
 
-@every([name for name in ZOO if name not in IMAGES])
+@every([name for name in ZOO if name not in IMAGES], mark=pytest.mark.slow)
 def test_without_a_share_in_the_selection_either(case: Case) -> None:
     """Targets read what the module itself makes of its input with zeros for the sources."""
     with torch.no_grad(), trace(case.model) as record:
@@ -391,7 +381,11 @@ def test_masked_tokens_keep_their_places() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.model(ids, attention_mask=mask).logits
 
-    masked = Masked()
+    masked, real = Masked(), ids[:1, 3:]
+    with torch.no_grad(), knock_out(masked, Edges(1, 4, 6), replace="mean"):
+        found = masked(ids)[0, -1]  # of what real tokens send, padding does not count
+    with torch.no_grad(), knock_out(model, Edges(1, 1, 3), replace="mean"):
+        assert close(found, model(real).logits[0, -1]) <= 2e-6
     zeroed = torch.zeros(2, 7, 7, dtype=torch.bool)
     zeroed[:, 6, 4] = True
     expected, _ = run_without(masked, ids, {1: zeroed})
@@ -399,9 +393,10 @@ def test_masked_tokens_keep_their_places() -> None:
         assert close(masked(ids), expected) <= 2e-6
 
 
-@pytest.mark.parametrize(
-    ("edges", "error", "said"),
-    [
+def test_what_cannot_be_cut() -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 9))
+    before = logits(model(ids))
+    for edges, error, said in (
         (Edges(1, 5, 2), QueryError, "before its source"),
         (Edges(1, 9, 8), QueryError, "sources names position 9"),
         (Edges(1, 2, -12), QueryError, "targets names position -12"),
@@ -413,19 +408,11 @@ def test_masked_tokens_keep_their_places() -> None:
         (Edges(1, 1, 2, heads=20), OptionError, "heads names 20"),
         (Edges(1, 1, 2, component="norm"), OptionError, "norm"),
         (Edges(1, 1, lambda i, j: i - j), OptionError, "booleans"),
-    ],
-)
-def test_what_cannot_be_cut(edges: Edges, error: type[Exception], said: str) -> None:
-    model, ids = mamba_lm(), torch.randint(15, (2, 9))
-    before = logits(model(ids))
-    with pytest.raises(error, match=said), torch.no_grad(), knock_out(model, edges):
-        model(ids)
+    ):
+        with pytest.raises(error, match=said), torch.no_grad(), knock_out(model, edges):
+            model(ids)
     assert torch.equal(logits(model(ids)), before)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+    wrong: list[dict[str, Any]] = [
         {"sources": 1.5},
         {"targets": "behind"},
         {"targets": torch.ones(3)},
@@ -435,11 +422,18 @@ def test_what_cannot_be_cut(edges: Edges, error: type[Exception], said: str) -> 
         {"selection": 1},
         {"selection": True, "component": "scan"},
         {"sources": object()},
-    ],
-)
-def test_what_names_no_edges(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        Edges(**options)
+    ]
+    for options in wrong:
+        with pytest.raises(OptionError):
+            Edges(**options)
+    for given, options in (
+        ((1, 2, 3), {}),
+        (Edges(1), {"replace": "x"}),
+        (Edges(1), {"replace": 3}),
+    ):
+        said = "replace" if options else "Edges"
+        with pytest.raises(OptionError, match=said), knock_out(model, given, **options):
+            pass
 
 
 def test_one_message_is_not_cut_in_two_ways() -> None:
@@ -460,16 +454,6 @@ def test_one_message_is_not_cut_in_two_ways() -> None:
             model(ids)
         with knock_out(model, Edges(1)), knock_out(model, Edges(1, 2, 5)):
             model(ids)
-
-
-def test_wrong_arguments() -> None:
-    model = mamba_lm()
-    with pytest.raises(OptionError, match="Edges"), knock_out(model, (1, 2, 3)):
-        pass
-    with pytest.raises(OptionError, match="replace"), knock_out(model, Edges(1), replace="median"):
-        pass
-    with pytest.raises(OptionError, match="replace"), knock_out(model, Edges(1), replace=3):
-        pass
 
 
 def test_no_gradient_is_taken_through_a_cut() -> None:

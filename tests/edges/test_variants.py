@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import full
 from oracles import relative_error
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ def one_by_one(model: Any, x: Tensor, target: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("make", [hyenadna, *full(caduceus)])
+@pytest.mark.parametrize("make", [hyenadna, pytest.param(caduceus, marks=pytest.mark.slow)])
 def test_mutagenesis_is_a_run_for_each(make: Any) -> None:
     model, x = make(), sequences()
     wanted = one_by_one(model, x, 1)
@@ -73,6 +72,7 @@ def test_mutagenesis_of_log_odds() -> None:
     assert relative_error(mutagenesis(model, x, 0, contrast="others"), wanted) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, *RULES])
 @pytest.mark.parametrize("make", [caduceus, hyenadna])
 def test_effects_are_differences_of_a_gradient(make: Any, rule: Any) -> None:
@@ -98,6 +98,7 @@ def test_effects_are_differences_of_a_gradient(make: Any, rule: Any) -> None:
     assert relative_error(variant_effects(last, x.mT, 1, rule=rule).mT, found) <= 1e-9
 
 
+@pytest.mark.slow
 def test_a_model_linear_in_its_bases_is_told_exactly() -> None:
     """Where gates and norms do nothing, every rule is the truth."""
 

@@ -21,23 +21,17 @@ def subject(labels: list[str] | None = None, own: dict[int, str] | None = None) 
     return Subject(module, module, None, Codec(word_tokenizer()), labels)
 
 
-@pytest.mark.parametrize("text", ["lamp", "$5"])
-def test_tokens_by_text(text: str) -> None:
-    assert read_target(subject(), text, language=True) == (-1, WORDS.index(text))
-
-
-def test_tokens_by_id() -> None:
-    assert read_target(subject(), "id:12", language=True) == (-1, 12)
+def test_tokens_by_text_and_by_id() -> None:
+    for text in ("lamp", "$5"):
+        assert read_target(subject(), text, language=True) == (-1, WORDS.index(text))
     without = Subject(nn.Identity(), nn.Identity(), None, None, None)
-    assert read_target(without, "id:3", language=True) == (-1, 3)
+    for given in (subject(), without):
+        assert read_target(given, "id:3", language=True) == (-1, 3)
     with pytest.raises(OptionError, match="without a tokenizer"):
         read_target(without, "lamp", language=True)
-
-
-@pytest.mark.parametrize("text", ["anna owns", ""])
-def test_one_token_is_asked_for(text: str) -> None:
-    with pytest.raises(OptionError, match=f"is {len(text.split())} tokens"):
-        read_target(subject(), text, language=True)
+    for text in ("anna owns", ""):
+        with pytest.raises(OptionError, match=f"is {len(text.split())} tokens"):
+            read_target(subject(), text, language=True)
 
 
 def test_classes_by_name_and_number() -> None:

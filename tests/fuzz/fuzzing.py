@@ -14,7 +14,7 @@ def cases(quick: int, long: int) -> int:
 
     Args:
         quick: how many by default.
-        long: how many with CAPTUM_SSM_FUZZ=long.
+        long: how many with --hypothesis-profile=long.
     """
     return long if settings.get_current_profile_name() == "long" else quick
 
@@ -30,6 +30,6 @@ def fuzz(quick: int, long: int) -> Callable[[Any], Any]:
     def mark(test: Any) -> Any:
         # large cases take long to draw, and are wanted
         drawn = settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
-        return pytest.mark.fuzz(drawn(test))
+        return pytest.mark.slow(drawn(test))
 
     return mark

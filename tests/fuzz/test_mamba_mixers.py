@@ -34,13 +34,13 @@ def mamba(options: dict[str, Any]) -> Made:
     module = mixer("mamba.MambaMixer", "MambaConfig", options)
     unpadded = sides(options["use_bias"], options["conv_kernel"])
     # A is computed in float32
-    return Made(module, options["hidden_size"], told, sides=unpadded, double=False)
+    return Made(module, options["hidden_size"], told, sides=unpadded)
 
 
 def falcon_mamba(options: dict[str, Any]) -> Made:
     module = mixer("falcon_mamba.FalconMambaMixer", "FalconMambaConfig", options, mixer_rms_eps=EPS)
     unpadded = sides(options["use_bias"], options["conv_kernel"])
-    return Made(module, options["hidden_size"], told, sides=unpadded, double=False)
+    return Made(module, options["hidden_size"], told, sides=unpadded)
 
 
 _HYBRID = {
@@ -58,7 +58,7 @@ def jamba(options: dict[str, Any]) -> Made:
     small = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": EPS}
     module = mixer("jamba.JambaMambaMixer", "JambaConfig", options, **small)
     unpadded = sides(options["mamba_proj_bias"], options["mamba_d_conv"])
-    return Made(module, options["hidden_size"], told, sides=unpadded, double=False)
+    return Made(module, options["hidden_size"], told, sides=unpadded)
 
 
 def zamba(options: dict[str, Any]) -> Made:
@@ -66,7 +66,7 @@ def zamba(options: dict[str, Any]) -> Made:
     small = {"num_attention_heads": 2, **layers}
     module = mixer("zamba.ZambaMambaMixer", "ZambaConfig", options, **small)
     unpadded = sides(options["mamba_proj_bias"], options["mamba_d_conv"])
-    return Made(module, options["hidden_size"], told, sides=unpadded, double=False)
+    return Made(module, options["hidden_size"], told, sides=unpadded)
 
 
 # --- Mamba-2 -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def mamba2(family: str) -> Callable[[dict[str, Any]], Made]:
             module.norm.variance_epsilon = EPS
         unpadded = sides(options["bias"], options["kernel"])
         # chunks are computed in float32
-        return Made(module, width, told, sides=unpadded, double=False)
+        return Made(module, width, told, sides=unpadded)
 
     return make
 
@@ -221,7 +221,7 @@ SUBJECTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Made]]] = {
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@fuzz(quick=3, long=50)
+@fuzz(quick=2, long=50)
 @given(st.data(), inputs())
 def test_mixers(name: str, data: st.DataObject, drawn: Inputs) -> None:
     check_any(*SUBJECTS[name], data, drawn)

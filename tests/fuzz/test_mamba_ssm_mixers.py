@@ -64,7 +64,7 @@ class Package:
 
     def mamba(self, options: dict[str, Any]) -> Made:
         module = randomise(self.package.make_mamba(**options))
-        return Made(module, options["d_model"], double=False)
+        return Made(module, options["d_model"])
 
     def mamba2(self, options: dict[str, Any]) -> Made:
         norm_first = options["norm_before_gate"] and not options["fused"]
@@ -88,7 +88,7 @@ class Package:
         groups, each = options.pop("groups"), options.pop("each")
         heads = 2 * groups * each
         width = heads * options["headdim"] // 2
-        return Made(self.mamba3.make(width, ngroups=groups, **options), width, double=False)
+        return Made(self.mamba3.make(width, ngroups=groups, **options), width)
 
     @staticmethod
     def _shape(options: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Package:
         randomise(module)
         if hasattr(module, "norm"):
             module.norm.eps = EPS
-        return Made(module, width, double=False)
+        return Made(module, width)
 
 
 SUBJECTS: dict[str, tuple[dict[str, Any], Callable[[Package, dict[str, Any]], Made]]] = {
@@ -133,7 +133,7 @@ def package() -> Iterator[Package]:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@fuzz(quick=3, long=50)
+@fuzz(quick=2, long=50)
 @given(data=st.data(), drawn=inputs())
 def test_mixers(package: Package, name: str, data: st.DataObject, drawn: Inputs) -> None:
     options, make = SUBJECTS[name]

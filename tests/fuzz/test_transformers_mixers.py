@@ -50,7 +50,7 @@ def griffin(options: dict[str, Any]) -> Made:
         arguments = {"position_ids": positions[None], "attention_mask": None, "use_cache": False}
         return arguments | continuing(0)
 
-    return Made(module, options["hidden_size"], call, double=False)
+    return Made(module, options["hidden_size"], call)
 
 
 _RWKV = {"hidden_size": st.integers(1, 9), "attention_hidden_size": st.integers(1, 9)}
@@ -66,7 +66,7 @@ def rwkv(options: dict[str, Any]) -> Made:
         "time_mix_value": torch.sigmoid,
         "time_mix_receptance": torch.sigmoid,
     }
-    return Made(randomised(module, spread), options["hidden_size"], double=False)
+    return Made(randomised(module, spread), options["hidden_size"])
 
 
 _XLSTM = {
@@ -96,7 +96,8 @@ def xlstm(options: dict[str, Any]) -> Made:
         **own,
     )
     module = randomise(modeling.xLSTMLayer(config))
-    return Made(module, heads * per_head, mixes_channels=True, double=False, half=False)
+    # the module's chunks do not take bfloat16
+    return Made(module, heads * per_head, upcast=False)
 
 
 _LFM2 = {"hidden_size": st.integers(1, 9), "conv_L_cache": KERNEL, "conv_bias": BOOL}
@@ -136,7 +137,7 @@ def minimax(options: dict[str, Any]) -> Made:
 
     both = ("left", "right")
     # products of its decays are kept in buffers
-    return Made(module, options["hidden_size"], call, sides=both, double=False, upcast=False)
+    return Made(module, options["hidden_size"], call, sides=both, upcast=False)
 
 
 _DELTA = {
@@ -167,7 +168,7 @@ def delta(family: str) -> Callable[[dict[str, Any]], Made]:
             }
         with pytest.MonkeyPatch.context() as patch:  # the module's fixture keeps what it needs
             module = Family(family, patch).mixer(**own, rms_norm_eps=EPS)
-        return Made(module, options["hidden_size"], told, sides=("left", "right"), double=False)
+        return Made(module, options["hidden_size"], told, sides=("left", "right"))
 
     return make
 
@@ -194,7 +195,7 @@ def own_functions() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@fuzz(quick=3, long=50)
+@fuzz(quick=2, long=50)
 @given(st.data(), inputs())
 def test_mixers(name: str, data: st.DataObject, drawn: Inputs) -> None:
     check_any(*SUBJECTS[name], data, drawn)

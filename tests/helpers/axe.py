@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 
-from helpers.chromium import Page
+from helpers.browser import Page
 
 PACKAGE = "axe-playwright-python"
 #: All of axe's rules: those of WCAG, and what it calls best practices.

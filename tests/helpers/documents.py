@@ -1,8 +1,7 @@
-"""README, CONTRIBUTING, docs and notebooks: their code, commands and links."""
+"""README, CONTRIBUTING and docs: their code, commands and links."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tutorials/*.ipynb"))
 
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -65,18 +63,10 @@ def commands(page: str) -> list[Command]:
 
 
 def links(page: str) -> list[str]:
-    """The relative links of a page's or notebook's text, without what follows a #."""
-    text = _CODE.sub("", _FENCE.sub("", _text(page)))
+    """The relative links of a page's text, without what follows a #."""
+    text = _CODE.sub("", _FENCE.sub("", (ROOT / page).read_text("utf-8")))
     found = (link.partition("#")[0] for link in _LINK.findall(text))
     return [link for link in found if link and ":" not in link]
-
-
-def _text(page: str) -> str:
-    text = (ROOT / page).read_text("utf-8")
-    if not page.endswith(".ipynb"):
-        return text
-    cells = json.loads(text)["cells"]
-    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def _of_block(page: str, block: str) -> list[Command]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -38,6 +39,16 @@ from helpers.pages import read_page
 Call = Callable[[nn.Module, Tensor, Any], list[Tensor]]
 
 METHODS: list[Any] = [entry.method for entry in catalogue.METHODS]
+#: Those that ask for the row of a token, whatever the output is.
+OF_QUERIES = [m for m in METHODS if "query" in inspect.signature(m.attribute).parameters]
+
+
+def named(methods: list[Any]) -> pytest.MarkDecorator:
+    """A case for each of some methods."""
+    return pytest.mark.parametrize("method", methods, ids=lambda method: method.__name__)
+
+
+each_method, each_of_queries = named(METHODS), named(OF_QUERIES)
 
 
 def explained(method: Any, model: nn.Module, inputs: Tensor, target: Any) -> list[Tensor]:
@@ -157,13 +168,15 @@ QUICK = {
     ("jamba", "TransformerAttribution"),
     ("vim", "MambaAttribution"),
 }
+#: A few methods on a few models, of which none changes what the others change.
+FEW = [(getattr(architectures, make), name) for make, name in sorted(QUICK)]
 #: Every method on every model that it takes.
 CASES = [
     pytest.param(
         make,
         name,
         id=f"{make.__name__}-{name}",
-        marks=() if (make.__name__, name) in QUICK else pytest.mark.full,
+        marks=() if (make.__name__, name) in QUICK else pytest.mark.slow,
     )
     for make in MODELS
     for name in NAMES

@@ -6,28 +6,26 @@ comes from the package.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import oracles
 import torch
 import torch.nn.functional as F
-from oracles import relative_error
 from torch import Tensor
 
-from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
+from captum_ssm import trace
 from captum_ssm.attr.call.components import parse_components
+from captum_ssm.errors import InputError
 from captum_ssm.tracing import Layer
+from helpers import contract
 
 # float32 against float32 or float64, for any draw of the parameters; see typical_error
 FLOAT32 = 1e-5
 #: Norms of few features that do not blow rounding errors up.
 EPS = 0.05
-LENGTHS = [1, 2, 3, 5, 70]
 ABLATIONS = ["s6", "unified", "exact", "exact-conv", "exact-activation", "exact-norm", "exact-gate"]
 
 
@@ -48,49 +46,6 @@ def side_mask(lengths: Sequence[int], tokens: int, side: str = "left") -> Tensor
     for row, length in enumerate(lengths):
         mask[row, tokens - length :] = 1
     return mask if side == "left" else mask.flip(1)
-
-
-# --- reproduction ---------------------------------------------------------------------------
-
-
-def reproduces(make: Callable[[], Any], width: int, **kwargs: Any) -> None:
-    """All lengths, single and in batches, with and without padding on either side."""
-    layer = make()
-    for tokens in LENGTHS:
-        for batch in (1, 3):
-            recorded = record_one(layer, torch.randn(batch, tokens, width), **kwargs)
-            assert recorded.output.shape == (batch, tokens, width)
-            assert recorded.reconstruction_error() <= FLOAT32, (tokens, batch)
-            assert recorded.linear.mask is None
-    knows_padding = "attention_mask" in inspect.signature(layer.forward).parameters
-    for side in ("left", "right")[: 2 if knows_padding else 0]:
-        mask = side_mask([9, 4, 1], 9, side)
-        recorded = record_one(layer, torch.randn(3, 9, width), attention_mask=mask, **kwargs)
-        assert recorded.reconstruction_error() <= FLOAT32, side
-        assert recorded.linear.mask is not None
-        assert torch.equal(recorded.linear.mask, mask.bool())
-
-
-def typical_error(make: Callable[[], Any], width: int, limit: float, **kwargs: Any) -> None:
-    errors = []
-    for _ in range(9):
-        hidden = torch.randn(2, 16, width)
-        errors.append(record_one(make(), hidden, **kwargs).reconstruction_error())
-    assert statistics.median(errors) <= limit
-
-
-def half_precision(make: Callable[[], Any], width: int, **kwargs: Any) -> None:
-    """The operator of a bfloat16 layer is computed in float32; its layer rounds."""
-    errors = []
-    for _ in range(5):
-        layer = make().to(torch.bfloat16)
-        recorded = record_one(layer, torch.randn(2, 9, width).bfloat16(), **kwargs)
-        linear = recorded.linear
-        assert recorded.output.dtype == torch.bfloat16
-        assert linear.values.dtype == linear.operator.dtype == torch.float32
-        assert linear.output().dtype == torch.float32
-        errors.append(recorded.reconstruction_error())
-    assert statistics.median(errors) <= 2e-2
 
 
 # --- the matrices ---------------------------------------------------------------------------
@@ -213,113 +168,40 @@ def decayed_scores(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
 Make = Callable[[Any, Tensor, Tensor], Formula]
 
 
-def matrices_agree(
-    layer: Any,
-    width: int,
-    formula: Make,
-    *,
-    compacted: bool,
-    tolerance: float = 1e-10,
-    before_projection: Callable[[Tensor], Tensor] = lambda y: y,
-    **kwargs: Any,
+def holds(
+    layer: Any, width: int, formula: Make, *, compacted: bool, exact: bool = True, **kwargs: Any
 ) -> None:
-    """The operator against the formula in float64, for every ablation, with and without padding.
+    """The contract of adapters, its matrices for every ablation, and padding between tokens.
 
     Args:
-        layer: a layer of fla; one that knows no padding is given none.
+        layer: a layer of fla.
         width: of its input.
         formula: makes the formula from a float64 layer, its input and its mask.
         compacted: whether the layer drops padded tokens; then each sequence is written alone.
-        tolerance: of the comparison.
-        before_projection: what happens to the operator's output before it is projected. Default:
-            nothing.
+        exact: whether the formula has the accuracy of float64. Default: True.
         **kwargs: passed to the layer.
     """
-    layer = copy.deepcopy(layer).double()
-    hidden = torch.randn(3, 8, width, dtype=torch.float64)
-    knows_padding = "attention_mask" in inspect.signature(layer.forward).parameters
-    for side in ("none", "left", "right")[: 3 if knows_padding else 1]:
-        mask = torch.ones(3, 8, dtype=torch.long)
-        mask = mask if side == "none" else side_mask([8, 5, 2], 8, side)
-        given = {"attention_mask": mask} if knows_padding else {}
-        recorded = record_one(layer, hidden, **given, **kwargs)
-        linear = recorded.linear
-        before = linear.operator.affine(linear.values)
-        assert before.dtype == torch.float64
-        projected = before_projection(before).flatten(2)
-        project = layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj
-        assert relative_error(linear.output(), project(projected)) <= 1e-12
-        for row in range(3):
-            at = mask[row].bool() if compacted else torch.ones(8, dtype=torch.bool)
+
+    def matrices(layer: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        mask = kwargs.get("attention_mask")
+        mask = torch.ones(hidden.shape[:2]).long() if mask is None else mask
+        found: dict[str, list[Tensor]] = {name: [] for name in ABLATIONS}
+        for row in range(len(hidden)):
+            at = mask[row].bool() if compacted else torch.ones_like(mask[row]).bool()
             wanted = formula(layer, hidden[row : row + 1, at], mask[row : row + 1, at])
-            found = before[row : row + 1, at]
-            assert relative_error(found, wanted.before_projection()) <= tolerance, side
-            for components in ABLATIONS:
-                operator = linear.restrict(parse_components(components)).operator.per_channel()
-                matrices = operator.dense(None)[row]
-                alone = matrices[:, at][:, :, at]
-                exact = wanted.alpha(components)[0]
-                assert relative_error(alone, exact) <= tolerance, (side, components)
-                assert not matrices[:, :, mask[row] == 0].any()
-                if compacted:
-                    assert not matrices[:, ~at].any()
-                mean = operator.dense("mean")[row][at][:, at]
-                assert relative_error(mean, exact.mean(0)) <= tolerance
+            for name, rows in found.items():
+                alpha = wanted.alpha(name)[0].to(torch.float64 if exact else torch.float32)
+                whole = alpha.new_zeros(len(alpha), len(at), len(at))
+                whole[:, at[:, None] & at] = alpha.flatten(1)
+                rows.append(whole)
+        return {name: torch.stack(rows) for name, rows in found.items()}
 
-
-# --- whole models ---------------------------------------------------------------------------
-
-
-def whole_model(model: Any, tolerance: float = FLOAT32) -> None:
-    """Every layer, logits that tracing leaves alone, and padding that changes nothing."""
-    ids = torch.randint(19, (3, 11))
-    with torch.no_grad():
-        plain = model(ids, use_cache=False).logits
-    with torch.no_grad(), trace(model) as t:
-        traced = model(ids).logits
-    assert torch.equal(plain, traced)
-    assert len(t.layers) == 2
-    for layer in t.layers:
-        assert layer.reconstruction_error() <= tolerance
-
-    mask = side_mask([11, 6, 2], 11)
-    for layer in record(model, ids, attention_mask=mask):
-        assert layer.reconstruction_error() <= tolerance
-    for method in (MambaAttribution(model), ImplicitAttentionRollout(model)):
-        together = method.attribute(ids, (-1, 3), mask, components="exact")
-        assert together.shape == ids.shape
-        assert not together[mask == 0].any()
-        for row, length in enumerate([11, 6, 2]):
-            alone = method.attribute(ids[row : row + 1, 11 - length :], (-1, 3), components="exact")
-            assert relative_error(together[row : row + 1, 11 - length :], alone) <= 1e-5
-            assert alone.abs().max() > 0
-
-
-def attribution_agrees(model: Any, formula: Callable[[Any, Tensor, Any], Formula]) -> None:
-    """MambaAttribution against I + (g . mean of alpha)+ multiplied out in float64."""
-    ids = torch.randint(19, (2, 9))
-    found = MambaAttribution(model).attribute(ids, (-1, 3))
-
-    double = copy.deepcopy(model).double()
-    inputs: list[tuple[Any, Tensor, dict[str, Any]]] = []
-    outputs: list[Tensor] = []
-
-    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        inputs.append((module, (args[0] if args else kwargs["hidden_states"]).detach(), kwargs))
-        outputs.append(output[0])
-
-    mixers = [layer.attn for layer in double.model.layers]
-    handles = [m.register_forward_hook(keep, with_kwargs=True) for m in mixers]
-    with torch.enable_grad():
-        logits = double(ids, use_cache=False).logits
-        gradients = torch.autograd.grad(logits[:, -1, 3].sum(), outputs)
-    for handle in handles:
-        handle.remove()
-
-    eye = torch.eye(9, dtype=torch.float64)
-    product = eye.expand(2, 9, 9)
-    for (module, hidden, kwargs), gradient in zip(inputs, gradients, strict=True):
-        with torch.no_grad():
-            alpha = formula(module, hidden, kwargs).alpha("unified").mean(1)
-        product = (eye + (gradient.mean(-1)[..., None] * alpha).clamp_min(0)) @ product
-    assert relative_error(found, product[:, -1]) <= 1e-5
+    contract.holds(layer, width, matrices, **kwargs)
+    if "attention_mask" in inspect.signature(layer.forward).parameters:
+        gap = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
+        recorded = record_one(layer, torch.randn(1, 8, width), attention_mask=gap, **kwargs)
+        try:
+            assert recorded.reconstruction_error() <= FLOAT32
+        except InputError as error:  # over a gap a convolution has other taps
+            assert compacted and "between tokens" in str(error)
+            assert any(name.endswith("conv1d") for name, _ in layer.named_modules())

@@ -15,7 +15,7 @@ from torch import nn
 
 #: Marks of tests that fork.
 FORKS = [
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(
         "fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork"
     ),

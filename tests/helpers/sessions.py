@@ -24,7 +24,7 @@ Value = tuple[tuple[str, ...], tuple[Hashable, ...]]
 
 def full(*values: Any) -> list[Any]:
     """Values of a parameter that the quick session leaves out."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -34,7 +34,7 @@ def thorough(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 def thorough_rows(rows: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
     """Rows of values of several parameters, of which the quick session tries only some."""
-    return [row if row in quick else pytest.param(*row, marks=pytest.mark.full) for row in rows]
+    return [row if row in quick else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def sampled(rows: Iterable[Any], step: int) -> list[Any]:
@@ -48,7 +48,7 @@ def sampled(rows: Iterable[Any], step: int) -> list[Any]:
     for number, row in enumerate(rows):
         plain = row if type(row) is tuple else (row,)
         param = row if hasattr(row, "marks") else pytest.param(*plain)
-        marks = [pytest.mark.full] if number % step else []
+        marks = [pytest.mark.slow] if number % step else []
         found.append(pytest.param(*param.values, id=param.id, marks=[*param.marks, *marks]))
     return found
 
@@ -63,7 +63,7 @@ def spread(rows: Iterable[Any]) -> list[Any]:
     for row in rows:
         param = pytest.param(*row) if type(row) is tuple else row
         values = set(enumerate(map(_key, param.values)))
-        marks = () if values - tried else pytest.mark.full
+        marks = () if values - tried else pytest.mark.slow
         found.append(pytest.param(*param.values, id=param.id, marks=marks))
         tried |= values
     return found

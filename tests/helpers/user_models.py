@@ -1,19 +1,14 @@
-"""What users bring along: a language model in a folder, a classifier of their own, an image."""
+"""A user's own language model in a folder, and a classifier."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM, MambaModel, PreTrainedTokenizerFast
-from zoo.folders import shapes
-
-from captum_ssm.explain.loading import Source, load
 
 TEXT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 _WORDS = ("<unk>", "<pad>", "<eos>", *dict.fromkeys(TEXT.split()), "carl", "drum")
@@ -32,11 +27,11 @@ class Classifier(nn.Module):
 
 
 class Made:
-    """Models, a tokenizer, a folder of transformers and an image, each made when it is needed."""
+    """Models, a tokenizer and a folder of transformers."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
-        self.picture, self.folder, self.tmp = folder / "scene.png", folder / "lm", folder
+        self.folder, self.tmp = folder / "lm", folder
         raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, "<unk>"))
         raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
@@ -53,18 +48,3 @@ class Made:
     @cached_property
     def classifier(self) -> Classifier:
         return Classifier(self.config).eval()
-
-    @cached_property
-    def shapes(self) -> Path:
-        """A folder of a classifier of images."""
-        return shapes(self.tmp / "shapes")
-
-    @cached_property
-    def vim(self) -> nn.Module:
-        return load(Source(str(self.shapes))).model
-
-    @cached_property
-    def image(self) -> Tensor:
-        pixels = (np.random.default_rng(0).random((64, 64, 3)) * 255).astype("uint8")
-        Image.fromarray(pixels).save(self.picture)
-        return load(Source(str(self.shapes))).prepared([self.picture])

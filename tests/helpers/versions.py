@@ -10,6 +10,11 @@ import transformers
 
 VERSION_4 = transformers.__version__.startswith("4.")
 
+#: Marks a test of code that version 4 has not, or that is otherwise there.
+transformers5 = pytest.mark.skipif(
+    VERSION_4, reason=f"not for transformers {transformers.__version__}, see CONTRIBUTING.md"
+)
+
 
 def named(name: str) -> Any:
     """A class of transformers; without it the test is skipped."""

@@ -110,9 +110,8 @@ def test_it_says_what_it_is() -> None:
     assert repr(found) == shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_arguments_that_do_not_fit() -> None:
+    for arguments, said in (
         ({"architecture": "batchtopk"}, r"architecture='batchtopk' is not known.*jumprelu"),
         ({"architecture": "topk"}, "k=None: of 12 features, 1 to 12"),
         ({"architecture": "topk", "k": 13}, "k=13: of 12 features"),
@@ -122,14 +121,9 @@ def test_it_says_what_it_is() -> None:
             {"architecture": "gated", "rescale_acts_by_decoder_norm": True},
             "'gated'.*rescale_acts_by_decoder_norm=True",
         ),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        SparseAutoencoder(WIDTH, FEATURES, **arguments)
-
-
-# --- folders -------------------------------------------------------------------------------------
+    ):
+        with pytest.raises(OptionError, match=said):
+            SparseAutoencoder(WIDTH, FEATURES, **arguments)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -198,12 +192,6 @@ def folder_of(tmp_path: Path, weights: dict[str, Tensor] | None = None, **settin
     return tmp_path
 
 
-def test_the_layer_may_be_named_anew(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    assert SparseAutoencoder.load(folder).layer == "blocks.3.hook_resid_post"
-    assert SparseAutoencoder.load(folder, layer="model.layers.3").layer == "model.layers.3"
-
-
 def test_the_name_of_a_module_comes_before_that_of_a_hook(tmp_path: Path) -> None:
     both = {"hook_name": "blocks.3.hook_resid_post", "hf_hook_name": "model.layers.3"}
     found = SparseAutoencoder.load(folder_of(tmp_path, metadata=both))
@@ -231,63 +219,49 @@ def test_earlier_versions_keep_everything_in_one_list(tmp_path: Path) -> None:
     assert (found.architecture, found.layer) == ("standard", "blocks.3.hook_resid_post")
     known = {"model_name": "gpt2-small", "hook_name": "blocks.3.hook_resid_post"}
     assert found.metadata == known and found.apply_b_dec_to_input
-
-
-def test_earlier_versions_name_topk_by_its_function(tmp_path: Path) -> None:
+    assert SparseAutoencoder.load(folder, layer="model.layers.3").layer == "model.layers.3"
     earlier = {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}}
     found = SparseAutoencoder.load(folder_of(tmp_path, metadata=None, **earlier))
     assert (found.architecture, found.k) == ("topk", 3)
-
-
-def test_earlier_versions_keep_the_logarithm_of_the_threshold(tmp_path: Path) -> None:
     threshold = {"log_threshold": torch.randn(FEATURES)}
     found = SparseAutoencoder.load(folder_of(tmp_path, threshold, architecture="jumprelu"))
     torch.testing.assert_close(found.threshold.detach(), threshold["log_threshold"].exp())
-
-
-def test_weights_take_the_type_that_the_settings_say(tmp_path: Path) -> None:
     found = SparseAutoencoder.load(folder_of(tmp_path, dtype="bfloat16"))
     assert {value.dtype for value in found.parameters()} == {torch.bfloat16}
     assert found(torch.randn(2, WIDTH)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"architecture": "temporal"}, r"architecture = 'temporal'; one of \('standard'"),
-        ({"architecture": "transcoder"}, "architecture = 'transcoder'"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'.* Fold"),
-        ({"normalize_activations": "expected_average_only_in"}, "'expected_average_only_in'"),
-        ({"normalize_activations": True, "metadata": None}, "normalize_activations = True"),
-        ({"reshape_activations": "hook_z"}, "reshape_activations = 'hook_z'"),
-        ({"metadata": {"hook_name": "blocks.3.attn.hook_z"}}, "reshape_activations = 'hook_z'"),
-        ({"metadata": {"hook_head_index": 2}}, "hook_head_index = 2; None is.* single heads"),
-        ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor = True"),
-        ({"activation_fn": "tanh-relu"}, "activation_fn = 'tanh-relu'; 'relu' is accepted"),
-        ({"dtype": "int8"}, "dtype = 'int8'; one of"),
-        ({"d_in": None}, "d_in = None; a number of 1 or more"),
-        ({"d_sae": -3}, "d_sae = -3"),
-        ({"d_sae": True}, "d_sae = True"),
-        ({"d_sae": "12"}, "d_sae = '12'"),
-        ({"architecture": "topk"}, "k = None; a number"),
-        ({"architecture": "topk", "k": 13}, r"cfg\.json makes no dictionary: k=13"),
-        ({"rescale_acts_by_decoder_norm": True}, "'standard' has k=None, rescale_acts"),
-        ({"d_in": 6}, r"does not fit cfg\.json.*W_enc"),
-        ({"architecture": "gated"}, r"does not fit cfg\.json.*b_gate"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(
-    tmp_path: Path, settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(CheckpointError, match=f"(?s){said}"):
-        SparseAutoencoder.load(folder_of(tmp_path, **settings))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architecture": "temporal"}, r"architecture = 'temporal'; one of \('standard'"),
+    ({"architecture": "transcoder"}, "architecture = 'transcoder'"),
+    ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'.* Fold"),
+    ({"normalize_activations": "expected_average_only_in"}, "'expected_average_only_in'"),
+    ({"normalize_activations": True, "metadata": None}, "normalize_activations = True"),
+    ({"reshape_activations": "hook_z"}, "reshape_activations = 'hook_z'"),
+    ({"metadata": {"hook_name": "blocks.3.attn.hook_z"}}, "reshape_activations = 'hook_z'"),
+    ({"metadata": {"hook_head_index": 2}}, "hook_head_index = 2; None is.* single heads"),
+    ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor = True"),
+    ({"activation_fn": "tanh-relu"}, "activation_fn = 'tanh-relu'; 'relu' is accepted"),
+    ({"dtype": "int8"}, "dtype = 'int8'; one of"),
+    ({"d_in": None}, "d_in = None; a number of 1 or more"),
+    ({"d_sae": -3}, "d_sae = -3"),
+    ({"d_sae": True}, "d_sae = True"),
+    ({"d_sae": "12"}, "d_sae = '12'"),
+    ({"architecture": "topk"}, "k = None; a number"),
+    ({"architecture": "topk", "k": 13}, r"cfg\.json makes no dictionary: k=13"),
+    ({"rescale_acts_by_decoder_norm": True}, "'standard' has k=None, rescale_acts"),
+    ({"d_in": 6}, r"does not fit cfg\.json.*W_enc"),
+    ({"architecture": "gated"}, r"does not fit cfg\.json.*b_gate"),
+]
 
 
-def test_a_scale_that_was_learned_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_honored_is_refused(tmp_path: Path) -> None:
+    for settings, said in REFUSED:
+        with pytest.raises(CheckpointError, match=f"(?s){said}"):
+            SparseAutoencoder.load(folder_of(tmp_path, **settings))
+    learned = {"scaling_factor": torch.full((FEATURES,), 2.0)}
     with pytest.raises(CheckpointError, match="scaling_factor"):
-        SparseAutoencoder.load(
-            folder_of(tmp_path, {"scaling_factor": torch.full((FEATURES,), 2.0)})
-        )
+        SparseAutoencoder.load(folder_of(tmp_path, learned))
 
 
 def test_broken_folders(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from captum_ssm.errors import CaptumSSMError, InputError, LayerError, OptionErro
 from captum_ssm.inside import Graph, Node, against_truth, without
 from captum_ssm.inside.influence import influences, scores
 from captum_ssm.models import load_bundled
-from captum_ssm.models.recall import generate
 
 BLOCKS = ["backbone.layers.0", "backbone.layers.1"]
 MIXERS = [f"{block}.mixer" for block in BLOCKS]
+THINGS = ["lamp", "kite", "drum", "boat", "ring"]
 
 
 class Words:
@@ -64,9 +64,7 @@ def close(graph: Graph, limit: float) -> bool:
     return all(abs(total - wanted) <= limit * size for total, wanted in sums(graph))
 
 
-# --- edges ---------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @never_rounded()
 def test_edges_are_those_of_the_matrices():
     model, ids, words = mamba_lm().double(), token_ids(1, 5), [Words(), Words()]
@@ -134,7 +132,9 @@ def test_whole_activations_have_the_parts_of_the_whole_decomposition():
     torch.testing.assert_close(graph.effects()[tokens], wanted, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("rule", ["half", "equal", "centred"])
+@pytest.mark.parametrize(
+    "rule", ["centred", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "equal"))]
+)
 def test_other_rules_add_up(rule):
     model, ids = mamba_lm().double(), token_ids(1, 5)
     nodes = {BLOCKS[0]: Words(), MIXERS[1]: None, f"{MIXERS[0]}.heads": None}
@@ -230,9 +230,6 @@ def test_tokens_that_the_model_puts_in_front():
     assert graph.tokens == ("(virtual)", "a", "b", "c", "d")
 
 
-# --- influence, pruning, paths -------------------------------------------------------------------
-
-
 def drawn(seed: int) -> Graph:
     """A random graph without cycles."""
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -272,7 +269,7 @@ def paths(graph: Graph) -> list[tuple[float, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_influence_is_the_sum_over_paths(seed):
     graph = drawn(seed)
     for i, node in enumerate(graph.nodes[:-1]):
@@ -290,18 +287,13 @@ def test_influence_is_the_sum_over_paths(seed):
     found = scores(graph.edges, told, at_error, given)
     assert found["replacement"] == pytest.approx(tokens / (tokens + errors))
     assert 0 < found["completeness"] < 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_path_is_the_greatest_of_all(seed):
-    graph = drawn(seed)
     begun = [(w, p) for w, p in paths(graph) if graph.nodes[p[0]].kind == "token"]
     assert [int(n.label) for n in graph.path()] == max(begun)[1]
     second = [(w, p) for w, p in begun if graph.nodes[p[0]].position == 1]
     assert [int(n.label) for n in graph.path(1)] == max(second)[1]
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("keep", [0.3, 1.0])
 def test_pruning_keeps_the_fewest_that_have_the_share(keep):
     graph = drawn(3)
     pruned = graph.pruned(keep, keep_edges=1.0)
@@ -331,6 +323,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_what_is_pruned_is_never_held():
     """Of long inputs there are many errors, and edges between all nodes would fill the memory."""
     model, ids = mamba_lm(), token_ids(1, 300)
@@ -345,9 +338,6 @@ def test_what_is_pruned_is_never_held():
     torch.testing.assert_close(graph.edges, pruned.edges)
     for own, other in zip(graph.writes, pruned.writes, strict=True):
         assert (own is None) == (other is None) and (own is None or torch.equal(own, other))
-
-
-# --- interventions -------------------------------------------------------------------------------
 
 
 def test_what_nodes_write_is_taken_off():
@@ -395,81 +385,71 @@ def test_only_what_is_written_can_be_taken_off():
         model(ids[:, :1])
 
 
-# --- a trained model -----------------------------------------------------------------------------
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_path_of_recall_is_what_the_answer_hangs_on():
     """From the thing, by the place where its owner is bound to it, to the answer; cut, it is lost.
 
     As many other messages cut in the same layers lose nothing.
     """
-    model, _ = load_bundled()
+    model, vocabulary = load_bundled()
     rng, right = random.Random(1), {"plain": 0, "path": 0, "others": 0}
-    examples = generate(40, seed=6)
-    by_binding = 0
-    for example in examples:
-        ids = torch.tensor([load_bundled()[1].encode(example.text)])
-        last = ids.shape[1] - 1
+    by_binding, count = 0, 12
+    for _ in range(count):
+        names, things = rng.sample(["anna", "bob", "carl", "dora"], 3), rng.sample(THINGS, 3)
+        asked = rng.randrange(3)
+        facts = " . ".join(f"{x} owns the {y}" for x, y in zip(names, things, strict=True))
+        ids = torch.tensor([vocabulary.encode(f"{facts} . ? {names[asked]} owns the")])
+        last, answer, at = ids.shape[1] - 1, vocabulary.id_of(things[asked]), 5 * asked + 3
         graph = attribution_graph(
-            model, ids, (-1, example.answer_id), nodes=BLOCKS, contrast="mean", verify=False
+            model, ids, (-1, answer), nodes=BLOCKS, contrast="mean", verify=False
         )
         *path, target = graph.path()
-        assert (target.position, target.index) == (last, example.answer_id)
+        assert (target.position, target.index) == (last, answer)
         places = [n.position for n in path]
-        by_binding += places == [example.value_position, example.value_position, last]
+        by_binding += places == [at, at, last]
         cuts = [(k, s, t) for k, (s, t) in enumerate(itertools.pairwise(places)) if s != t]
         free = [i for i in range(last) if i not in places]
         others = [(k, rng.choice(free), last) for k, _, _ in cuts]
         for name, chosen in (("plain", []), ("path", cuts), ("others", others)):
             edges = [Edges([MIXERS[k]], [s], [t]) for k, s, t in chosen]
             with torch.no_grad(), knock_out(model, *edges):
-                right[name] += int(model(ids).logits[0, -1].argmax()) == example.answer_id
-    count = len(examples)
+                right[name] += int(model(ids).logits[0, -1].argmax()) == answer
     assert by_binding >= 0.9 * count
-    assert right["plain"] == count and right["others"] >= 0.95 * count
+    assert right["plain"] == count and right["others"] >= 0.9 * count
     assert right["path"] < 0.2 * count + 2
 
 
-# --- what is refused -----------------------------------------------------------------------------
+REFUSED = [
+    ({"nodes": []}, OptionError, "not empty"),
+    ({"nodes": "backbone.layers.0"}, OptionError, "mapping of layers"),
+    ({"nodes": ["nowhere"]}, LayerError, "no module of the model"),
+    ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "a part of the mixer"),
+    ({"nodes": [BLOCKS[0], Feature(BLOCKS[0], 2)]}, OptionError, "whole and by features"),
+    ({"nodes": {BLOCKS[0]: Words(WIDTH + 1)}}, OptionError, "does not take apart"),
+    ({"nodes": {MIXERS[0]: OfAnotherLayer()}}, OptionError, "a dictionary of"),
+    ({"nodes": [Feature(BLOCKS[0], WIDTH)]}, OptionError, "is no direction"),
+    ({"nodes": [Feature(BLOCKS[0], torch.ones(3))]}, OptionError, "is no direction"),
+    ({"nodes": [Feature(BLOCKS[0], 1, position=9)]}, OptionError, "lies outside"),
+    ({"nodes": BLOCKS, "top": 0}, OptionError, "top"),
+    ({"nodes": BLOCKS, "keep": 0.0}, OptionError, "keep"),
+    ({"nodes": BLOCKS, "keep": 1.5}, OptionError, "keep"),
+    ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens has 1"),
+    ({"nodes": BLOCKS, "rule": "whole"}, OptionError, "rule"),
+    ({"nodes": BLOCKS, "show_progress": 1}, OptionError, "show_progress"),
+]
 
 
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"nodes": []}, OptionError, "not empty"),
-        ({"nodes": "backbone.layers.0"}, OptionError, "mapping of layers"),
-        ({"nodes": ["nowhere"]}, LayerError, "no module of the model"),
-        ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "a part of the mixer"),
-        ({"nodes": [BLOCKS[0], Feature(BLOCKS[0], 2)]}, OptionError, "whole and by features"),
-        ({"nodes": {BLOCKS[0]: Words(WIDTH + 1)}}, OptionError, "does not take apart"),
-        ({"nodes": {MIXERS[0]: OfAnotherLayer()}}, OptionError, "a dictionary of"),
-        ({"nodes": [Feature(BLOCKS[0], WIDTH)]}, OptionError, "is no direction"),
-        ({"nodes": [Feature(BLOCKS[0], torch.ones(3))]}, OptionError, "is no direction"),
-        ({"nodes": [Feature(BLOCKS[0], 1, position=9)]}, OptionError, "lies outside"),
-        ({"nodes": BLOCKS, "top": 0}, OptionError, "top"),
-        ({"nodes": BLOCKS, "keep": 0.0}, OptionError, "keep"),
-        ({"nodes": BLOCKS, "keep": 1.5}, OptionError, "keep"),
-        ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens has 1"),
-        ({"nodes": BLOCKS, "rule": "whole"}, OptionError, "rule"),
-        ({"nodes": BLOCKS, "show_progress": 1}, OptionError, "show_progress"),
-    ],
-)
-def test_what_does_not_fit_is_named(options, error, words):
-    with pytest.raises(error, match=words):
-        attribution_graph(mamba_lm(), token_ids(1, 5), (-1, 3), **options)
-
-
-def test_a_graph_is_of_one_example():
+def test_what_does_not_fit_is_named():
+    model, ids = mamba_lm(), token_ids(1, 5)
+    for options, error, words in REFUSED:
+        with pytest.raises(error, match=words):
+            attribution_graph(model, ids, (-1, 3), **options)
     with pytest.raises(InputError, match="2 examples"):
-        attribution_graph(mamba_lm(), token_ids(2, 5), (-1, 3), nodes=BLOCKS)
-
-
-def test_a_layer_that_never_runs():
-    model = classifier("last")
-    model.spare = torch.nn.Linear(2, 2)
+        attribution_graph(model, token_ids(2, 5), (-1, 3), nodes=BLOCKS)
+    unused = classifier("last")
+    unused.spare = torch.nn.Linear(2, 2)
     with pytest.raises(LayerError, match="never ran"):
-        attribution_graph(model, token_ids(1, 5), 2, nodes=["spare"])
+        attribution_graph(unused, ids, 2, nodes=["spare"])
 
 
 def test_the_model_is_left_as_it_was():

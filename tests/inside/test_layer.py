@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
-from helpers.sessions import thorough
-from helpers.versions import not_in_4
+from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -26,6 +25,7 @@ from captum_ssm.errors import (
 )
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 TARGET = (-1, 3)
 BLOCK = "backbone.layers.1"
 EXACT = 1e-6
@@ -41,12 +41,10 @@ def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) ->
     return value
 
 
-# --- against matrices ----------------------------------------------------------------------------
-
-
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("rule", ["frozen", "half"])
-@pytest.mark.parametrize("network", thorough(NETWORKS, [list(NETWORKS)[-1]]))
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
 def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: Any) -> None:
     model, layers, norms, attentions, final = network()
     model.double()
@@ -71,7 +69,7 @@ def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: An
                     assert close(found[1][place - 1][example], behind * stream, EXACT)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
 def test_heads(network: Any) -> None:
     """They are what enters the output projection; one of them zeroed changes the output by its
@@ -98,9 +96,6 @@ def test_heads(network: Any) -> None:
     for matrix in maps[place + 1 :]:
         change = torch.einsum("ipje,je->ip", matrix, change)
     assert close((of_unembedding * change).sum(), -heads[:, :, head].sum(), EXACT)
-
-
-# --- as the whole decomposition ------------------------------------------------------------------
 
 
 @METHODS
@@ -131,7 +126,7 @@ def test_what_passes_a_mixer_by_is_the_stream_before_it() -> None:
     assert close(again, found.virtual - found.inputs.flatten(1).sum(1), 1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_head_has_all_positions() -> None:
     model, ids = mamba_lm(), token_ids()
     for at_input in (True, False):
@@ -143,9 +138,7 @@ def test_the_head_has_all_positions() -> None:
     assert close(found[:, 4, 3], logits[:, 4, 3])
 
 
-# --- forms of inputs and layers ------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @METHODS
 def test_forms_of_inputs(method: Any) -> None:
     model, ids = mamba_lm(), token_ids(3)
@@ -171,7 +164,7 @@ def test_forms_of_inputs(method: Any) -> None:
         assert close(found, explain.attribute(row[None], target)[0])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_list_of_layers() -> None:
     model, ids = mamba_lm(), token_ids()
     names = ["backbone.layers.2.mixer.heads", model.backbone.layers[0], "backbone.embeddings"]
@@ -211,7 +204,7 @@ class ModelApart(nn.Module):
         return out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_several_tensors() -> None:
     model, ids = ModelApart(mamba_lm(), torch.float64).eval(), token_ids()
     explain = LayerLatimFlow(model, "blocks.1")
@@ -225,38 +218,6 @@ def test_several_tensors() -> None:
     assert close(mixed + stream, after) and close(mixed, before)
     assert delta.abs().max() <= 1e-5 * mixed.abs().sum()
     assert explain.compute_convergence_delta(found, ids, TARGET).abs().max() <= 1e-4
-
-
-class Mixed(nn.Module):
-    """A residual stream in float32 beside what blocks return in bfloat16."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.block = Halves()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        low, high = self.block(self.model.backbone.embeddings(ids))
-        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32)
-        x = low.float() + high
-        for block in self.model.backbone.layers:
-            x = block(x)
-        out: Tensor = self.model.lm_head(self.model.backbone.norm_f(x))
-        return out
-
-
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (x / 2).bfloat16(), x / 2
-
-
-@pytest.mark.full
-def test_tensors_of_several_dtypes_stay_what_they_are() -> None:
-    model, ids = Mixed(mamba_lm()).eval(), token_ids()
-    found = LayerLatimFlow(model, "block").decompose(ids, TARGET)
-    assert found.sizes == (WIDTH, WIDTH)
-    assert found.delta.abs().max() <= 1e-2 * found.inputs.abs().sum()
-    assert close(found.output, model(ids)[:, -1, 3])
 
 
 class InPlace(nn.Module):
@@ -274,7 +235,7 @@ class InPlace(nn.Module):
         return out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stream_that_is_changed_in_place_behind_a_layer() -> None:
     model, ids = mamba_lm(), token_ids()
     layer = f"{BLOCK}.norm"
@@ -310,11 +271,8 @@ def test_images() -> None:
     assert close(patches.flatten(1).sum(1) + sum(constants), wanted.output, 1e-4)
 
 
-# --- padding -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
+@pytest.mark.parametrize("name", ["mamba", *SLOW])
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     not_in_4(name, "zamba2", "lfm2")
     case = ADAPTERS[name](monkeypatch)
@@ -336,7 +294,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     assert not found[0, padded].any() and found[1, : target[0]].any()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_mean_is_that_of_real_tokens() -> None:
     model, ids = mamba_lm(), token_ids()
     mask = torch.ones_like(ids)
@@ -349,10 +307,7 @@ def test_the_mean_is_that_of_real_tokens() -> None:
         assert close(found[:1, 4:], alone, 1e-4)
 
 
-# --- rules and baselines -------------------------------------------------------------------------
-
-
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [BLOCK, f"{BLOCK}.mixer.heads"])
 @pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
 @never_rounded()
@@ -382,24 +337,19 @@ def own_heads(model: Any, ids: Tensor) -> Tensor:
     return value[..., None]
 
 
-@pytest.mark.parametrize(
-    "baselines", ["zero", True, float("nan"), torch.zeros(2, 5), torch.zeros(2, 11).long(), [1, 2]]
-)
-def test_what_is_no_baseline_of_a_layer(baselines: Any) -> None:
-    with pytest.raises(OptionError, match="baselines="):
-        LayerLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), TARGET, baselines=baselines)
+def test_what_is_no_baseline_of_a_layer() -> None:
+    explain, ids = LayerLatimFlow(mamba_lm(), BLOCK), token_ids()
+    for wrong in ("zero", True, float("nan"), torch.zeros(2, 5), torch.zeros(2, 11).long(), [1, 2]):
+        with pytest.raises(OptionError, match="baselines="):
+            explain.attribute(ids, TARGET, baselines=wrong)
+    of_head = LayerLatimFlow(classifier("mean"), "head")  # whose input has no tokens
+    for options in ({"baselines": "mean"}, {"rule": "centred"}):
+        with pytest.raises(OptionError, match=r"baselines='mean'.*'head' of shape \(2, 5\)"):
+            of_head.attribute(ids, 1, **options)  # type: ignore[arg-type]
+        assert of_head.attribute(ids, 1, **(options | {"baselines": 0.0})).shape == (2, 5)
 
 
-@pytest.mark.parametrize("options", [{"baselines": "mean"}, {"rule": "centred"}])
-def test_there_is_no_mean_without_tokens(options: Any) -> None:
-    model, ids = classifier("mean"), token_ids()
-    explain = LayerLatimFlow(model, "head")
-    with pytest.raises(OptionError, match=r"baselines='mean'.*'head' of shape \(2, 5\)"):
-        explain.attribute(ids, 1, **options)
-    assert explain.attribute(ids, 1, **(options | {"baselines": 0.0})).shape == (2, 5)
-
-
-@pytest.mark.full
+@pytest.mark.slow
 @METHODS
 def test_without_constants(method: Any) -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
@@ -417,25 +367,10 @@ def test_without_constants(method: Any) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @METHODS
 def test_a_contrast(method: Any) -> None:
     model, ids = mamba_lm(), token_ids()
     explain = method(model, BLOCK)
     one, other = (explain.attribute(ids, (-1, token)) for token in (3, 5))
     assert close(explain.attribute(ids, (-1, 3), contrast=(-1, 5)), one - other)
-
-
-# --- precision -----------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    model, ids = mamba_lm(), token_ids()
-    wanted = LayerLatimFlow(model, BLOCK).attribute(ids, TARGET)
-    found, delta = LayerLatimFlow(model.to(dtype), BLOCK).attribute(
-        ids, TARGET, return_convergence_delta=True
-    )
-    assert close(found, wanted, 0.2)
-    assert delta.abs().max() <= 0.1 * wanted.abs().flatten(1).sum(1).max()

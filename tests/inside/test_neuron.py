@@ -10,8 +10,7 @@ import pytest
 import torch
 from helpers.activations import blocks_of, own_activations
 from helpers.frozen_networks import NETWORKS
-from helpers.sessions import thorough
-from helpers.versions import not_in_4
+from helpers.versions import not_in_4, transformers5
 from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from zoo.adapters import ADAPTERS
@@ -23,13 +22,13 @@ from zoo.wrapped import never_rounded
 from captum_ssm import LatimFlow, LayerLatimFlow, NeuronLatimFlow, NeuronMambaLRP
 from captum_ssm.errors import (
     GradientModeError,
-    LayerError,
     NonFiniteError,
     NotLinearError,
     TargetError,
 )
 
 METHODS = pytest.mark.parametrize("method", [NeuronLatimFlow, NeuronMambaLRP])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MASKED if name != "mamba"]
 BLOCK = "backbone.layers.1"
 #: A token of eleven, and a feature.
 NEURON = (7, 2)
@@ -46,12 +45,10 @@ def own(model: nn.Module, inputs: Tensor, layer: str, at_input: bool = False) ->
     return value
 
 
-# --- against matrices ----------------------------------------------------------------------------
-
-
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("rule", ["frozen", "half"])
-@pytest.mark.parametrize("network", thorough(NETWORKS, [next(iter(NETWORKS))]))
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
 def test_relevance_is_that_of_the_matrices_up_to_a_block(network: Any, rule: Any) -> None:
     model, *parts = network()
     model.double()
@@ -75,7 +72,7 @@ def test_relevance_is_that_of_the_matrices_up_to_a_block(network: Any, rule: Any
                     assert close(relevance, wanted, EXACT)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [n for n in NETWORKS if n.__name__ in ("mamba", "mamba2")])
 def test_heads(network: Any) -> None:
     model, *_ = network()
@@ -97,10 +94,7 @@ def test_heads(network: Any) -> None:
     assert close(relevance, mixed.inputs, EXACT)
 
 
-# --- selectors -----------------------------------------------------------------------------------
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_selectors() -> None:
     model, ids = mamba_lm(use_bias=True), token_ids(3)
     explain = NeuronLatimFlow(model, BLOCK)
@@ -128,76 +122,44 @@ def test_selectors() -> None:
     assert close(given, wanted - found.bias, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "selector, said",
-    [
-        (2, r"neuron_selector=2 is no neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"),
-        (lambda x: x, r"returned \(2, 11, 10\).*one number per example, a tensor \(2,\)"),
-        *(
-            pytest.param(*row, marks=pytest.mark.full)
-            for row in (
-                ((1, 2, 3), "is no neuron"),
-                ((11, 2), "is no neuron"),
-                ((1, -11), "is no neuron"),
-                ((1, 2.0), "is no neuron"),
-                ((1, True), "is no neuron"),
-                ((1, None), "is no neuron"),
-                ([1, 2], r"neuron_selector=\[1, 2\] is no neuron"),
-                ("last", "neuron_selector='last' is no neuron"),
-                (None, "neuron_selector=None is no neuron"),
-                ((slice(4, 4), 2), "is no neuron"),
-                ((slice(0, 4, 0), 2), "is no neuron"),
-                ((slice("a", None), 2), "is no neuron"),
-                ((slice(None, None, -1), 2), "is no neuron"),
-                ((..., 2), "is no neuron"),
-                (lambda x: x.sum(), r"returned \(\) of layer"),
-                (lambda x: 3.0, "returned float of layer"),
-                (lambda x: None, "returned NoneType of layer"),
-            )
-        ),
-    ],
-)
-def test_what_selects_no_neuron(selector: Any, said: str) -> None:
-    with pytest.raises(TargetError, match=said):
-        NeuronLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), selector)
-
-
-@pytest.mark.parametrize(
-    "selector, error, said",
-    [
+def test_what_selects_no_neuron() -> None:
+    explain, ids = NeuronLatimFlow(mamba_lm(), BLOCK), token_ids()
+    whole = r"=2 is no neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"
+    rows: list[tuple[Any, Any, str]] = [
+        (2, TargetError, f"neuron_selector{whole}"),
+        (lambda x: x, TargetError, r"returned \(2, 11, 10\).*one number per example, a tensor \(2"),
+        ([1, 2], TargetError, r"neuron_selector=\[1, 2\] is no neuron"),
+        ("last", TargetError, "neuron_selector='last' is no neuron"),
+        (None, TargetError, "neuron_selector=None is no neuron"),
+        (lambda x: x.sum(), TargetError, r"returned \(\) of layer"),
+        (lambda x: 3.0, TargetError, "returned float of layer"),
+        (lambda x: None, TargetError, "returned NoneType of layer"),
         (lambda x: x[:, 0, 0].detach(), GradientModeError, "does not depend linearly on layer"),
-        pytest.param(
-            lambda x: torch.ones(2), GradientModeError, "depend linearly", marks=pytest.mark.full
-        ),
-        pytest.param(
-            lambda x: x[:, -1].norm(dim=-1), GradientModeError, "depend", marks=pytest.mark.full
-        ),
-        pytest.param(
-            lambda x: torch.lgamma(x[:, 0, 0]), NotLinearError, "lgamma", marks=pytest.mark.full
-        ),
+        (lambda x: torch.ones(2), GradientModeError, "depend linearly"),
+        (lambda x: x[:, -1].norm(dim=-1), GradientModeError, "depend"),
+        (lambda x: torch.lgamma(x[:, 0, 0]), NotLinearError, "lgamma"),
         (lambda x: x[:, 0, 0] / 0, NonFiniteError, r"gives \[-?inf, -?inf\] of layer"),
-    ],
-)
-def test_numbers_that_cannot_be_explained(selector: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
-        NeuronLatimFlow(mamba_lm(), BLOCK).attribute(token_ids(), selector)
+    ]
+    places: list[Any] = [(1, 2, 3), (11, 2), (1, -11), (1, 2.0), (1, True), (1, None), (..., 2)]
+    slices = [slice(4, 4), slice(0, 4, 0), slice("a", None), slice(None, None, -1)]
+    places += [(each, 2) for each in slices]
+    for selector, error, said in rows + [(at, TargetError, "is no neuron") for at in places]:
+        with pytest.raises(error, match=said):
+            explain.attribute(ids, selector)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "selector",
-    [
+@pytest.mark.slow
+def test_a_function_of_neurons_is_read_by_the_rules() -> None:
+    model, ids = mamba_lm(), token_ids()
+    for selector in (
         lambda x: x[:, -1].relu().sum(-1),
         lambda x: x.flatten(1).max(1).values,
         lambda x: x[:, -1].square().sum(-1),
         lambda x: (x[:, 3] * x[:, -1]).sum(-1),
-    ],
-)
-def test_a_function_of_neurons_is_read_by_the_rules(selector: Any) -> None:
-    model, ids = mamba_lm(), token_ids()
-    found = NeuronLatimFlow(model, BLOCK).decompose(ids, selector)
-    assert close(found.output, selector(own(model, ids, BLOCK)))
-    assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
+    ):
+        found = NeuronLatimFlow(model, BLOCK).decompose(ids, selector)
+        assert close(found.output, selector(own(model, ids, BLOCK)))
+        assert found.delta.abs().max() <= 1e-5 * found.inputs.abs().sum()
 
 
 class Both(nn.Module):
@@ -233,10 +195,7 @@ def test_several_tensors() -> None:
         explain.attribute(ids, NEURON)
 
 
-# --- forms of inputs -----------------------------------------------------------------------------
-
-
-@pytest.mark.full
+@pytest.mark.slow
 @METHODS
 def test_forms_of_inputs(method: Any) -> None:
     model, ids = mamba_lm(), token_ids(3)
@@ -286,7 +245,7 @@ def test_the_head_is_what_the_whole_method_explains() -> None:
         assert close(found, LatimFlow(model).attribute(ids, (4, 3)))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_roles_streams_and_features_of_a_neuron() -> None:
     model, ids = mamba_lm(), token_ids()
     explain = NeuronLatimFlow(model, "backbone.layers.2")
@@ -303,10 +262,7 @@ def test_roles_streams_and_features_of_a_neuron() -> None:
     assert of_a_middle_one.mixers[1].any() and not of_a_middle_one.mixers[2].any()
 
 
-# --- rules ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
 def test_rules_and_baselines(rule: Any) -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
@@ -323,24 +279,13 @@ def test_rules_and_baselines(rule: Any) -> None:
     assert close(default, explain.attribute(ids, NEURON, rule="half"))
 
 
-@pytest.mark.full
-@METHODS
-def test_without_constants(method: Any) -> None:
-    explain = method(mamba_lm(use_bias=True), BLOCK)
-    found = explain.decompose(token_ids(), NEURON, zero_bias=True, roles=False)
-    assert not found.biases and close(found.inputs.flatten(1).sum(1), found.output)
-
-
-# --- padding -------------------------------------------------------------------------------------
-
-
 def stream_of(activation: Any) -> Any:
     """What a block returns, where it passes something on beside it."""
     return activation[0] if isinstance(activation, tuple) else activation
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
+@pytest.mark.parametrize("name", ["mamba", *SLOW])
 def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     not_in_4(name, "zamba2", "lfm2")
     case = ADAPTERS[name](monkeypatch)
@@ -368,19 +313,7 @@ def test_padding_has_no_part(name: str, side: str, monkeypatch: pytest.MonkeyPat
     assert not of_each[0, mask[0] == 0].any() and of_each[0, mask[0] == 1].all()
 
 
-# --- precision, wrapped models -------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    model, ids = mamba_lm(), token_ids()
-    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
-    found = NeuronLatimFlow(model.to(dtype), BLOCK).attribute(ids, NEURON)
-    assert close(found, wanted, 0.2)
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_virtual_tokens_have_no_place() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
@@ -398,40 +331,3 @@ def test_virtual_tokens_have_no_place() -> None:
     assert close(found.tokens, wanted.tokens[:, 3:])
     constants = wanted.tokens[:, :3].sum(1) + wanted.bias
     assert close(found.virtual + found.bias, constants, 1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(reentrant: bool) -> None:
-    """Those of transformers are run once; others are refused where they are in the way."""
-    model, ids = mamba_lm(), token_ids()
-    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
-    options = {"use_reentrant": reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    model.train()
-    assert close(NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON), wanted)
-    model.gradient_checkpointing_disable()
-    block = model.backbone.layers[1]
-    inner = block.forward
-
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        run = lambda x: inner(x, *args, **kwargs)  # noqa: E731
-        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant)
-
-    block.forward = forward
-    for layer in (BLOCK, f"{BLOCK}.mixer"):
-        with pytest.raises((NotLinearError, LayerError), match=r"checkpoint|no_grad"):
-            NeuronLatimFlow(model, layer).attribute(ids, NEURON)
-    before = NeuronLatimFlow(model, "backbone.layers.0").attribute(ids, NEURON)
-    block.forward = inner
-    assert close(before, NeuronLatimFlow(model, "backbone.layers.0").attribute(ids, NEURON))
-
-
-@pytest.mark.full
-def test_a_compiled_model() -> None:
-    model, ids = mamba_lm(), token_ids()
-    wanted = NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON)
-    compiled = torch.compile(model, backend="eager")
-    assert close(NeuronLatimFlow(compiled, BLOCK).attribute(ids, NEURON), wanted)
-    model.backbone.layers[1].compile(backend="eager")
-    assert close(NeuronLatimFlow(model, BLOCK).attribute(ids, NEURON), wanted)

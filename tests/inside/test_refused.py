@@ -70,22 +70,16 @@ class Tail(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(
-    "part, said",
-    [
+def test_layers_without_an_activation() -> None:
+    for part, said in (
         ("never", "'parts.never' never ran"),
         ("twice", "'parts.twice' runs several times"),
         ("flat", r"'parts.flat' .*shape \(22, 19\), in which the 2 examples do not stand in front"),
         ("frozen", "'parts.frozen' returns depends on the inputs, or it runs under no_grad"),
-    ],
-)
-def test_layers_without_an_activation(part: str, said: str) -> None:
-    model = Tail(mamba_lm(), **{part: nn.Linear(19, 19)}).eval()
-    with pytest.raises(LayerError, match=said):
-        LayerLatimFlow(model, f"parts.{part}").attribute(token_ids(), TARGET)
-
-
-def test_a_layer_in_front_of_the_embeddings() -> None:
+    ):
+        model = Tail(mamba_lm(), **{part: nn.Linear(19, 19)}).eval()
+        with pytest.raises(LayerError, match=said):
+            LayerLatimFlow(model, f"parts.{part}").attribute(token_ids(), TARGET)
     with pytest.raises(LayerError, match="takes depends on the inputs"):
         LayerLatimFlow(mamba_lm(), "backbone.embeddings").attribute(token_ids(), TARGET, None, True)
 
@@ -97,7 +91,7 @@ def test_a_model_that_is_called_twice() -> None:
         LayerLatimFlow(forward, BLOCK, model).attribute(token_ids(), TARGET)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, reentrant, said",
     [
@@ -143,6 +137,7 @@ def test_modes_and_targets_of_layers() -> None:
         explain.attribute_each(ids, [TARGET])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_model() -> None:
     model, ids = mamba_lm(), token_ids()
     before = model(ids).logits

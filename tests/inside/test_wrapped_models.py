@@ -20,7 +20,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return oracles.relative_error(found.double(), wanted.double()) <= 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_virtual_tokens_are_tokens_of_a_layer() -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
@@ -52,7 +52,7 @@ class BothWays(nn.Module):
         return out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_layer_that_reads_from_the_other_end() -> None:
     model, ids = BothWays(mamba_lm()).eval(), token_ids()
     explain = [LayerLatimFlow(model, f"model.backbone.layers.{i}") for i in range(3)]
@@ -61,7 +61,7 @@ def test_a_layer_that_reads_from_the_other_end() -> None:
     assert close(given[1].flip(1), returned[0]) and close(returned[1].flip(1), given[2])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model, ids = mamba_lm(), token_ids()
     wanted = LayerLatimFlow(model, BLOCK).attribute(ids, TARGET)

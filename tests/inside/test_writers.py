@@ -50,9 +50,6 @@ def written(graph: Graph, path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
-# --- circuit-tracer ------------------------------------------------------------------------------
-
-
 def test_the_viewer_can_read_it(graph: Graph, tmp_path: Path) -> None:
     content = written(graph, tmp_path / "made" / "lamp.json")
     assert complaints(content) == []
@@ -60,6 +57,12 @@ def test_the_viewer_can_read_it(graph: Graph, tmp_path: Path) -> None:
     assert content["metadata"]["prompt_tokens"] == ["anna", " owns\n", "lamp"]
     assert content["metadata"]["prompt"] == "anna owns lamp"
     assert content["metadata"]["scores"] == SCORES
+    # the viewer asks a hub for features of any other scan, and would show those of another model
+    assert content["metadata"]["scan"].startswith("./")
+    none = replace(graph, nodes=tuple(replace(node, influence=0.0) for node in NODES))
+    content = written(none, tmp_path / "none.json")
+    threshold = content["metadata"]["node_threshold"]  # without influence all are kept
+    assert all((node["influence"] or 0.0) <= threshold for node in content["nodes"])
 
 
 def test_every_kind_has_its_place(graph: Graph, tmp_path: Path) -> None:
@@ -81,10 +84,6 @@ def test_every_kind_has_its_place(graph: Graph, tmp_path: Path) -> None:
     assert [node["clerp"] for node in nodes[:-2]] == [node.label for node in NODES[:-2]]
     assert nodes[-2]["clerp"] == LAST, "its layer stands for what has no label"
     assert nodes[3]["node_id"] == "0_17_2" and nodes[0]["node_id"] == "E_5_0"
-
-
-def test_features_are_numbered_by_layer_and_index(graph: Graph, tmp_path: Path) -> None:
-    nodes = written(graph, tmp_path / "lamp.json")["nodes"]
     features = [unpaired(node["feature"]) for node in nodes if node["feature_type"] == FEATURE]
     assert features == [(0, 17), (0, 17), (0, 18), (1, 0)]
 
@@ -109,24 +108,12 @@ def test_influence_is_that_of_a_node_and_of_all_above_it(graph: Graph, tmp_path:
     assert nodes[-1]["influence"] is None
 
 
-def test_without_influence_all_are_kept(graph: Graph, tmp_path: Path) -> None:
-    none = replace(graph, nodes=tuple(replace(node, influence=0.0) for node in NODES))
-    content = written(none, tmp_path / "lamp.json")
-    threshold = content["metadata"]["node_threshold"]
-    assert all((node["influence"] or 0.0) <= threshold for node in content["nodes"])
-
-
 def test_a_probability_is_told_where_it_is_known(graph: Graph, tmp_path: Path) -> None:
     unknown = written(graph, tmp_path / "lamp.json")["nodes"][-1]
     assert (unknown["clerp"], unknown["token_prob"]) == ('Output "lamp" (p=?)', 0.0)
     known = replace(graph, scores={**SCORES, "probability": 0.875})
     found = written(known, tmp_path / "lamp.json")["nodes"][-1]
     assert (found["clerp"], found["token_prob"]) == ('Output "lamp" (p=0.875)', 0.875)
-
-
-def test_no_features_are_looked_for_elsewhere(graph: Graph, tmp_path: Path) -> None:
-    # the viewer asks a hub for features of any other scan, and would show those of another model
-    assert written(graph, tmp_path / "lamp.json")["metadata"]["scan"].startswith("./")
 
 
 def test_graphs_of_a_folder_are_listed(graph: Graph, tmp_path: Path) -> None:
@@ -137,23 +124,18 @@ def test_graphs_of_a_folder_are_listed(graph: Graph, tmp_path: Path) -> None:
     assert listed["graphs"][-1] == content["metadata"]
 
 
-@pytest.mark.parametrize("held", ["[]", "{}", "{", '{"graphs": [1]}', '{"graphs": [{}]}'])
-def test_a_list_of_something_else_is_left_alone(graph: Graph, tmp_path: Path, held: str) -> None:
+def test_a_list_of_something_else_is_left_alone(graph: Graph, tmp_path: Path) -> None:
+    for name in ("lamp", "lamp.txt", "graph-metadata.json"):
+        with pytest.raises(OptionError, match=r"path=.*ends in \.json"):
+            to_json(graph, tmp_path / name)
+        assert list(tmp_path.iterdir()) == []
     other = tmp_path / "graph-metadata.json"
-    other.write_text(held, "utf-8")
-    with pytest.raises(DataError, match=r"graph-metadata\.json does not list graphs"):
-        to_json(graph, tmp_path / "lamp.json")
-    assert other.read_text("utf-8") == held and not (tmp_path / "lamp.json").exists()
+    for held in ("[]", "{}", "{", '{"graphs": [1]}', '{"graphs": [{}]}'):
+        other.write_text(held, "utf-8")
+        with pytest.raises(DataError, match=r"graph-metadata\.json does not list graphs"):
+            to_json(graph, tmp_path / "lamp.json")
+        assert other.read_text("utf-8") == held and not (tmp_path / "lamp.json").exists()
 
-
-@pytest.mark.parametrize("name", ["lamp", "lamp.txt", "graph-metadata.json"])
-def test_other_names_are_refused(graph: Graph, tmp_path: Path, name: str) -> None:
-    with pytest.raises(OptionError, match=r"path=.*ends in \.json"):
-        to_json(graph, tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-# --- GraphML -------------------------------------------------------------------------------------
 
 SPACE = "{http://graphml.graphdrawing.org/xmlns}"
 READ: dict[str, Any] = {"string": str, "int": int, "long": int, "double": float}
@@ -208,44 +190,34 @@ def test_networkx_reads_graphml(graph: Graph, tmp_path: Path) -> None:
     assert found.edges["n3", "n8"]["weight"] == float(graph.edges[8, 3])
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_any_text_can_be_a_label(graph: Graph, tmp_path: Path) -> None:
+    for text, shown in (
         ('a < b & "c"', 'a < b & "c"'),
         ("two\nlines\t", "two\nlines\t"),
         ("\x00 \x1b[0m \r", "\\x00 \\x1b[0m \\x0d"),
         ("\ud83d", "\\xd83d"),
         ("שלום 🙂", "שלום 🙂"),
-    ],
-)
-def test_any_text_can_be_a_label(graph: Graph, tmp_path: Path, text: str, shown: str) -> None:
-    nodes = (replace(NODES[0], label=text), *NODES[1:])
-    named = replace(graph, nodes=nodes, tokens=(text, "owns", "lamp"))
-    to_graphml(named, tmp_path / "lamp.graphml")
-    whole, found, _ = read(tmp_path / "lamp.graphml")
-    assert found[0]["label"] == shown
-    assert json.loads(whole["tokens"])[0] == text
-    content = written(named, tmp_path / "lamp.json")
-    assert content["nodes"][0]["clerp"] == content["metadata"]["prompt_tokens"][0] == text
-
-
-# --- both ----------------------------------------------------------------------------------------
+    ):
+        nodes = (replace(NODES[0], label=text), *NODES[1:])
+        named = replace(graph, nodes=nodes, tokens=(text, "owns", "lamp"))
+        to_graphml(named, tmp_path / "lamp.graphml")
+        whole, found, _ = read(tmp_path / "lamp.graphml")
+        assert found[0]["label"] == shown
+        assert json.loads(whole["tokens"])[0] == text
+        content = written(named, tmp_path / "lamp.json")
+        assert content["nodes"][0]["clerp"] == content["metadata"]["prompt_tokens"][0] == text
 
 
 @pytest.mark.parametrize("write", [to_json, to_graphml])
-@pytest.mark.parametrize("broken", ["edges", "node", "score"])
-def test_what_is_not_finite_is_refused(
-    graph: Graph, tmp_path: Path, write: Any, broken: str
-) -> None:
+def test_what_is_not_finite_is_refused(graph: Graph, tmp_path: Path, write: Any) -> None:
     nan = float("nan")
-    if broken == "edges":
-        graph = replace(graph, edges=graph.edges * nan)
-    elif broken == "node":
-        graph = replace(graph, nodes=(replace(NODES[0], activation=nan), *NODES[1:]))
-    else:
-        graph = replace(graph, scores={"kept": nan})
-    with pytest.raises(NonFiniteError, match="graph has"):
-        write(graph, tmp_path / "lamp.json")
+    for broken in (
+        replace(graph, edges=graph.edges * nan),
+        replace(graph, nodes=(replace(NODES[0], activation=nan), *NODES[1:])),
+        replace(graph, scores={"kept": nan}),
+    ):
+        with pytest.raises(NonFiniteError, match="graph has"):
+            write(broken, tmp_path / "lamp.json")
     assert list(tmp_path.iterdir()) == []
 
 

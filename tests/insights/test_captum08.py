@@ -16,9 +16,7 @@ from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
 from captum_ssm.insights.api import plain
-from captum_ssm.insights.captum08 import _translated
-from captum_ssm.insights.config import BoolConfig, StrEnumConfig
-from captum_ssm.insights.methods import ATTRIBUTION_METHOD_CONFIG, SUPPORTED_ATTRIBUTION_METHODS
+from captum_ssm.insights.methods import SUPPORTED_ATTRIBUTION_METHODS
 
 NEEDED = ("captum.insights", "flask", "flask_compress")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -86,7 +84,6 @@ def offered(config: Any, name: str) -> dict[str, Any]:
     return {key: kind.value for key, kind in config.ATTRIBUTION_METHOD_CONFIG[name].params.items()}
 
 
-@pytest.mark.captum08
 @needs_captum08
 def test_methods_are_offered_by_name_once(config):
     before = len(config.SUPPORTED_ATTRIBUTION_METHODS)
@@ -99,7 +96,6 @@ def test_methods_are_offered_by_name_once(config):
     assert set(NAMES) <= set(told.get_insights_config()["methods"])
 
 
-@pytest.mark.captum08
 @needs_captum08
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_explains_with_what_the_page_sends(config, name):
@@ -115,7 +111,6 @@ def test_every_method_explains_with_what_the_page_sends(config, name):
     assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
 
 
-@pytest.mark.captum08
 @needs_captum08
 def test_images_and_changed_arguments(config):
     from captum.insights.attr_vis.features import ImageFeature
@@ -146,48 +141,6 @@ def test_images_and_changed_arguments(config):
         torch.testing.assert_close(found, wanted)
 
 
-READ = [
-    ("MambaAttribution", "normalize_rows", "yes", True),
-    ("MambaAttribution", "normalize_rows", "no", False),
-    ("MambaAttribution", "start_layer", 1, 1),
-    ("MambaAttribution", "heads", "", None),
-    ("MambaAttribution", "heads", "0 3", (0, 3)),
-    ("MambaAttribution", "query", "default", None),
-    ("ImplicitAttentionRollout", "discard_ratio", "0.25", 0.25),
-    ("LatimFlow", "rule", "half", "half"),
-    ("LatimFlow", "baselines", "0", 0.0),
-    ("LatimFlow", "baselines", "default", None),
-]
-
-
-class Captums:
-    """The kinds of Captum 0.8."""
-
-    @staticmethod
-    def kind(**fields: Any) -> dict[str, Any]:
-        return fields
-
-    NumberConfig = StrConfig = StrEnumConfig = ConfigParameters = kind
-
-
-@pytest.mark.parametrize(("name", "argument", "sent", "read"), READ)
-def test_what_captums_page_sends_is_read(name, argument, sent, read):
-    made = _translated(ATTRIBUTION_METHOD_CONFIG[name].params, Captums)
-    found = made["post_process"][argument](sent)
-    assert found == read and type(found) is type(read)
-
-
-def test_defaults_survive_captums_kinds():
-    for name in NAMES:
-        params = ATTRIBUTION_METHOD_CONFIG[name].params
-        made = _translated(params, Captums)
-        for argument, kind in params.items():
-            sent = made["params"][argument]
-            if isinstance(kind, StrEnumConfig | BoolConfig):
-                assert sent["value"] in sent["limit"]
-            assert made["post_process"][argument](sent["value"]) == kind.value, (name, argument)
-
-
 def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:
     """What a script's visualizer shows, without pictures."""
     text = (Path(__file__).parent / "scripts" / f"{script}.py").read_text(encoding="utf-8")
@@ -199,7 +152,6 @@ def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:
     return [[plain(output) for output in outputs] for outputs in results]
 
 
-@pytest.mark.captum08
 @needs_captum08
 @pytest.mark.parametrize("script", ["images", "tables", "texts"])
 def test_a_script_shows_what_captum_shows_for_the_first_model(script):

@@ -48,7 +48,7 @@ def test_a_notebook_shows_it_in_a_frame():
     assert html.unescape(page).startswith("<!doctype html>") and "src=" not in shown
 
 
-@pytest.mark.parametrize("classes", [0, -1, True, 1.5])
-def test_a_number_of_classes_that_is_none_is_refused(classes):
-    with pytest.raises(OptionError, match="classes="):
-        table(Always(1), [numbers(1)]).snapshot(classes=classes)
+def test_a_number_of_classes_that_is_none_is_refused():
+    for classes in (0, -1, True, 1.5):
+        with pytest.raises(OptionError, match="classes="):
+            table(Always(1), [numbers(1)]).snapshot(classes=classes)

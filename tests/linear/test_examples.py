@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.sessions import thorough
+from helpers.marks import slow_but
+from helpers.versions import transformers5
 from torch import Tensor
 from zoo import architectures
 from zoo.adapters import ADAPTERS
@@ -22,7 +23,7 @@ from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.operators import Diagonal
 from captum_ssm.tracing import Layer
 
-pytestmark = pytest.mark.transformers5
+pytestmark = transformers5
 #: By how much one example is larger, so that its constants do not pass for those of another.
 LOUD = 30.0
 #: Rotations and norms of some layers of attention are computed in float32.
@@ -73,12 +74,12 @@ def assert_each_has_its_constants(layers: list[Layer]) -> None:
             assert bool((left.abs() <= FLOAT32 * size).all()), (layer.name, rule)
 
 
-@pytest.mark.parametrize("name", thorough(ADAPTERS, ("mamba2", "recurrent_gemma", "rwkv", "vim")))
+@pytest.mark.parametrize("name", slow_but(("mamba2", "recurrent_gemma", "rwkv", "vim"), ADAPTERS))
 def test_constants_stand_with_their_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_each_has_its_constants(layers_of(ADAPTERS[name](monkeypatch)))
 
 
-@pytest.mark.parametrize("name", thorough(MASKED, ("mamba",)))
+@pytest.mark.parametrize("name", slow_but(("mamba",), MASKED))
 def test_so_they_do_beside_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ADAPTERS[name](monkeypatch)
     mask = torch.ones_like(case.inputs)
@@ -86,7 +87,7 @@ def test_so_they_do_beside_padding(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert_each_has_its_constants(layers_of(case, mask))
 
 
-@pytest.mark.parametrize("name", thorough(ADAPTERS, ("mamba2", "minimax", "rwkv", "qwen3_next")))
+@pytest.mark.parametrize("name", slow_but(("mamba2", "minimax", "rwkv", "qwen3_next"), ADAPTERS))
 def test_a_gate_that_nothing_enters_is_at_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers_of(ADAPTERS[name](monkeypatch)):
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import oracles
 import pytest
 import torch
-from helpers.sessions import thorough
+from helpers.marks import slow_but
 from helpers.versions import not_in_4
 from torch import Tensor
 from zoo import architectures, networks
@@ -21,7 +21,7 @@ GATES = ("frozen", "half")
 
 
 def every(names, quick=QUICK):
-    return pytest.mark.parametrize("name", thorough(names, quick))
+    return pytest.mark.parametrize("name", slow_but(quick, names))
 
 
 def imbalance(found: Decomposition) -> float:

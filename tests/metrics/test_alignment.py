@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from captum_ssm.errors import CaptumSSMError, InputError
+from captum_ssm.errors import InputError
 from captum_ssm.metrics import (
     AlignmentScores,
     alignment_rates,
@@ -88,7 +88,7 @@ def test_perfect_and_empty():
     assert all(x.isnan() for x in alignment_rates(link_counts(nothing, nothing)))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
 def test_bounds_and_order_of_words(count, targets, sources):
     maps = torch.randint(3, (count, targets, sources)).float()
@@ -169,13 +169,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_errors(case):
-    call, fragments = BAD[case]
+def test_errors():
     links = torch.rand(2, 6, 5) < 0.5
     links[0, 0, 0] = True
-    with pytest.raises(InputError) as caught:
-        call(links)
-    assert isinstance(caught.value, CaptumSSMError)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    for call, fragments in BAD.values():
+        with pytest.raises(InputError) as caught:
+            call(links)
+        assert all(fragment in str(caught.value) for fragment in fragments)

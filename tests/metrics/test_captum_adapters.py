@@ -10,31 +10,10 @@ from captum.attr import Attribution, FeatureAblation, IntegratedGradients
 from torch import Tensor, nn
 from zoo.small import VOCABULARY, WIDTH, classifier, mamba_lm, token_ids
 
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimFlow,
-    LatimLogit,
-    LatimNorm,
-    MambaAttribution,
-    MambaLRP,
-    TransformerAttribution,
-)
-from captum_ssm.errors import CaptumSSMError, InputError, OptionError
+from captum_ssm import LatimFlow
+from captum_ssm.attr.catalogue import METHODS
+from captum_ssm.errors import InputError, OptionError
 from captum_ssm.metrics import token_infidelity, token_sensitivity
-
-METHODS = [
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    MambaAttribution,
-    TransformerAttribution,
-    LatimNorm,
-    LatimALTI,
-    LatimLogit,
-    LatimFlow,
-    MambaLRP,
-]
 
 
 class Bag(nn.Module):
@@ -61,7 +40,7 @@ class Known(Attribution):
         return self.scale * (table[inputs, target] - table[0, target])
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.01, 1.0])
 def test_exact_relevance_has_no_infidelity(share):
     model, ids = Bag(), token_ids(3, 9)
     exact = token_infidelity(Known(model), ids, 1, fill=0, share=share)
@@ -72,6 +51,7 @@ def test_exact_relevance_has_no_infidelity(share):
     assert float(normal.abs().max()) < 1e-12
 
 
+@pytest.mark.slow
 def test_infidelity_is_the_mean_over_subsets():
     """With half of four tokens removed there are six subsets; many draws see each alike."""
     model, ids = classifier().double(), token_ids(1, 4)
@@ -91,9 +71,9 @@ def test_infidelity_is_the_mean_over_subsets():
     assert abs(found.item() - errors.mean()) < 6 * errors.std() / 3000**0.5 + 1e-12
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("embedded", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [entry.method for entry in METHODS])
 def test_every_method(method, embedded):
     model, ids = mamba_lm(), token_ids(2, 6)
     mask = torch.ones_like(ids)
@@ -113,17 +93,6 @@ def test_every_method(method, embedded):
     for found in (infidelity, sensitivity):
         assert found.shape == (2,) and bool(found.isfinite().all())
         assert bool((found > 0).all())
-
-
-def test_half_precision_is_measured_in_single():
-    model, ids = mamba_lm().bfloat16(), token_ids(2, 6)
-    method = LatimFlow(model)
-    replacements = torch.arange(VOCABULARY)
-    for found in (
-        token_infidelity(method, ids, (-1, 3), fill=0),
-        token_sensitivity(method, ids, (-1, 3), replacements=replacements, share=0.3),
-    ):
-        assert found.dtype == torch.float32 and bool((found > 0).all())
 
 
 def test_padding_is_never_touched():
@@ -200,6 +169,7 @@ def test_ids_are_replaced_by_those_allowed():
     assert torch.equal(changed[~replaced], ids.repeat_interleave(6, 0)[~replaced])
 
 
+@pytest.mark.slow
 def test_seeds_and_captum_methods():
     model = classifier()
     embeddings = torch.randn(2, 5, WIDTH)
@@ -245,17 +215,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("measure", [token_infidelity, token_sensitivity])
-def test_errors(measure, case):
-    change, error, fragments = BAD[case]
+def test_errors(measure):
     own = {"fill": 0} if measure is token_infidelity else {"replacements": torch.arange(4)}
-    given = {"inputs": token_ids(2, 6), "target": 1} | own | change
-    with pytest.raises(error) as caught:
-        measure(LatimFlow(classifier()), **given)
-    assert isinstance(caught.value, CaptumSSMError)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    for change, error, fragments in BAD.values():
+        given = {"inputs": token_ids(2, 6), "target": 1} | own | change
+        with pytest.raises(error) as caught:
+            measure(LatimFlow(classifier()), **given)
+        assert all(fragment in str(caught.value) for fragment in fragments)
 
 
 def test_errors_of_one_measure():

@@ -9,7 +9,7 @@ from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, LatimNorm, trace
 from captum_ssm.attr.vectors.contributions import Contributions
-from captum_ssm.errors import CaptumSSMError, InputError, QueryError
+from captum_ssm.errors import InputError, QueryError
 from captum_ssm.metrics import (
     average_precision,
     completeness_error,
@@ -49,12 +49,12 @@ def test_rows_are_ranked_by_themselves():
 
 
 def test_gold_finds_itself():
-    gold = torch.eye(7, dtype=torch.bool).roll(-2, 1).expand(4, -1, -1)
+    gold = torch.stack([torch.eye(9).roll(shift, 1) for shift in (0, 1, 3, 5)])
     noise = 0.1 * torch.rand(gold.shape)
     for per_row in (False, True):
         found = token_faithfulness(gold + noise, gold, per_row=per_row)
         assert all(x.tolist() == [1] * 4 for x in found)
-    backwards = token_faithfulness(-gold.float() + noise, gold)
+    backwards = token_faithfulness(-gold + noise, gold)
     assert all(x.tolist() == [0] * 4 for x in (backwards.auc, backwards.recall))
 
 
@@ -65,9 +65,6 @@ def test_relevance_mass():
     found = relevance_mass(relevance, gold, mask)
     assert found[0].item() == 0.75 and found[1].isnan()
     assert found[2].item() == pytest.approx(2 / 3)
-
-
-# --- decompositions ------------------------------------------------------------------------------
 
 
 def test_decomposition_error_by_hand():
@@ -103,12 +100,8 @@ def test_completeness_error():
     assert float(completeness_error(relevance, explained).max()) < 1e-4
 
 
-# --- oversmoothing -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_similarity_by_pairs(dtype):
-    tokens = (torch.randn(3, 7, 5) + 0.5).to(dtype)
+def test_similarity_by_pairs():
+    tokens = (torch.randn(3, 7, 5) + 0.5).bfloat16()
     tokens[0, 2] = 0
     mask = torch.rand(3, 7) < 0.8
     mask[:, :3] = True
@@ -151,17 +144,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_errors(case):
-    call, fragments = BAD[case]
-    with pytest.raises(InputError) as caught:
-        call()
-    assert isinstance(caught.value, CaptumSSMError)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-
-
-@pytest.mark.parametrize("query", [3, -4, torch.tensor([0, 5]), torch.tensor([0, 1, 2]), 1.5])
-def test_bad_queries(query):
-    with pytest.raises(QueryError, match="query="):
-        token_similarity(torch.randn(2, 3, 4), query=query)
+def test_errors():
+    for call, fragments in BAD.values():
+        with pytest.raises(InputError) as caught:
+            call()
+        assert all(fragment in str(caught.value) for fragment in fragments)
+    for query in (3, -4, torch.tensor([0, 5]), torch.tensor([0, 1, 2]), 1.5):
+        with pytest.raises(QueryError, match="query="):
+            token_similarity(torch.randn(2, 3, 4), query=query)

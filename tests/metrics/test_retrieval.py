@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from captum_ssm.errors import CaptumSSMError, InputError, OptionError, TargetError
+from captum_ssm.errors import InputError, OptionError, TargetError
 from captum_ssm.metrics import (
     Demonstration,
     amplify_prompt,
@@ -42,12 +42,6 @@ def test_confidence_by_loop():
         assert confidence == pytest.approx(wrong - chances[label])
     hardest = hardest_examples(logits, labels.tolist(), 3).tolist()
     assert hardest == sorted(range(9), key=lambda i: -found[i].item())[:3]
-
-
-def test_a_confidently_right_example_is_the_easiest():
-    logits = torch.tensor([[9.0, 0.0], [0.0, 9.0], [0.0, 0.0]])
-    found = misclassification_confidence(logits, [0, 0, 0])
-    assert found[0] < -0.99 and found[1] > 0.99 and found[2] == 0
 
 
 def test_key_words():
@@ -99,11 +93,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_errors(case):
-    call, error, fragments = BAD[case]
-    with pytest.raises(error) as caught:
-        call()
-    assert isinstance(caught.value, CaptumSSMError)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+def test_errors():
+    for call, error, fragments in BAD.values():
+        with pytest.raises(error) as caught:
+            call()
+        assert all(fragment in str(caught.value) for fragment in fragments)

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import fla_checks
-from helpers.fla_checks import Formula, conv_parts, record_one, rms_factors
-from helpers.sessions import full, thorough
+from helpers.fla_checks import Formula, conv_parts, rms_factors
 from torch import Tensor
 from zoo.fla_cpu import FLA, MODELS
+
+from captum_ssm.testing.adapters import check_adapter
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 24
 CASES: dict[str, dict[str, Any]] = {
@@ -21,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: Families whose models may hold attention in some layers; those of RWKV-7 then do not run.
 _OTHERS = ("Mamba", "Mamba2", "Mamba3", "Transformer", "Samba", "RWKV7")
+FADED = ("HGRN", "RWKV6")  # whose states fade over padded tokens
 HYBRIDS = [name for name in MODELS if name not in _OTHERS]
 
 
@@ -61,36 +65,16 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor) -> Formula:
     return Formula(values, conv, bias, one, core, torch.ones_like, one, keep.double())
 
 
-@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
-def test_reproduces_the_layer(fla: FLA, case: str) -> None:
-    fla_checks.reproduces(lambda: make(fla, case), WIDTH)
-
-
-@pytest.mark.parametrize("case", thorough(CASES, ("window", "norm")))
-def test_matrices(fla: FLA, case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_contract(fla: FLA, case: str) -> None:
     # rotations have the accuracy of float32 angles
-    fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=True, tolerance=1e-6)
+    fla_checks.holds(make(fla, case), WIDTH, formula, compacted=True, exact=False)
 
 
-@pytest.mark.parametrize("case", ["plain", "window"])
-def test_padding_between_tokens(fla: FLA, case: str) -> None:
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
-    recorded = record_one(make(fla, case), torch.randn(1, 8, WIDTH), attention_mask=mask)
-    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["window", "norm"])
-def test_typical_error(fla: FLA, case: str) -> None:
-    fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
-
-
-def test_half_precision(fla: FLA) -> None:
-    fla_checks.half_precision(lambda: make(fla, "window"), WIDTH)
-
-
-@pytest.mark.parametrize("family", thorough(HYBRIDS, ("GLA",)))
-@pytest.mark.parametrize("window", [3, *full(None)])
-def test_hybrids(fla: FLA, family: str, window: int | None) -> None:
-    spec = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": window}
-    fla_checks.whole_model(fla.model(family, norm_eps=fla_checks.EPS, attn=spec))
+@pytest.mark.parametrize("family", HYBRIDS[::2])
+def test_hybrids(fla: FLA, family: str) -> None:
+    spec = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 3}
+    model = fla.model(family, norm_eps=fla_checks.EPS, attn=spec)
+    clauses = ("float32", "batches", "left padding", "sums")
+    faded = {"left padding": "differ from those alone"} if family in FADED else {}
+    check_adapter(lambda: model, torch.randint(19, (2, 9)), None, faded, clauses)

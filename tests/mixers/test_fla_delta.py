@@ -14,12 +14,12 @@ from helpers.fla_checks import (
     conv_parts,
     convolved,
     decayed_scores,
-    record_one,
     rms_factors,
 )
-from helpers.sessions import thorough_rows
 from torch import Tensor
 from zoo.fla_cpu import FLA
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 24
 DELTA: dict[str, dict[str, Any]] = {
@@ -46,9 +46,8 @@ _BOUNDED = ("KimiDeltaAttention", "bounded")
 CASES = [
     *(("DeltaNet", case) for case in DELTA),
     *(("GatedDeltaNet", case) for case in GATED),
-    *thorough_rows((("KimiDeltaAttention", case) for case in KDA), [_BOUNDED]),
+    *[("KimiDeltaAttention", case) for case in KDA],
 ]
-FAMILIES = ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
 
 
 def make(fla: FLA, family: str, case: str) -> Any:
@@ -117,53 +116,5 @@ def _core(q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-def test_reproduces_the_layer(fla: FLA, family: str, case: str) -> None:
-    fla_checks.reproduces(lambda: make(fla, family, case), WIDTH)
-
-
-@pytest.mark.parametrize(("family", "case"), CASES)
-def test_matrices(fla: FLA, family: str, case: str) -> None:
-    fla_checks.matrices_agree(make(fla, family, case), WIDTH, formula, compacted=True)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_between_tokens(fla: FLA, family: str) -> None:
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
-    layer = make(fla, family, "no conv")
-    recorded = record_one(layer, torch.randn(1, 8, WIDTH), attention_mask=mask)
-    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
-
-
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [("DeltaNet", "plain"), ("GatedDeltaNet", "grouped"), ("KimiDeltaAttention", "plain")],
-)
-def test_typical_error(fla: FLA, family: str, case: str) -> None:
-    fla_checks.typical_error(lambda: make(fla, family, case), WIDTH, 1e-6)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision(fla: FLA, family: str) -> None:
-    fla_checks.half_precision(lambda: make(fla, family, "plain"), WIDTH)
-
-
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("DeltaNet", {"num_heads": 2}),
-    ("DeltaNet", {"num_heads": 2, "use_gate": True, "qk_norm": "sum", "fuse_norm": False}),
-    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6}),
-    ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6, "num_v_heads": 4}),
-    ("KDA", {"num_heads": 2, "head_dim": 6}),
-]
-
-
-@pytest.mark.parametrize(("family", "options"), MODELS)
-def test_whole_model(fla: FLA, family: str, options: dict[str, Any]) -> None:
-    fla_checks.whole_model(fla.model(family, norm_eps=EPS, **options))
-
-
-@pytest.mark.parametrize(("family", "options"), [MODELS[0], MODELS[3], MODELS[4]])
-def test_attribution(fla: FLA, family: str, options: dict[str, Any]) -> None:
-    def on_all(module: Any, hidden: Tensor, _: Any) -> Formula:
-        return formula(module, hidden, torch.ones(2, hidden.shape[1]))
-
-    fla_checks.attribution_agrees(fla.model(family, norm_eps=EPS, **options), on_all)
+def test_contract(fla: FLA, family: str, case: str) -> None:
+    fla_checks.holds(make(fla, family, case), WIDTH, formula, compacted=True)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from helpers import fla_checks
 from helpers.fla_checks import EPS, Formula, conv_parts, record_one
-from helpers.sessions import full, thorough
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.fla_cpu import FLA
 
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.components import parse_components
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 24
 RANKS = {
@@ -119,14 +120,9 @@ def formula(layer: Any, hidden: Tensor, keep: Tensor, v_first: Tensor | None = N
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", thorough(OPTIONS, ("wide values", "fused norms")))
-def test_reproduces_the_layer(fla: FLA, case: str) -> None:
-    fla_checks.reproduces(lambda: make(fla, case), WIDTH)
-
-
-@pytest.mark.parametrize("case", ["plain", *full("wide values", "one head")])
-def test_matrices(fla: FLA, case: str) -> None:
-    fla_checks.matrices_agree(make(fla, case), WIDTH, formula, compacted=False)
+@pytest.mark.parametrize("case", ["plain", "wide values", "one head"])
+def test_contract(fla: FLA, case: str) -> None:
+    fla_checks.holds(make(fla, case), WIDTH, formula, compacted=False)
 
 
 def test_a_later_layer_takes_from_the_first_ones_values(fla: FLA) -> None:
@@ -137,37 +133,6 @@ def test_a_later_layer_takes_from_the_first_ones_values(fla: FLA) -> None:
     found = linear.operator.affine(linear.values)
     assert relative_error(linear.values, wanted.values) <= 1e-12
     assert relative_error(found, wanted.before_projection()) <= 1e-10
-
-
-def test_padding_between_tokens(fla: FLA) -> None:
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
-    recorded = record_one(make(fla, "plain"), torch.randn(1, 8, WIDTH), attention_mask=mask)
-    assert recorded.reconstruction_error() <= fla_checks.FLOAT32
-
-
-@pytest.mark.parametrize("case", ["plain", *full("fused norms")])
-def test_typical_error(fla: FLA, case: str) -> None:
-    fla_checks.typical_error(lambda: make(fla, case), WIDTH, 6e-7)
-
-
-def test_half_precision(fla: FLA) -> None:
-    fla_checks.half_precision(lambda: make(fla, "plain"), WIDTH)
-
-
-SMALL = {"head_dim": 8, "norm_eps": EPS, **RANKS}
-
-
-@pytest.mark.parametrize("fuse_norm", full(False, True))
-def test_whole_model(fla: FLA, fuse_norm: bool) -> None:
-    fla_checks.whole_model(fla.model("RWKV7", fuse_norm=fuse_norm, **SMALL))
-
-
-def test_attribution(fla: FLA) -> None:
-    def on_all(module: Any, hidden: Tensor, kwargs: Any) -> Formula:
-        first = kwargs["v_first"].detach() if module.layer_idx else None
-        return formula(module, hidden, torch.ones(2, hidden.shape[1]), first)
-
-    fla_checks.attribution_agrees(fla.model("RWKV7", fuse_norm=False, **SMALL), on_all)
 
 
 class Layers(nn.Module):

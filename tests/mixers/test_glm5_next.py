@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 
 from zoo.delta import Family
 
+pytestmark = pytest.mark.slow
+
 #: The third layer reads what the second one's indexer picks.
 SHARED = {
     "num_hidden_layers": 4,
@@ -83,7 +85,6 @@ def test_half_precision_picks_what_the_model_picked(monkeypatch: pytest.MonkeyPa
     check(layer, 3e-2)
 
 
-@pytest.mark.full
 def test_matrices_move_values(monkeypatch: pytest.MonkeyPatch) -> None:
     (layer,) = attention_of(make(monkeypatch).double(), *padded())
     linear = layer.linear
@@ -91,7 +92,6 @@ def test_matrices_move_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(linear.project(found), linear.output()) <= 1e-12
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rule", ["frozen", "half", "centred"])
 def test_streams_add_up(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is added to several streams, and mixed among them, is all of the output."""
@@ -107,7 +107,6 @@ def test_streams_add_up(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not relevance[mask == 0].any()
 
 
-@pytest.mark.full
 def test_methods_of_one_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="residual stream"):
         LatimALTI(make(monkeypatch)).attribute(padded()[0], target=(-1, 3))

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from helpers import hybrid_checks as hybrid
 from helpers.versions import continuing, recurrent_gemma_block, renamed
-from oracles import diagonal_matrices, relative_error, times
+from oracles import diagonal_matrices, times
 from torch import Tensor
 from zoo.mamba import randomise
 
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.griffin import recurrent_gemma
+
+pytestmark = pytest.mark.slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,12 +52,6 @@ def spread_decays(model: Any) -> Any:
 
 def make_model(**options: Any) -> Any:
     return spread_decays(transformers.RecurrentGemmaForCausalLM(config(**options)))
-
-
-def block_class() -> Any:
-    from transformers.models.recurrent_gemma import modeling_recurrent_gemma
-
-    return modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock
 
 
 def make_block(**options: Any) -> Any:
@@ -108,36 +104,6 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> hybrid.Formu
     )
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
-def test_reproduces_the_module(tokens: int, batch: int) -> None:
-    block = make_block()
-    hidden = torch.randn(batch, tokens, 12)
-    layer = run_block(block, hidden)
-    wanted = formula(block, hidden, {})
-    assert relative_error(layer.output, wanted.output) <= FLOAT32
-    hybrid.check(layer, FLOAT32)
-    hybrid.check_formula_output(wanted, block.linear_out)
-    hybrid.check_formula(layer, wanted, 1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 5])
-@pytest.mark.parametrize("kernel", [1, 2, 4, 7])
-def test_sizes(kernel: int, heads: int) -> None:
-    block = make_block(conv1d_width=kernel, num_attention_heads=heads, head_dim=2, lru_width=10)
-    for tokens in (1, max(1, kernel - 1), 9):
-        hybrid.check(run_block(block, torch.randn(2, tokens, 12)), FLOAT32)
-
-
-def test_float64_against_the_formula() -> None:
-    block = make_block().double()
-    hidden = torch.randn(2, 11, 12, dtype=torch.float64)
-    layer = run_block(block, hidden)
-    assert layer.linear.operator.dtype == torch.float64
-    hybrid.check_formula(layer, formula(block, hidden, {}), 1e-12)
-    layer.verify()
-
-
 def test_resets_separate_packed_sequences() -> None:
     block = make_block().double()
     hidden = torch.randn(2, 10, 12, dtype=torch.float64)
@@ -156,34 +122,11 @@ def test_positions_that_begin_later() -> None:
     hybrid.check(run_block(block, hidden, torch.arange(3, 9)[None]), FLOAT32)
 
 
-def test_typical_errors() -> None:
-    errors, halves = [], []
-    for _ in range(9):
-        block, hidden = make_block(), torch.randn(3, 40, 12)
-        errors.append(hybrid.check(run_block(block, hidden), FLOAT32))
-        # nearer to a decay of one, 1 - a^2 is rounded to nothing by the format itself
-        block.rg_lru.recurrent_param.data.clamp_(min=-3)
-        half = run_block(block.to(torch.bfloat16), hidden.to(torch.bfloat16))
-        halves.append(hybrid.check_half(half, 5e-2))
-    hybrid.check_typical(errors, 1e-6)
-    hybrid.check_typical(halves, 1.5e-2)
-
-
 def test_initialised_decays() -> None:
     """Near a decay of one, where the model's sqrt(1 - a^2) cancels."""
     model = transformers.RecurrentGemmaForCausalLM(config()).eval()
     for layer in hybrid.record(model, torch.randint(3, 19, (2, 40))):
         hybrid.check(layer, 1e-5)
-
-
-def test_whole_model() -> None:
-    model = make_model()
-    ids = torch.randint(3, 19, (3, 70))
-    layers = hybrid.record(model, ids)
-    assert [layer.architecture for layer in layers] == ["Griffin"] * 3
-    for layer in layers:
-        hybrid.check(layer, FLOAT32)
-    hybrid.check_same_logits(model, ids)
 
 
 def test_an_earlier_generation_leaves_no_trace() -> None:
@@ -216,17 +159,21 @@ def test_batches_of_other_sizes() -> None:
         model(ids, use_cache=False)
 
 
-def test_methods() -> None:
-    hybrid.check_methods(make_model(), torch.randint(3, 19, (2, 12)))
-
-
-def test_attribution_by_hand() -> None:
-    model = make_model(num_hidden_layers=2)
-    hybrid.check_attribution_by_hand(model, block_class(), formula, torch.randint(3, 19, (2, 9)))
-
-
 def test_a_cache_is_refused() -> None:
     hidden = torch.randn(1, 4, 12)
     kwargs = {"past_key_values": object(), "position_ids": torch.arange(4)[None]}
     with pytest.raises(CachedStateError):
         recurrent_gemma(make_block(), Call((hidden,), kwargs, hidden))
+
+
+@pytest.mark.parametrize(("kernel", "heads"), [(4, 5), (1, 1), (2, 2), (7, 10)])
+def test_contract(kernel: int, heads: int) -> None:
+    block = make_block(conv1d_width=kernel, num_attention_heads=heads, head_dim=2, lru_width=10)
+    # nearer to a decay of one, 1 - a^2 is rounded to nothing by bfloat16 itself
+    block.rg_lru.recurrent_param.data.clamp_(min=-3)
+    own = {"attention_mask": None, "use_cache": False, **continuing(0)}
+    hybrid.holds(block, 12, formula, masked=False, position_ids=positions, **own)
+
+
+def positions(hidden: Tensor) -> Tensor:
+    return torch.arange(hidden.shape[1])[None]

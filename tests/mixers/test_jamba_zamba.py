@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.contract import CORE
 from helpers.versions import VERSION_4
-from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices
+from oracles import conv_matrices, diagonal_matrices, scan_matrices
 from torch import Tensor
-from zoo.attention import attention_model, eagerly
-from zoo.mamba import padded_batch
+from zoo.attention import attention_model
 
-from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, trace
+from captum_ssm import trace
 from captum_ssm.attr.engine.fold import stages
 from captum_ssm.errors import CachedStateError
-from captum_ssm.tracing import Layer, repaired_scans
+from captum_ssm.testing.adapters import check_adapter
+from captum_ssm.tracing import Layer
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
 
-# Jamba's norms of very few features blow rounding errors up, for unlucky draws
-FLOAT32 = 2e-5
 FAMILIES = ["jamba", "zamba"]
 #: An epsilon that keeps the norms of two features well conditioned.
 NORMS = {"rms_norm_eps": 0.05}
@@ -107,110 +108,7 @@ def mixer_parts(mixer: Any, hidden: Tensor, mask: Tensor | None = None) -> Parts
     return Parts(gate @ (scan + skip) @ before, gate @ scan @ before, mixer.out_proj(y))
 
 
-def check(layer: Layer, mask: Tensor | None = None) -> None:
-    assert layer.reconstruction_error() <= FLOAT32
-    parts = mixer_parts(layer.mixer.module, layer.call.hidden_states, mask)
-    assert relative_error(layer.output, parts.output) <= FLOAT32
-    assert relative_error(layer.linear.output(), parts.output) <= FLOAT32
-    assert relative_error(layer.operator.dense(None), parts.exact) <= FLOAT32
-    # channels may cancel in their mean
-    error = (layer.operator.dense("mean") - parts.exact.mean(1)).abs().max()
-    assert error <= FLOAT32 * parts.exact.abs().max()
-
-
 # --- the mixers ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
-def test_reproduces_the_module(family: str, batch: int, tokens: int) -> None:
-    model = hybrid(family)
-    found = [x for x in record(model, torch.randint(1, 23, (batch, tokens))) if is_mamba(x)]
-    assert len(found) >= 2
-    for layer in found:
-        assert layer.linear.mask is None
-        check(layer)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [
-    {"mamba_proj_bias": True},
-    {"mamba_conv_bias": False},
-    {"mamba_d_conv": 2, "mamba_d_state": 1},
-    {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5},
-])  # fmt: skip
-def test_options(family: str, options: dict[str, Any]) -> None:
-    model = hybrid(family, **options)
-    for layer in record(model, torch.randint(1, 23, (2, 7))):
-        if is_mamba(layer):
-            check(layer)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_zamba_heads(heads: int) -> None:
-    model = hybrid("zamba", n_mamba_heads=heads, mamba_proj_bias=True)
-    ids, mask = padded_batch([9, 4])
-    for layer in record(model, ids, attention_mask=mask):
-        if is_mamba(layer):
-            check(layer, mask)
-            parts = mixer_parts(layer.mixer.module, layer.call.hidden_states, mask)
-            some = layer.operator.select([30, 2, 17]).dense(None)
-            assert relative_error(some, parts.exact[:, [30, 2, 17]]) <= FLOAT32
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_left_padding(family: str, bias: bool) -> None:
-    model = hybrid(family, mamba_proj_bias=bias)
-    ids, mask = padded_batch([9, 4, 1])
-    for layer in record(model, ids, attention_mask=mask):
-        linear = layer.linear
-        assert linear.mask is not None and torch.equal(linear.mask, mask.bool())
-        assert layer.reconstruction_error() <= FLOAT32
-        if is_mamba(layer):
-            check(layer, mask)
-        matrices = layer.operator.dense(None)
-        assert not matrices[(mask == 0)[:, None, None, :].expand_as(matrices)].any()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_long_sequence(family: str) -> None:
-    for layer in record(hybrid(family), torch.randint(1, 23, (1, 70))):
-        assert layer.reconstruction_error() <= FLOAT32
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16(family: str) -> None:
-    model = hybrid(family).bfloat16()
-    for layer in record(model, torch.randint(1, 23, (2, 12))):
-        assert layer.output.dtype == torch.bfloat16
-        assert layer.values.dtype == layer.operator.dtype == torch.float32
-        assert layer.reconstruction_error() <= 5e-2
-        if is_mamba(layer):
-            parts = mixer_parts(layer.mixer.module, layer.call.hidden_states)
-            assert relative_error(layer.linear.output(), parts.output) <= FLOAT32
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float64(family: str) -> None:
-    model = hybrid(family).double()
-    for layer in record(model, torch.randint(1, 23, (2, 9))):
-        assert layer.operator.dtype == torch.float64
-        if is_mamba(layer):
-            parts = mixer_parts(layer.mixer.module, layer.call.hidden_states)
-            assert relative_error(layer.linear.output(), parts.output) <= 1e-12
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_unchanged(family: str) -> None:
-    model = hybrid(family)
-    ids, mask = padded_batch([8, 5])
-    with torch.no_grad():
-        with repaired_scans():  # a trace's own loops, to the last digit
-            before = model(ids, attention_mask=mask).logits
-        with trace(model):
-            assert torch.equal(model(ids, attention_mask=mask).logits, before)
 
 
 def cache_of(family: str, model: Any) -> Any:
@@ -267,105 +165,28 @@ def test_stages() -> None:
     ]
 
 
-def exact_matrices(model: Any, *args: Any, **kwargs: Any) -> list[tuple[bool, Tensor]]:
-    """Mean matrices, skip left out, of every mixer in the order of the calls, in float64.
-
-    Those of attention are the model's own weights when it runs eagerly.
-    """
-    exact = eagerly(model).double()
-    calls: list[tuple[Any, Tensor, Any]] = []
-
-    def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((module, kwargs["hidden_states"], output))
-
-    for module in exact.modules():
-        if type(module).__name__.endswith(("MambaMixer", "Attention")):
-            module.register_forward_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        exact(*args, **kwargs)
-        return [
-            (True, mixer_parts(module, hidden, kwargs.get("attention_mask")).unified.mean(1))
-            if "Mamba" in type(module).__name__
-            else (False, output[1].mean(1))
-            for module, hidden, output in calls
-        ]
-
-
-def weighted(matrices: list[tuple[bool, Tensor]], family: str) -> Tensor:
-    """The product over blocks, last on the left.
-
-    jamba: x += M x for each mixer.  zamba: a block with attention is x += M (x + F x).
-    """
-    tokens = matrices[0][1].shape[-1]
-    eye = torch.eye(tokens, dtype=torch.float64)
-    product, fed = eye.expand_as(matrices[0][1]), eye
-    for is_mamba_, matrix in matrices:
-        if family == "zamba" and not is_mamba_:
-            fed = eye + matrix
-            continue
-        product = (eye + matrix @ fed) @ product
-        fed = eye
-    return product
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_is_the_product_in_the_models_order(family: str) -> None:
-    model = hybrid(family)
-    ids = torch.randint(1, 23, (2, 9))
-    found = ImplicitAttentionRollout(model).attribute(ids, query=[8], verify=True)
-    product = weighted(exact_matrices(model, ids), family)
-    assert relative_error(found, product[:, 8]) <= 1e-5
-    absolute = ImplicitAttentionRollout(model).attribute(ids, query=[3], absolute=True)
-    product = weighted([(m, a.abs()) for m, a in exact_matrices(model, ids)], family)
-    assert relative_error(absolute, product[:, 3]) <= 1e-5
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mamba_proj_bias": True},
+        {"mamba_conv_bias": False},
+        {"mamba_d_conv": 2, "mamba_d_state": 1},
+        {"mamba_d_state": 16, "mamba_expand": 3, "mamba_dt_rank": 5},
+        {"n_mamba_heads": 1},
+        {"n_mamba_heads": 4, "mamba_proj_bias": True},
+    ],
+)
+def test_contract(family: str, options: dict[str, Any]) -> None:
+    if family == "jamba" and "n_mamba_heads" in options:
+        options = {"mamba_dt_rank": 3 * options["n_mamba_heads"]}
 
+    def formula(module: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor] | None:
+        if "Mamba" not in type(module).__name__:
+            return None
+        parts = mixer_parts(module, hidden, kwargs.get("attention_mask"))
+        return {"exact": parts.exact, "unified": parts.unified}
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attribution(family: str) -> None:
-    model = hybrid(family)
-    ids = torch.randint(1, 23, (2, 9))
-    exact = copy.deepcopy(model).double()
-    outputs: list[Tensor] = []
-    for module in exact.modules():
-        if type(module).__name__.endswith(("MambaMixer", "Attention")):
-            module.register_forward_hook(
-                lambda _, __, out: outputs.append(out[0] if isinstance(out, tuple) else out)
-            )
-    logit = exact(ids).logits[:, -1, 4].sum()
-    gradients = torch.autograd.grad(logit, outputs)
-    for clamp in ("relu", "abs"):
-        matrices = [
-            (mixes, getattr(torch, clamp)(gradient.mean(-1, keepdim=True) * alpha))
-            for gradient, (mixes, alpha) in zip(gradients, exact_matrices(model, ids), strict=True)
-        ]
-        found = MambaAttribution(model).attribute(ids, target=(-1, 4), clamp=clamp)
-        assert relative_error(found, weighted(matrices, family)[:, -1]) <= 1e-4
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batch_equals_single_examples(family: str, attention: str) -> None:
-    model = hybrid(family, attention)
-    lengths = [9, 4, 1]
-    ids, mask = padded_batch(lengths)
-    for method in (ImplicitAttention, ImplicitAttentionRollout, MambaAttribution):
-        attribution = method(lambda i, m: model(i, attention_mask=m), model=model)
-        together = attribution.attribute(ids, target=(-1, 7), additional_forward_args=mask)
-        for row, length in enumerate(lengths):
-            alone = attribution.attribute(
-                ids[row : row + 1, -length:],
-                target=(-1, 7),
-                additional_forward_args=mask[row : row + 1, -length:],
-            )
-            assert relative_error(together[row : row + 1, -length:], alone) <= 2e-5
-            assert not together[row, :-length].any()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_last_token_of_a_padded_batch(family: str) -> None:
-    model = hybrid(family)
-    ids, mask = padded_batch([7, 3])
-    rollout = ImplicitAttentionRollout(lambda i, m: model(i, attention_mask=m), model=model)
-    found = rollout.attribute(ids.flip(1), additional_forward_args=mask.flip(1), query="last")
-    assert not found[1, 3:].any()
-    assert found[1, 2] > 0.1
+    model = hybrid(family, **options)
+    check_adapter(lambda: model, torch.randint(1, 23, (2, 9)), formula, clauses=CORE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
 from zoo.short_conv import make_model
@@ -197,7 +198,7 @@ def of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_copies_from_the_hub_are_served_at_once(of_the_hub: Any) -> None:
     model = of_the_hub()
     assert mixer_class(model).__module__.startswith("transformers_modules.")
@@ -207,14 +208,14 @@ def test_copies_from_the_hub_are_served_at_once(of_the_hub: Any) -> None:
     assert entry[0].class_path.startswith("transformers_modules.")
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_code_of_the_hub_that_computes_something_else_is_refused(of_the_hub: Any) -> None:
     model = of_the_hub("self.out_proj(", "1.01 * self.out_proj(")
     with pytest.raises(ReconstructionError, match=f"served with like='{re.escape(MAMBA)}'"):
         explain(model)
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_code_of_the_hub_by_another_name_wants_the_users_word(of_the_hub: Any) -> None:
     model = of_the_hub("MambaMixer", "OwnMixer")
     with pytest.raises(UnsupportedMixerError, match=f"like='{re.escape(MAMBA)}'"):

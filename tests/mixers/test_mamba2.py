@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
 from oracles import relative_error
 from oracles.mamba2_formula import Form, Parts, alpha, form_of
 from oracles.mamba2_formula import mamba2_parts as formula
 from torch import Tensor
-from zoo.mamba import padded_batch, randomise
+from zoo.mamba import randomise
 from zoo.mamba2 import EPS, close_to, first_mixer, make_model
 from zoo.mamba2_simple_cpu import Simple
 
 from captum_ssm import trace
 from captum_ssm.attr.call.components import parse_components
 from captum_ssm.tracing import Layer
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
 
@@ -113,47 +115,6 @@ def check(mixer: Any, form: Form, hidden: Tensor, **options: Any) -> tuple[Layer
     return layer, parts
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
-def test_reproduces_the_module(make: Callable[..., Made], batch: int, tokens: int) -> None:
-    layer, parts = check(*make(), torch.randn(batch, tokens, 12))
-    assert layer.values.shape == (batch, tokens, 6, 4)
-    wanted = alpha(parts, "exact")
-    assert relative_error(layer.operator.dense(None), wanted) <= FLOAT32
-    error = (layer.operator.dense() - wanted.mean(1)).abs().max()
-    assert error <= FLOAT32 * wanted.abs().mean(1).max()  # channels may cancel in their mean
-
-
-def test_long_sequence(make: Callable[..., Made]) -> None:
-    """Past the chunks of the modules and of the operator."""
-    mixer, _ = make()
-    (layer,) = record(mixer, torch.randn(2, 71, 12))
-    assert layer.reconstruction_error() <= FLOAT32
-
-
-def test_typical_error(make: Callable[..., Made]) -> None:
-    errors = []
-    for _ in range(15):
-        mixer, _ = make()
-        errors.append(record(mixer, torch.randn(2, 16, 12))[0].reconstruction_error())
-    assert statistics.median(errors) <= 5e-7
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
-@pytest.mark.parametrize("bias", [False, True])
-def test_groups_and_biases(make: Callable[..., Made], groups: int, bias: bool) -> None:
-    mixer, form = make(groups=groups, bias=bias, conv_bias=not bias)
-    layer, parts = check(mixer, form, torch.randn(2, 7, 12))
-    assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
-    assert bool(layer.bias.any()) == (not bias)
-
-
-@pytest.mark.parametrize("kernel", [2, 3, 6])
-def test_kernels(make: Callable[..., Made], kernel: int) -> None:
-    for tokens in (kernel - 1, kernel + 3):
-        check(*make(kernel=kernel), torch.randn(2, tokens, 12))
-
-
 def test_limits_of_dt(make: Callable[..., Made]) -> None:
     mixer, form = make(limit=(0.5, 1.0))
     with torch.no_grad():
@@ -164,51 +125,6 @@ def test_limits_of_dt(make: Callable[..., Made]) -> None:
     scan = next(leaf for leaf in layer.operator.leaves() if leaf.component == "scan")
     dt = scan.tensors()["scale"]
     assert (dt == 0.5).any() and (dt == 1).any() and ((dt > 0.5) & (dt < 1)).any()
-
-
-@pytest.mark.parametrize("components", ABLATIONS)
-def test_every_ablation(make: Callable[..., Made], components: str) -> None:
-    mixer, form = make(bias=True)
-    mixer.double()
-    hidden = torch.randn(2, 8, 12, dtype=torch.float64)
-    wanted = alpha(formula(mixer, hidden, form), components)
-    (layer,) = record(mixer, hidden)
-    operator = layer.linear.restrict(parse_components(components)).operator
-    assert operator.dtype == torch.float64
-    assert relative_error(operator.dense(None), wanted) <= 1e-12
-    assert relative_error(operator.dense("mean"), wanted.mean(1)) <= 1e-12
-    assert relative_error(operator.rows([7, 3], None), wanted[:, :, [7, 3]]) <= 1e-12
-    by_head = wanted.unflatten(1, (6, 4)).mean(2)
-    assert relative_error(operator.dense("heads"), by_head) <= 1e-12
-    chosen = wanted.unflatten(1, (6, 4))[:, [4, 1]].flatten(1, 2)
-    assert relative_error(operator.select([4, 1]).dense(None), chosen) <= 1e-12
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 5e-2), (torch.float16, 8e-3)])
-def test_half_precision(make: Callable[..., Made], dtype: torch.dtype, limit: float) -> None:
-    mixer, form = make(bias=True)
-    mixer.to(dtype)
-    hidden = torch.randn(2, 9, 12).to(dtype)
-    (layer,) = record(mixer, hidden)
-    linear = layer.linear
-    assert layer.output.dtype == dtype
-    assert linear.values.dtype == linear.operator.dtype == linear.output().dtype == torch.float32
-    assert layer.reconstruction_error() <= limit
-    assert relative_error(linear.output(), formula(mixer, hidden, form).output) <= FLOAT32
-    assert {p.dtype for p in mixer.parameters()} == {dtype}, "the model was converted"
-
-
-def test_coefficients_are_frozen(make: Callable[..., Made]) -> None:
-    mixer, _ = make(bias=True)
-    (layer,) = record(mixer, torch.randn(2, 6, 12))
-    linear = layer.linear
-    before = {name: t.clone() for name, t in linear.operator.tensors().items()}
-    assert not linear.values.requires_grad and not linear.operator.dense().requires_grad
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(1)
-    for name, tensor in linear.operator.tensors().items():
-        assert torch.equal(tensor, before[name]), name
 
 
 # --- what only some of them have -------------------------------------------------------------
@@ -274,14 +190,21 @@ def test_other_activations(act: str) -> None:
     )
 
 
-def test_padded_batch_in_the_formula() -> None:
-    for bias in (False, True):
-        model = make_model("mamba2", use_bias=bias)
-        ids, mask = padded_batch([9, 4, 6])
-        for layer in record(model, ids, attention_mask=mask):
-            mixer = layer.mixer.module
-            parts = formula(mixer, layer.call.hidden_states, form_of(mixer, model.config), mask)
-            assert layer.reconstruction_error() <= FLOAT32
-            assert relative_error(layer.linear.output(), parts.output) <= FLOAT32
-            assert relative_error(layer.operator.dense(None), alpha(parts, "exact")) <= FLOAT32
-            assert not layer.operator.dense()[1, :, :5].any()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 1, "bias": True, "conv_bias": False},
+        {"groups": 3, "kernel": 2},
+        {"groups": 6, "kernel": 6},
+    ],
+)
+def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
+    mixer, form = make(**options)
+    names = ABLATIONS if options else ABLATIONS[:3]
+
+    def matrices(mixer: Any, hidden: Tensor, kwargs: Any) -> dict[str, Tensor]:
+        parts = formula(mixer, hidden, form, kwargs.get("attention_mask"))
+        return {name: alpha(parts, name) for name in names}
+
+    contract.holds(mixer, 12, matrices, tokens=13)

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.versions import not_in_4
 from oracles import relative_error
 from oracles.mamba2_formula import alpha, form_of, mamba2_parts
 from torch import Tensor
-from zoo.mamba import padded_batch, randomise
 from zoo.mamba2 import FAMILIES, make_model, mixer_names
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
 from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, InputError
 from captum_ssm.tracing import Layer
+
+pytestmark = pytest.mark.slow
 
 # float32 against float32 or float64, for any draw of the parameters
 FLOAT32 = 1e-5
@@ -27,42 +27,6 @@ def record(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
     with torch.no_grad(), trace(model, operators=False) as t:
         model(*args, **kwargs)
     return t.layers
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whole_model(family: str) -> None:
-    not_in_4(family, "zamba2")  # padded
-    model = make_model(family)
-    ids, mask = padded_batch([9, 5])
-    with torch.no_grad():
-        before = model(ids, attention_mask=mask).logits
-        with trace(model) as t:
-            assert torch.equal(model(ids, attention_mask=mask).logits, before)
-    assert set(mixer_names(model)) <= {layer.name for layer in t.layers}
-    assert len(t.layers) > len(mixer_names(model)) or family == "mamba2"
-    assert max(layer.reconstruction_error() for layer in t.layers) <= FLOAT32
-
-
-@pytest.mark.parametrize("method", [MambaAttribution, ImplicitAttentionRollout])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batch_equals_single_examples(family: str, method: Any) -> None:
-    not_in_4(family, "zamba2")
-    model = make_model(family)
-    ids, mask = padded_batch([9, 4, 6])
-
-    def forward(ids: Tensor, mask: Tensor) -> Tensor:
-        logits: Tensor = model(ids, attention_mask=mask).logits
-        return logits
-
-    explain = method(forward, model=model)
-    padded = explain.attribute(ids, (-1, 3), mask, verify=True)
-    assert padded.shape == ids.shape
-    assert not padded[mask == 0].any()
-    for example, length in enumerate([9, 4, 6]):
-        real = ids[example : example + 1, 9 - length :]
-        alone = explain.attribute(real, (-1, 3), torch.ones_like(real))
-        assert alone.abs().sum() > 0
-        assert relative_error(padded[example : example + 1, 9 - length :], alone) <= 2e-5
 
 
 #: The module whose input is the stream after a block's mixers.
@@ -161,19 +125,6 @@ def test_attribution_by_dense_matrices(family: str) -> None:
     assert relative_error(found, dense_stages(model, ids, 4)) <= 2e-5
     found = ImplicitAttentionRollout(model).attribute(ids, query="last")
     assert relative_error(found, dense_stages(model, ids, None)) <= 2e-5
-
-
-def test_language_model_of_mamba_ssm(mamba_ssm: Any) -> None:
-    model = randomise(mamba_ssm.make_lm(12, ssm_cfg={"layer": "Mamba2", "ngroups": 2}))
-    ids = torch.randint(16, (2, 9))
-    with torch.no_grad():
-        before = model(ids).logits
-        with trace(model) as t:
-            assert torch.equal(model(ids).logits, before)
-    assert max(layer.reconstruction_error() for layer in t.layers) <= FLOAT32
-    for method in (MambaAttribution, ImplicitAttentionRollout):
-        found = method(model).attribute(ids, target=(-1, 3))
-        assert found.shape == ids.shape and found.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])

@@ -7,21 +7,23 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
 from helpers import hybrid_checks as hybrid
 from oracles import COMPONENTS, PRESETS, relative_error
 from oracles.mamba3_formula import formula
-from torch import Tensor, nn
+from torch import Tensor
 from zoo.mamba3_cpu import Mamba3
 
-from captum_ssm import ImplicitAttention
+from captum_ssm.attr.call.components import parse_components
 from captum_ssm.errors import CachedStateError, InputError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.mamba3 import mamba_ssm_mamba3
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 16  # E; D = 32 channels, H = 4 heads
 FLOAT32 = 1e-5  # for any draw; typical is 2e-7
@@ -45,47 +47,6 @@ def mamba3(mamba_ssm: Any, monkeypatch: pytest.MonkeyPatch) -> Mamba3:
 
 
 # --- one mixer -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
-@pytest.mark.parametrize("case", OPTIONS)
-def test_reproduces_the_module(mamba3: Mamba3, case: str, tokens: int) -> None:
-    mixer = mamba3.make(WIDTH, **OPTIONS[case])
-    hidden = torch.randn(2, tokens, WIDTH)
-    layer = hybrid.record_one(mixer, hidden)
-    wanted = formula(mixer, hidden, COMPONENTS)
-    hybrid.check_formula_output(wanted, mixer.out_proj)
-    assert relative_error(layer.output, wanted.output) <= FLOAT32
-    hybrid.check(layer, FLOAT32)
-    hybrid.check_formula(layer, wanted, FLOAT32)
-    assert layer.architecture == "Mamba-3"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("batch", [1, 3])
-def test_many_tokens(mamba3: Mamba3, batch: int) -> None:
-    """Past the operator's chunks, and many turns of the angles."""
-    mixer = mamba3.make(WIDTH, is_outproj_norm=batch == 3)
-    hidden = torch.randn(batch, 70, WIDTH)
-    layer = hybrid.record_one(mixer, hidden)
-    hybrid.check(layer, FLOAT32)
-    wanted = formula(mixer, hidden[:1], COMPONENTS)
-    assert relative_error(layer.linear.output()[:1], wanted.output) <= FLOAT32
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_typical_error(mamba3: Mamba3, case: str) -> None:
-    draws = 15
-    hybrid.check_typical(
-        [
-            hybrid.check(
-                hybrid.record_one(mamba3.make(WIDTH, **OPTIONS[case]), torch.randn(2, 16, WIDTH)),
-                FLOAT32,
-            )
-            for _ in range(draws)
-        ],
-        5e-7,
-    )
 
 
 def test_the_floor_of_the_decay(mamba3: Mamba3) -> None:
@@ -113,31 +74,6 @@ def test_a_short_step_before_a_long_one_keeps_its_digits(mamba3: Mamba3) -> None
     assert ((found - wanted).abs() <= 1e-4 * wanted).all()
 
 
-@pytest.mark.parametrize(
-    "components",
-    [
-        PRESETS["s6"],
-        PRESETS["unified"],
-        COMPONENTS,
-        *(COMPONENTS - {name} for name in sorted(COMPONENTS)),
-    ],
-    ids=lambda names: "-".join(sorted(names)),
-)
-def test_every_ablation(mamba3: Mamba3, components: Collection[str]) -> None:
-    mixer = mamba3.make(WIDTH, ngroups=2, is_outproj_norm=True).double()
-    hidden = torch.randn(2, 8, WIDTH, dtype=torch.float64)
-    operator = hybrid.record_one(mixer, hidden).linear.restrict(components).operator
-    wanted = formula(mixer, hidden, components).alpha
-    assert operator.dtype == torch.float64
-    assert relative_error(operator.dense(None), wanted) <= 1e-12
-    assert relative_error(operator.dense(), wanted.mean(1)) <= 1e-12
-    assert relative_error(operator.rows([7, 3], None), wanted[:, :, [7, 3]]) <= 1e-12
-    by_head = wanted.unflatten(1, (4, 8))
-    assert relative_error(operator.dense("heads"), by_head.mean(2)) <= 1e-12
-    chosen = by_head[:, [3, 1]].flatten(1, 2)
-    assert relative_error(operator.select([3, 1]).dense(None), chosen) <= 1e-12
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("case", ["plain", "a group per head"])
 def test_half_precision(mamba3: Mamba3, case: str, whole: bool) -> None:
@@ -155,58 +91,7 @@ def test_half_precision(mamba3: Mamba3, case: str, whole: bool) -> None:
     assert {name: p.dtype for name, p in mixer.named_parameters()} == dtypes
 
 
-def test_coefficients_are_frozen(mamba3: Mamba3) -> None:
-    mixer = mamba3.make(WIDTH, is_outproj_norm=True)
-    linear = hybrid.record_one(mixer, torch.randn(2, 6, WIDTH)).linear
-    before = {name: t.clone() for name, t in linear.operator.tensors().items()}
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(1)
-    for name, tensor in linear.operator.tensors().items():
-        assert torch.equal(tensor, before[name]), name
-
-
 # --- whole models ----------------------------------------------------------------------------
-
-
-class Uncached(nn.Module):
-    """A language model that takes ``use_cache``, as the checks tell every model not to cache."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, use_cache: bool = False) -> Any:
-        return self.model(ids)
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "norm"])
-def model(request: pytest.FixtureRequest, mamba3: Mamba3) -> Uncached:
-    return Uncached(mamba3.make_lm(WIDTH, ngroups=2, is_outproj_norm=request.param))
-
-
-def test_whole_model(model: Uncached) -> None:
-    ids = torch.randint(16, (2, 19))
-    layers = hybrid.record(model, ids)
-    assert [layer.architecture for layer in layers] == ["Mamba-3"] * 2
-    for layer in layers:
-        hybrid.check(layer, FLOAT32)
-    hybrid.check_same_logits(model, ids)
-
-
-def test_methods(model: Uncached) -> None:
-    ids = torch.randint(16, (2, 11))
-    hybrid.check_methods(model, ids)
-    for matrices in ImplicitAttention(model).matrices(ids, reduce="heads"):
-        assert matrices.shape == (2, 4, 11, 11) and matrices.any()
-
-
-def test_attribution_by_hand(model: Uncached, mamba3: Mamba3) -> None:
-    def unified(mixer: Any, hidden: Tensor, _: dict[str, Any]) -> hybrid.Formula:
-        return formula(mixer, hidden, PRESETS["unified"])
-
-    ids = torch.randint(16, (2, 9))
-    hybrid.check_attribution_by_hand(model, mamba3.module.Mamba3, unified, ids)
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -240,3 +125,15 @@ def test_caches_are_refused(mamba3: Mamba3) -> None:
     for call in (Call((x,), {"inference_params": cache}, x), Call((x, None, None, cache), {}, x)):
         with pytest.raises(CachedStateError, match="inference_params"):
             mamba_ssm_mamba3(mixer, call)
+
+
+ABLATIONS = ("s6", "unified", "exact", *(f"exact-{name}" for name in sorted(COMPONENTS)))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_contract(mamba3: Mamba3, case: str) -> None:
+    def matrices(mixer: Any, hidden: Tensor, _: Any) -> dict[str, Tensor]:
+        names = ABLATIONS if case == "a group per head" else ABLATIONS[:3]
+        return {name: formula(mixer, hidden, parse_components(name)).alpha for name in names}
+
+    contract.holds(mamba3.make(WIDTH, **OPTIONS[case]), WIDTH, matrices, tokens=13)

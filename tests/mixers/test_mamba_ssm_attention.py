@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import contract
 from helpers import hybrid_checks as hybrid
 from oracles import relative_error
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from captum_ssm import LatimFlow, StateMemory, trace
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.mamba_ssm_attention import mamba_ssm_attention
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 12
 FLOAT32 = 1e-6
@@ -114,27 +117,6 @@ def by_hand(module: Any, x: Tensor) -> Tensor:
     return hybrid.apply_linear(module.out_proj, torch.cat([out.flatten(2), past], -1))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-@pytest.mark.parametrize("case", OPTIONS)
-def test_reproduces_the_module(attention: Any, case: str, tokens: int) -> None:
-    module = attention(**OPTIONS[case])
-    hybrid.check(hybrid.record_one(module, torch.randn(2, tokens, WIDTH)), FLOAT32)
-    double = torch.randn(2, tokens, WIDTH, dtype=torch.float64)
-    layer = hybrid.record_one(module.double(), double)
-    wanted = by_hand(module, double)
-    # angles are of single precision
-    limit = 1e-6 if module.rotary_emb_dim else 1e-11
-    assert relative_error(layer.output, wanted) <= limit
-    hybrid.check(layer, limit)
-
-
-@pytest.mark.parametrize("case", ["plain", "everything"])
-def test_half_precision(attention: Any, case: str) -> None:
-    module = attention(**OPTIONS[case]).to(torch.bfloat16)
-    hidden = torch.randn(2, 9, WIDTH, dtype=torch.bfloat16)
-    hybrid.check_half(hybrid.record_one(module, hidden), 3e-2)
-
-
 def test_a_hybrid(mamba_ssm: MambaSSM) -> None:
     model = randomise(mamba_ssm.make_hybrid(d_intermediate=4, d_conv=3, mlp_dim=8))
     ids = torch.randint(16, (2, 9))
@@ -162,3 +144,12 @@ def test_a_cache_is_refused(attention: Any) -> None:
     hidden, cache = torch.randn(1, 4, WIDTH), SimpleNamespace()
     with pytest.raises(CachedStateError, match="inference_params"):
         mamba_ssm_attention(attention(), Call((hidden, cache), {}, hidden))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_contract(attention: Any, case: str) -> None:
+    module, double = attention(**OPTIONS[case]), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    contract.holds(module, WIDTH)
+    # angles are of single precision
+    limit = 1e-6 if module.rotary_emb_dim else 1e-11
+    assert relative_error(module.double()(double), by_hand(module, double)) <= limit

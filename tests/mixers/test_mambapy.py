@@ -19,6 +19,8 @@ from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.mambapy import mambapy_attention
 from captum_ssm.mixers.registry import adapter_for
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = 1e-5  # for any draw; typical is 2e-7
 
 

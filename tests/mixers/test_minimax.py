@@ -10,16 +10,16 @@ from helpers import hybrid_checks as hybrid
 from helpers.versions import VERSION_4
 from oracles import diagonal_matrices, relative_error, times
 from torch import Tensor
-from zoo.mamba import padded_batch, randomise
+from zoo.mamba import randomise
 
 from captum_ssm import ImplicitAttentionRollout
 from captum_ssm.errors import CachedStateError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.minimax import lightning_attention
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
-FLOAT32 = 1e-5  # for any draw; typical is 2e-7
+transformers = pytest.importorskip("transformers")
 
 
 def config(**options: Any) -> Any:
@@ -86,64 +86,6 @@ def formula(module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> hybrid.Formu
     return hybrid.Formula(values, alpha, hybrid.apply_linear(module.out_proj, y.flatten(2)))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13, 16, 37])
-def test_reproduces_the_module(tokens: int, batch: int) -> None:
-    mixer = make_mixer()
-    hidden = torch.randn(batch, tokens, 11)
-    layer = run(mixer, hidden)
-    wanted = formula(mixer, hidden, {})
-    assert relative_error(layer.output, wanted.output) <= 5e-6
-    hybrid.check(layer, FLOAT32)
-    hybrid.check_formula_output(wanted, mixer.out_proj)
-    hybrid.check_formula(layer, wanted, 1e-5)
-
-
-@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
-def test_float64_against_the_formula(act: str) -> None:
-    mixer = make_mixer(hidden_act=act).double()
-    hidden = torch.randn(2, 11, 11, dtype=torch.float64)
-    layer = run(mixer, hidden)
-    assert layer.linear.operator.dtype == torch.float64
-    hybrid.check_formula(layer, formula(mixer, hidden, {}), 1e-10)
-    layer.verify()
-
-
-@pytest.mark.parametrize("where", ["left", "right", "middle"])
-def test_padding(where: str) -> None:
-    mixer = make_mixer().double()
-    hidden = torch.randn(2, 9, 11, dtype=torch.float64)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, {"left": slice(0, 4), "right": slice(6, 9), "middle": slice(3, 5)}[where]] = 0
-    layer = run(mixer, hidden, mask)
-    hybrid.check(layer, 1e-6)
-    hybrid.check_formula(layer, formula(mixer, hidden, {"attention_mask": mask}), 1e-10)
-    found = layer.linear.mask
-    assert found is not None and torch.equal(found, mask.bool())
-    assert not layer.operator.dense(None)[1][:, :, mask[1] == 0].any()
-
-
-def test_typical_errors() -> None:
-    errors, halves = [], []
-    for _ in range(9):
-        mixer, hidden = make_mixer(), torch.randn(3, 40, 11)
-        errors.append(hybrid.check(run(mixer, hidden), FLOAT32))
-        half = run(mixer.to(torch.bfloat16), hidden.to(torch.bfloat16))
-        halves.append(hybrid.check_half(half, 8e-2))
-    hybrid.check_typical(errors, 1e-6)
-    hybrid.check_typical(halves, 2e-2)
-
-
-def test_whole_model() -> None:
-    model = make_model()
-    ids, mask = padded_batch([70, 41, 1])
-    layers = hybrid.record(model, ids, attention_mask=mask)
-    assert [layer.architecture for layer in layers] == ["MiniMax"] * 3
-    for layer in layers:
-        hybrid.check(layer, FLOAT32)
-    hybrid.check_same_logits(model, ids, attention_mask=mask)
-
-
 def test_scale_of_the_branch() -> None:
     """The stream is alpha h + beta mixer(h), and the norm after it removes a common factor."""
     linear = {"linear_attn_alpha_factor": 2.5, "linear_attn_beta_factor": 0.5}
@@ -172,15 +114,6 @@ def test_scale_of_the_branch() -> None:
     )
 
 
-def test_methods() -> None:
-    hybrid.check_methods(make_model(linear_attn_alpha_factor=2.5), *padded_batch([12, 7]))
-
-
-def test_attribution_by_hand() -> None:
-    model = make_model(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
-    hybrid.check_attribution_by_hand(model, mixer_class(), formula, torch.randint(19, (2, 9)))
-
-
 def test_a_cache_is_refused() -> None:
     hidden = torch.randn(1, 4, 11)
     for args, kwargs in (
@@ -189,3 +122,9 @@ def test_a_cache_is_refused() -> None:
     ):
         with pytest.raises(CachedStateError):
             lightning_attention(make_mixer(), Call(args, kwargs, hidden))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
+def test_contract(act: str) -> None:
+    mixer, rounded = make_mixer(hidden_act=act), {"bfloat16": "off by"}  # buffers of its decays
+    hybrid.holds(mixer, 11, formula, rounded, tokens=20, position_embeddings=None)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import hybrid_checks as hybrid
+from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor
 from zoo.delta import N_GRAMS, Family
@@ -23,7 +24,7 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError
 
-pytestmark = pytest.mark.transformers5
+pytestmark = [transformers5, pytest.mark.slow]
 
 FLOAT32 = 1e-5  # for any draw; typical is 2e-7
 

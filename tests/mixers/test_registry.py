@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import transformers_model
@@ -137,34 +138,6 @@ def test_a_subclass_of_a_real_mixer_is_served() -> None:
     assert t.layers[0].reconstruction_error() <= 5e-6
 
 
-def test_registering_again_replaces() -> None:
-    calls: list[str] = []
-
-    def counted(module: Any, call: Call) -> LinearMixer:
-        calls.append("second")
-        return linearize_shift(module, call)
-
-    before = len(supported_architectures())
-    register_mixer(Shift, linearize_shift, family="first")
-    register_mixer(Shift, counted, family="second")
-    assert len(supported_architectures()) == before + 1
-    with torch.no_grad(), trace(model := Net(Shift()), operators=False) as t:
-        model(torch.randn(1, 3, 4))
-    assert t.layers[0].architecture == "second"
-    assert not calls, "the operator is made when it is asked for"
-    t.layers[0].verify()
-    assert calls == ["second"]
-
-
-def test_a_built_in_adapter_can_be_replaced() -> None:
-    model = transformers_model("mamba")
-    path = "transformers.models.mamba.modeling_mamba.MambaMixer"
-    register_mixer(path, linearize_shift, family="mine")
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(torch.randint(19, (1, 4)))
-    assert {layer.architecture for layer in t.layers} == {"mine"}
-
-
 @pytest.mark.parametrize(
     ("mixer", "linearize"), [("NoDots", linearize_shift), (Shift, None), ("a.B", "not callable")]
 )
@@ -189,7 +162,7 @@ def test_supported_architectures() -> None:
     assert supported_architectures(), "the caller's list is not the registry"
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_registered_names_are_real(mamba_ssm: Any) -> None:
     """Every built-in name is that of a class which exists in the newest version."""
     from importlib import import_module
@@ -201,7 +174,7 @@ def test_registered_names_are_real(mamba_ssm: Any) -> None:
             assert issubclass(getattr(import_module(module), name), nn.Module)
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_modules_of_mamba_ssm_are_served_or_mix_no_tokens(mamba_ssm: Any) -> None:
     """A class that a newer version brings is found here."""
     from importlib import import_module
@@ -224,7 +197,7 @@ def test_copies_of_mixers_are_refused_by_their_names(name: str) -> None:
     assert_refused(Net(copied()), "mixers.0", name)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_asking_imports_no_architecture() -> None:
     code = (
         "import sys, captum_ssm; captum_ssm.supported_architectures();"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hybrid_checks import check, check_half, record_one
+from helpers import contract
 from oracles import dna, relative_error
 from torch import Tensor
 from zoo.mamba import randomise
@@ -19,6 +19,8 @@ from captum_ssm.mixers import Call
 from captum_ssm.mixers.striped_hyena import attention, cascade
 from captum_ssm.models import OneHot, StripedHyena, load_striped_hyena
 from captum_ssm.models.dna import HyenaCascade, StripedAttention
+
+pytestmark = pytest.mark.slow
 
 KINDS: dict[str, dict[str, Any]] = {
     "se": {"length": 4, "groups": 3},
@@ -53,42 +55,6 @@ def model(**options: Any) -> Any:
 
 def weights_of(module: Any) -> dict[str, Tensor]:
     return {name: w.detach().double() for name, w in module.state_dict().items()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reproduces_the_module(kind: str) -> None:
-    module = mixer(kind)
-    for tokens in (1, 3, 9):
-        u = torch.randn(2, tokens, 18)
-        layer = record_one(module, u)
-        wanted = torch.stack([dna.cascade(weights_of(module), each.double()) for each in u])
-        assert relative_error(layer.output, wanted) <= 1e-5
-        check(layer, 1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_float64(kind: str) -> None:
-    module, u = mixer(kind).double(), torch.randn(2, 9, 18).double()
-    layer = record_one(module, u)
-    check(layer, 1e-12)
-    wanted = torch.stack([dna.cascade(weights_of(module), each) for each in u])
-    assert relative_error(layer.linear.output(), wanted) <= 1e-12
-    assert ("skip" in {leaf.component for leaf in layer.operator.leaves()}) is (kind != "se")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision(kind: str) -> None:
-    module = mixer(kind).to(torch.bfloat16)
-    check_half(record_one(module, torch.randn(2, 9, 18).to(torch.bfloat16)), 8e-2)
-
-
-def test_attention() -> None:
-    module = randomise(StripedAttention(8, heads=2, base=50.0, scaling=2.0))
-    hidden = torch.randn(2, 7, 8)
-    layer = record_one(module, hidden)
-    wanted = [dna.striped_attention(weights_of(module), h.double(), 2, 2.0) for h in hidden]
-    assert relative_error(layer.output, torch.stack(wanted)) <= 1e-5
-    check(layer, 1e-6)
 
 
 def test_coefficients_come_with_their_graphs() -> None:
@@ -156,7 +122,6 @@ def released(width: int, vocab: int, inner: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.full
 def test_the_released_names_and_shapes() -> None:
     with torch.device("meta"):
         made = StripedHyena(
@@ -191,3 +156,21 @@ def test_bad_options() -> None:
     ):
         with pytest.raises(OptionError, match=what):
             StripedHyena(**({"hidden_size": 8} | SIZES | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contract(kind: str) -> None:
+    module, u = mixer(kind), torch.randn(2, 9, 18)
+    wanted = torch.stack([dna.cascade(weights_of(module), each.double()) for each in u])
+    assert relative_error(module(u), wanted) <= 1e-5
+    contract.holds(module, 18)
+    made_of = cascade(module, Call((u,), {}, module(u))).operator.leaves()
+    assert ("skip" in {leaf.component for leaf in made_of}) is (kind != "se")
+
+
+def test_contract_of_attention() -> None:
+    module, hidden = StripedAttention(8, heads=2, base=50.0, scaling=2.0), torch.randn(2, 7, 8)
+    randomise(module)
+    wanted = [dna.striped_attention(weights_of(module), h.double(), 2, 2.0) for h in hidden]
+    assert relative_error(module(hidden), torch.stack(wanted)) <= 1e-5
+    contract.holds(module, 8)

@@ -11,7 +11,7 @@ from oracles import relative_error
 from torch import Tensor, nn
 from zoo.mamba import randomise
 
-from captum_ssm import ImplicitAttentionRollout, MambaAttribution, trace
+from captum_ssm import trace
 from captum_ssm.errors import UnsupportedMixerError
 from captum_ssm.tracing import Layer, find_mixers
 
@@ -138,42 +138,6 @@ def test_norm_behind_attention_is_refused(timm: Any) -> None:
         _ = layer.operator
 
 
-def rolled_out(model: Any, images: Tensor) -> Tensor:
-    """The cls token's row of the product of I + alpha."""
-    model = copy.deepcopy(model).double()
-    made: list[Tensor] = []
-    for block in model.blocks:
-        block.attn.register_forward_hook(
-            lambda module, args, _: made.append(probabilities(module, args[0]).mean(1))
-        )
-    with torch.no_grad():
-        model(images.double())
-    product = torch.eye(made[0].shape[-1], dtype=torch.float64).expand_as(made[0])
-    for matrix in made:
-        product = product + matrix @ product
-    return product[:, 0]
-
-
-@pytest.mark.parametrize("options", [
-    {},
-    {"qk_norm": True},
-    {"reg_tokens": 2, "num_heads": 4},
-    {"init_values": 0.1},
-])  # fmt: skip
-@pytest.mark.parametrize("fused", [False, True])
-def test_whole_models(timm: Any, fused: bool, options: dict[str, Any]) -> None:
-    model = vision_transformer(timm, fused=fused, **options)
-    images = torch.randn(2, 3, 12, 12)
-    with torch.no_grad():
-        before = model(images)
-        with trace(model) as t:
-            assert torch.equal(model(images), before)
-    assert [layer.name for layer in t.layers] == ["blocks.0.attn", "blocks.1.attn"]
-    found = ImplicitAttentionRollout(model).attribute(images, per_token=True, verify=True)
-    assert relative_error(found.flatten(1), rolled_out(model, images)[:, -9:]) <= 1e-5
-    assert MambaAttribution(model).attribute(images, target=3, verify=True).shape == images.shape
-
-
 def test_distilled_transformer(timm: Any) -> None:
     model = randomise(
         timm.models.deit.VisionTransformerDistilled(
@@ -182,5 +146,4 @@ def test_distilled_transformer(timm: Any) -> None:
     )
     images = torch.randn(1, 3, 12, 12)
     assert len(find_mixers(model)) == 2
-    found = ImplicitAttentionRollout(model).attribute(images, per_token=True, query=[0])
-    assert relative_error(found.flatten(1), rolled_out(model, images)[:, -9:]) <= 1e-5
+    assert all(layer.reconstruction_error() <= FLOAT32 for layer in record(model, images))

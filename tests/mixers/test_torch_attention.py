@@ -13,6 +13,8 @@ from zoo.mamba import randomise
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaLRP, trace
 from captum_ssm.errors import UnsupportedMixerError
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HEADS, TOKENS = 8, 2, 6
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
 PADDED = torch.tensor([[False] * TOKENS, [True, True] + [False] * (TOKENS - 2)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.hybrid_checks import check, record, record_one
-from oracles import relative_error, times
+from helpers import contract
+from helpers.hybrid_checks import check, record_one
+from oracles import relative_error
 from oracles import vim as oracle
 from torch import Tensor, nn
 
@@ -22,10 +22,10 @@ from captum_ssm.errors import CachedStateError, NonFiniteError, UnsupportedMixer
 from captum_ssm.models import VisionMamba
 from captum_ssm.models.vim import VimMixer
 
+pytestmark = pytest.mark.slow
+
 # for any draw of the parameters; typical is 2e-7
 FLOAT32 = 1e-5
-# the rounding of the formats themselves, for any draw
-HALF = [(torch.bfloat16, 8e-2), (torch.float16, 8e-3)]
 TYPES = [("none", False), ("v1", False), ("v2", True), ("v2", False)]
 CLS = ["middle", "head", "end", "double", "none"]
 METHODS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
@@ -37,7 +37,6 @@ ABLATIONS = [
     *(f"exact-{name}" for name in ("conv", "activation", "scan", "skip", "gate")),
     "exact-scan-skip",
 ]
-SETS: list[Any] = [{"gate"}, {"skip"}, {"conv", "skip"}, {"norm"}, {"activation"}]
 
 #: (kind, halve, **options) to a mixer of E = 5
 MakeMixer = Callable[..., Any]
@@ -143,104 +142,6 @@ def alpha(mixer: Any, hidden: Tensor, kind: tuple[str, bool], components: Any) -
 # --- reproduction of the real module --------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
-def test_reproduces_the_module(
-    make_mixer: MakeMixer, kind: tuple[str, bool], batch: int, tokens: int
-) -> None:
-    mixer, hidden = make_mixer(*kind), torch.randn(batch, tokens, 5)
-    layer = record_one(mixer, hidden)
-    weights = oracle.double_weights(mixer)
-    wanted = torch.stack([oracle.mix(weights, h.double(), *kind) for h in hidden])
-    assert relative_error(layer.output, wanted) <= FLOAT32
-    check(layer)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"d_conv": 1, "bias": True},
-        {"d_conv": 2, "conv_bias": False},
-        {"d_conv": 4, "bias": True, "conv_bias": False},
-        {"d_state": 1, "d_conv": 3},
-        {"d_state": 16, "dt_rank": 3},
-        {"d_model": 1},
-        {"d_model": 17},
-        {"init_layer_scale": 0.2},
-    ],
-)
-def test_options(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[str, Any]) -> None:
-    mixer = make_mixer(*kind, **options)
-    for tokens in (1, 3, 4, 9):
-        check(record_one(mixer, torch.randn(2, tokens, options.get("d_model", 5))))
-
-
-def test_typical_error(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
-    errors = []
-    for _ in range(11):
-        layer = record_one(make_mixer(*kind), torch.randn(2, 30, 5))
-        errors.append(layer.reconstruction_error())
-    assert statistics.median(errors) <= 5e-7
-
-
-def test_long_sequence(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
-    check(record_one(make_mixer(*kind), torch.randn(2, 197, 5)))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), HALF)
-def test_half_precision(
-    make_mixer: MakeMixer, kind: tuple[str, bool], dtype: torch.dtype, tolerance: float
-) -> None:
-    mixer = make_mixer(*kind).to(dtype)
-    layer = record_one(mixer, torch.randn(2, 20, 5).to(dtype))
-    assert layer.output.dtype == dtype
-    assert layer.values.dtype == layer.operator.dtype == torch.float32
-    check(layer, tolerance)
-
-
-@pytest.mark.parametrize("components", [*ABLATIONS, *SETS])
-def test_float64(kind: tuple[str, bool], components: Any) -> None:
-    mixer = own_mixer(*kind, d_conv=5, bias=True).double()
-    hidden = torch.randn(2, 8, 5).double()
-    layer = record_one(mixer, hidden)
-    check(layer, 1e-12)
-    wanted = alpha(mixer, hidden, kind, components)
-    operator = layer.linear.restrict(parse_components(components)).operator
-    assert operator.dense(None).dtype == torch.float64
-    assert relative_error(operator.dense(None), wanted) <= 1e-12
-    assert relative_error(operator.dense("mean"), wanted.mean(1)) <= 1e-12
-    assert relative_error(operator.rows([7, 0, 3], None), wanted[:, :, [7, 0, 3]]) <= 1e-12
-    row = torch.randn(2, 8).double()
-    product = torch.einsum("bi,bij->bj", row, wanted.mean(1))
-    assert relative_error(operator.mean_rmatvec(row), product) <= 1e-12
-    some = operator.select([4, 1])
-    assert relative_error(some.dense(None), wanted[:, [4, 1]]) <= 1e-12
-    some = layer.operator.select([4, 1]).restrict(parse_components(components))
-    if some is not None:
-        assert relative_error(some.dense(None), wanted[:, [4, 1]]) <= 1e-12
-
-
-@pytest.mark.parametrize("components", ABLATIONS)
-def test_every_ablation(make_fork: MakeMixer, kind: tuple[str, bool], components: str) -> None:
-    mixer, hidden = make_fork(*kind, d_conv=3), torch.randn(2, 10, 5)
-    wanted = alpha(mixer, hidden, kind, components)
-    operator = record_one(mixer, hidden).linear.restrict(parse_components(components)).operator
-    assert relative_error(operator.dense(None), wanted) <= FLOAT32
-    assert relative_error(operator.dense("mean"), wanted.mean(1)) <= FLOAT32
-
-
-def test_exact_matrices_give_what_enters_the_projection(kind: tuple[str, bool]) -> None:
-    mixer, hidden = own_mixer(*kind), torch.randn(2, 9, 5)
-    seen: list[Tensor] = []
-    handle = mixer.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    layer = record_one(mixer, hidden)
-    handle.remove()
-    exact = layer.linear.restrict(parse_components("exact"))
-    rebuilt = times(exact.operator.dense(None).double(), exact.values) + exact.bias
-    assert relative_error(rebuilt.flatten(2), seen[0]) <= FLOAT32
-    assert bool(exact.bias.any())
-
-
 def test_both_directions_reach_their_sides() -> None:
     """Entries up to the diagonal belong to the forward direction, those beyond to the other."""
     for kind in TYPES:
@@ -253,18 +154,6 @@ def test_both_directions_reach_their_sides() -> None:
             assert relative_error(matrices.tril(-1), ahead.tril(-1)) <= 1e-12
             assert relative_error(matrices.triu(1), back.triu(1)) <= 1e-12
         assert bool(matrices.triu(1).any()) == (kind[0] != "none")
-
-
-def test_coefficients_are_frozen(make_mixer: MakeMixer, kind: tuple[str, bool]) -> None:
-    mixer = make_mixer(*kind)
-    linear = record_one(mixer, torch.randn(2, 6, 5)).linear
-    before = {name: t.clone() for name, t in linear.operator.tensors().items()}
-    assert not any(t.requires_grad for t in before.values())
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(1)
-    for name, tensor in linear.operator.tensors().items():
-        assert torch.equal(tensor, before[name]), name
 
 
 @pytest.mark.parametrize("what", ["A_b_log", "conv1d_b.weight"])
@@ -323,16 +212,6 @@ def test_a_cache_is_refused(make_fork: MakeMixer) -> None:
             _ = t.layers[0].linear
 
 
-def test_fork_and_own_mixer_agree(make_fork: MakeMixer, kind: tuple[str, bool]) -> None:
-    fork, hidden = make_fork(*kind), torch.randn(2, 9, 5)
-    own = own_mixer(*kind)
-    own.load_state_dict(fork.state_dict())
-    first, second = record_one(fork, hidden), record_one(own, hidden)
-    assert relative_error(second.output, first.output) <= FLOAT32
-    found, wanted = second.operator.dense(None), first.operator.dense(None)
-    assert relative_error(found, wanted) <= FLOAT32
-
-
 # --- whole models ---------------------------------------------------------------------------
 
 
@@ -389,22 +268,8 @@ def on_grid(row: Tensor, cls: str, grid: tuple[int, int]) -> Tensor:
     return row[:, [t for t in range(row.shape[1]) if t not in places]].reshape(-1, *grid)
 
 
-@pytest.mark.parametrize("kind_of_mixer", TYPES)
-def test_tracing_changes_no_logits(kind_of_mixer: tuple[str, bool]) -> None:
-    model = classifier(bimamba_type=kind_of_mixer[0], if_divide_out=kind_of_mixer[1])
-    pictures = images()
-    before = model(pictures)
-    layers = record(model, pictures)
-    assert [layer.name for layer in layers] == ["layers.0.mixer", "layers.1.mixer"]
-    assert {layer.architecture for layer in layers} == {"Vision Mamba"}
-    for layer in layers:
-        check(layer)
-    MambaAttribution(model).attribute(pictures, 1)
-    assert torch.equal(model(pictures), before)
-
-
 @pytest.mark.parametrize("cls", CLS)
-@pytest.mark.parametrize("grid", [(3, 4), (5, 2), (1, 6), (3, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize("grid", [(3, 4), (2, 1), (1, 1)])
 def test_rollout(cls: str, grid: tuple[int, int]) -> None:
     """The row of the tokens that the head reads, found by itself, on the patch grid."""
     model, pictures = classifier(cls, grid, final_pool_type="mean"), images(2, grid)
@@ -457,44 +322,21 @@ def test_images_of_another_size_than_the_model_was_built_for(method: Any) -> Non
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("kind_of_mixer", TYPES)
-@pytest.mark.parametrize("cls", ["middle", "double", "none"])
-def test_mamba_attribution(cls: str, kind_of_mixer: tuple[str, bool]) -> None:
-    model = classifier(
-        cls,
-        bimamba_type=kind_of_mixer[0],
-        if_divide_out=kind_of_mixer[1],
-        final_pool_type="mean",
-    )
-    pictures = images()
-    run = Reference(model, pictures, 2, kind_of_mixer)
-    tokens = run.means()[0].shape[-1]
-    betas = [
-        torch.eye(tokens).double() + (gradient.mean(-1, keepdim=True) * mean).clamp_min(0)
-        for mean, gradient in zip(run.means(), run.gradients, strict=True)
-    ]
-    places = oracle.cls_places(cls, 12)
-    row = product(betas)[:, places].mean(1) if places else product(betas).mean(1)
-    found = MambaAttribution(model).attribute(pictures, 2, per_token=True)
-    scale = row.abs().max()
-    wanted = on_grid(row, cls, (3, 4))
-    assert float((found - wanted).abs().max() / scale) <= 1e-5
-    exact = MambaAttribution(model.double()).attribute(pictures.double(), 2, per_token=True)
-    assert float((exact - wanted).abs().max() / scale) <= 1e-10
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"d_conv": 1, "bias": True},
+        {"d_conv": 2, "conv_bias": False},
+        {"d_state": 16, "dt_rank": 3},
+        {"init_layer_scale": 0.2},
+    ],
+)
+def test_contract(make_mixer: MakeMixer, kind: tuple[str, bool], options: dict[str, Any]) -> None:
+    mixer = make_mixer(*kind, **options)
 
+    def matrices(mixer: Any, hidden: Tensor, _: Any) -> dict[str, Tensor]:
+        names = ABLATIONS[2:3] if options else ABLATIONS
+        return {name: alpha(mixer, hidden, kind, name) for name in names}
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_batch_is_its_examples(method: Any) -> None:
-    model, pictures = classifier(), images(3)
-    together = method(model).attribute(pictures, [0, 1, 2])
-    for example in range(3):
-        alone = method(model).attribute(pictures[example : example + 1], example)
-        torch.testing.assert_close(together[example], alone[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", METHODS)
-def test_half_precision_models(method: Any, dtype: torch.dtype) -> None:
-    model, pictures = classifier().to(dtype), images()
-    found = method(model).attribute(pictures.to(dtype), 1, per_token=True)
-    assert bool(found.isfinite().all())
+    contract.holds(mixer, 5, matrices)

@@ -7,30 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import contract
 from helpers import hybrid_checks as hybrid
-from helpers.latim_vectors import all_vectors
 from oracles import relative_error
 from torch import Tensor
 from zoo import xlstm_cpu
 
 from captum_ssm import (
-    EdgeEffects,
     ImplicitAttention,
-    LatimALTI,
-    LatimFlow,
-    LatimNorm,
     StateMemory,
     supported_architectures,
     trace,
 )
-from captum_ssm.attr.vectors.contributions import Contributions
 from captum_ssm.errors import CachedStateError, UnsupportedMixerError
 from captum_ssm.mixers.base import Call
 from captum_ssm.mixers.slstm import xlstm_slstm
 from captum_ssm.mixers.xlstm import mlstm
 from captum_ssm.operators import FeedbackRecurrence, ScalarDecayHeads
+from captum_ssm.testing.adapters import check_adapter
+
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-11
+NO_MASK = dict.fromkeys(contract.PADDING, "takes no attention_mask")
 FLOAT32 = 1e-5  # for any draw
 MODELS: dict[str, Callable[[], Any]] = {
     "large": xlstm_cpu.large,
@@ -43,55 +42,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "LSTM": lambda: xlstm_cpu.blocks(function="lstm"),
     "no weight of the norm": lambda: xlstm_cpu.blocks(group_norm_weight=False),
 }
-#: Models of which nothing is computed in float32 if they are in float64.
-DOUBLE = [name for name in MODELS if name not in ("large", "large, fused", "transformers")]
 
 
 def mixers(model: Any) -> list[Any]:
     names = ("mLSTMLayer", "sLSTMLayer")
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-@pytest.mark.parametrize("tokens", [1, 9, 40])
-@pytest.mark.parametrize("name", MODELS)
-def test_reproduces_the_modules(name: str, tokens: int) -> None:
-    model, ids = MODELS[name](), torch.randint(19, (2, tokens))
-    layers = hybrid.record(model, ids)
-    assert [layer.mixer.module for layer in layers] == mixers(model)
-    assert {layer.architecture for layer in layers} == {"xLSTM"}
-    for layer in layers:
-        hybrid.check(layer, FLOAT32)
-
-
-@pytest.mark.parametrize("name", DOUBLE)
-def test_in_float64(name: str) -> None:
-    model, ids = MODELS[name]().double(), torch.randint(19, (2, 13))
-    for layer in hybrid.record(model, ids):
-        hybrid.check(layer, EXACT)
-
-
-@pytest.mark.parametrize("rule", ["frozen", "half", "equal", "centred"])
-@pytest.mark.parametrize("name", MODELS)
-def test_relevance_adds_up(name: str, rule: Any) -> None:
-    model, ids = MODELS[name](), torch.randint(19, (2, 9))
-    method = LatimFlow(model)
-    _, delta = method.attribute(ids, target=(-1, 3), rule=rule, return_convergence_delta=True)
-    assert delta.abs().max() <= 1e-5
-    if rule == "centred":
-        found = method.decompose(ids, (-1, 3), rule=rule)
-        assert not found.content_only
-        assert found.roles is not None
-        assert found.roles["gate"].any() and found.roles["step"].any()
-
-
-@pytest.mark.parametrize("name", ["blocks", "large"])
-def test_half_precision(name: str) -> None:
-    errors = []
-    for _ in range(5):
-        model = MODELS[name]().to(torch.bfloat16)
-        for layer in hybrid.record(model, torch.randint(19, (2, 16 if name == "blocks" else 1))):
-            errors.append(hybrid.check_half(layer, 3e-1))
-    hybrid.check_typical(errors, 4e-2)
 
 
 def test_names_are_real() -> None:
@@ -249,37 +204,6 @@ def test_matrices_of_slstm() -> None:
         assert relative_error(matrices[0], wanted / 16) <= 1e-10
 
 
-def test_vectors_add_up_to_the_output() -> None:
-    """Those of mLSTM, whose skip stands on heads of its own, and of sLSTM."""
-    for layer in hybrid.record(xlstm_cpu.blocks().double(), torch.randint(19, (2, 7))):
-        found = all_vectors(layer)
-        with torch.no_grad():
-            parts = Contributions(layer)
-            assert relative_error(found.sum(2), parts.total()) <= EXACT
-            assert relative_error(parts.total() + parts.constant(), layer.output) <= EXACT
-
-
-@pytest.mark.parametrize("method", [LatimNorm, LatimALTI])
-def test_vectors_of_whole_models(method: Any) -> None:
-    ids = torch.randint(19, (2, 9))
-    relevance = method(xlstm_cpu.blocks()).attribute(ids)
-    assert relevance.shape == ids.shape and bool(relevance.isfinite().all() and relevance.any())
-
-
-def test_what_cutting_edges_of_slstm_does() -> None:
-    model, ids = xlstm_cpu.blocks().double(), torch.randint(19, (2, 7))
-    for layer in EdgeEffects(model).attribute(ids, (-1, 3)).layers:
-        matrix, values = layer.matrix(), layer.linear.values
-        for source in range(7):
-            alone = torch.zeros_like(values)
-            alone[:, source] = values[:, source]
-            lost = layer.linear.operator.apply(alone)
-            lost = layer.linear.project(lost) - layer.linear.project(torch.zeros_like(lost))
-            wanted = (layer.gradient * lost).sum(-1)
-            assert torch.allclose(matrix[:, :, source], wanted, atol=1e-12)
-        assert torch.allclose(matrix.sum(1), layer.by_source(), atol=1e-12)
-
-
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -327,3 +251,14 @@ def test_every_layer_has_a_state() -> None:
             core = next(x for x in leaves if isinstance(x, ScalarDecayHeads))
             found = (core.query[:, -1, :, :, None] * state).sum(-2)
         assert relative_error(found, core.apply(values)[:, -1]) <= EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_contract(name: str) -> None:
+    model = MODELS[name]()
+    clauses = (*contract.CORE, "sums")
+    check_adapter(lambda: model, torch.randint(19, (2, 9)), None, NO_MASK, clauses)
+    layers = hybrid.record(model, torch.randint(19, (2, 40)))
+    assert [layer.mixer.module for layer in layers] == mixers(model)
+    for layer in layers:
+        hybrid.check(layer, FLOAT32)

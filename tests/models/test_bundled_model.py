@@ -36,25 +36,25 @@ def _another(rng: random.Random, value: str) -> str:
     return rng.choice([o for o in OBJECTS if o != value])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_accuracy_on_fresh_prompts(model: torch.nn.Module) -> None:
     assert accuracy(model, generate(512, SEED)) >= 0.99
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("facts", range(2, 9))
 def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -> None:
     assert accuracy(model, generate(128, SEED + 10, facts)) >= 0.97
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 1)
     changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
     assert accuracy(model, changed) >= 0.98
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 3)
     examples = generate(512, SEED + 4)
@@ -68,7 +68,7 @@ def test_replacing_all_other_values_leaves_the_answer(model: torch.nn.Module) ->
     assert float((predict(model, changed) == before).double().mean()) >= 0.98
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 5)
     changed = []
@@ -80,7 +80,7 @@ def test_asking_for_another_name_moves_the_answer(model: torch.nn.Module) -> Non
     assert accuracy(model, changed) >= 0.98
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_left_padding_changes_nothing(model: torch.nn.Module) -> None:
     examples = generate(32, SEED + 7)
     batch = collate(examples)

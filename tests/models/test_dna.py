@@ -15,7 +15,7 @@ from zoo.mamba import randomise
 from captum_ssm import LatimFlow
 from captum_ssm.errors import CheckpointError, InputError, OptionError
 from captum_ssm.models import Caduceus, HyenaDNA, OneHot, load_caduceus, load_hyenadna
-from captum_ssm.models.dna import COMPLEMENTS, BiMamba
+from captum_ssm.models.dna import COMPLEMENTS
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -107,9 +107,6 @@ def released_hyenadna(width: int, depth: int, l_max: int) -> dict[str, tuple[int
     return shapes
 
 
-# --- Caduceus ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rcps", [True, False], ids=["PS", "Ph"])
 def test_caduceus_has_the_released_names_and_shapes(rcps: bool) -> None:
     with torch.device("meta"):
@@ -140,24 +137,23 @@ def test_the_other_strand_is_told_alike(fused: bool) -> None:
     assert relative_error(one_way(other), one_way(ids)) > 1e-2
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "first", "last"])
-def test_pools(pool: Any) -> None:
-    model, ids = small(rcps=False, num_classes=3, pool=pool), some_ids()
-    seen: list[Tensor] = []
-    model.caduceus["backbone"].register_forward_hook(lambda *args: seen.append(args[2]))
-    found = model(ids)
-    read = {"mean": seen[0].mean(1), "max": seen[0].max(1).values,
-            "first": seen[0][:, 0], "last": seen[0][:, -1]}  # fmt: skip
-    assert torch.equal(found, read[pool] @ model.score.weight.T)
+def test_pools() -> None:
+    for pool in ("mean", "max", "first", "last"):
+        model, ids = small(rcps=False, num_classes=3, pool=pool), some_ids()
+        seen: list[Tensor] = []
+        model.caduceus["backbone"].register_forward_hook(lambda *args: seen.append(args[2]))  # noqa: B023
+        found = model(ids)
+        read = {"mean": seen[0].mean(1), "max": seen[0].max(1).values,
+                "first": seen[0][:, 0], "last": seen[0][:, -1]}  # fmt: skip
+        assert torch.equal(found, read[pool] @ model.score.weight.T)
 
 
-@pytest.mark.parametrize("options", [*KINDS, {"rms_norm": False}, {"bias": True, "d_conv": 3}])
-def test_caduceus_is_read_off_its_weights(options: dict[str, Any], tmp_path: Path) -> None:
-    model, ids = small(**options), some_ids()
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "caduceus.pt")
-    loaded = load_caduceus(tmp_path / "caduceus.pt")
-    assert not loaded.training
-    assert torch.equal(loaded(ids), model(ids))
+def test_caduceus_is_read_off_its_weights(tmp_path: Path) -> None:
+    for options in (*KINDS, {"rms_norm": False}, {"bias": True, "d_conv": 3}):
+        model, ids = small(**options), some_ids()
+        torch.save({"state_dict": model.state_dict()}, tmp_path / "caduceus.pt")
+        loaded = load_caduceus(tmp_path / "caduceus.pt")
+        assert not loaded.training and torch.equal(loaded(ids), model(ids))
 
 
 def test_what_is_shared_may_be_stored_once(tmp_path: Path) -> None:
@@ -218,16 +214,6 @@ def test_bad_options() -> None:
             small()(**given)
 
 
-def test_both_directions_share_their_projections() -> None:
-    mixer = BiMamba(8)
-    assert mixer.mamba_rev.in_proj is mixer.mamba_fwd.in_proj
-    assert mixer.mamba_rev.out_proj is mixer.mamba_fwd.out_proj
-    assert mixer.mamba_rev.conv1d is not mixer.mamba_fwd.conv1d
-
-
-# --- HyenaDNA ---------------------------------------------------------------------------------
-
-
 def test_hyenadna_has_the_released_names_and_shapes() -> None:
     with torch.device("meta"):
         model = HyenaDNA(d_model=128, n_layer=2, l_max=1026)
@@ -241,19 +227,6 @@ def test_hyenadna_computes_the_formula(options: dict[str, Any]) -> None:
     weights = vim_oracle.double_weights(model)
     wanted = torch.stack([dna.hyenadna(weights, each, 2) for each in ids])
     assert relative_error(model(ids), wanted) <= 1e-12
-
-
-def test_features_of_positions() -> None:
-    """exp(-i f w) in real and imaginary part, beside the time."""
-    positions = HyenaDNA(d_model=4, l_max=11, features=9).hyena["backbone"].layers[0]
-    found = positions.mixer.filter_fn.pos_emb.z[0]
-    frequency = torch.linspace(1e-4, 3, 4).double()
-    wave = torch.exp(-1j * frequency * 2 * torch.pi * torch.arange(11)[:, None] / 11)
-    time = torch.linspace(0, 1, 11)[:, None]
-    assert relative_error(found, torch.cat([time, wave.real, wave.imag], 1)) <= 1e-5
-    window = positions.mixer.filter_fn.modulation(torch.ones(1, 1, 1)).flatten()
-    assert window[0] == pytest.approx(0.01 ** (1 / 1.5) + 0.05)
-    assert window[-1] == pytest.approx(0.01 ** (1 / 0.3) + 0.05)
 
 
 @pytest.mark.parametrize("form", ["hub", "first release", "checkpointed", "stored once"])
@@ -277,17 +250,16 @@ def test_forms_of_hyenadna(form: str, tmp_path: Path) -> None:
     assert torch.equal(load_hyenadna(tmp_path / "weights.ckpt")(ids), model(ids))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"tie_embeddings": False}, {"num_classes": 3}, {"order": 3, "inner": 1}, {"d_inner": 7}],
-)
-def test_hyenadna_is_read_off_its_weights(options: dict[str, Any], tmp_path: Path) -> None:
-    model, ids = small_hyena(**options), some_ids()
-    torch.save(model.state_dict(), tmp_path / "hyenadna.pt")
-    assert torch.equal(load_hyenadna(tmp_path / "hyenadna.pt")(ids), model(ids))
-
-
-# --- one-hot ----------------------------------------------------------------------------------
+def test_hyenadna_is_read_off_its_weights(tmp_path: Path) -> None:
+    for options in (
+        {"tie_embeddings": False},
+        {"num_classes": 3},
+        {"order": 3, "inner": 1},
+        {"d_inner": 7},
+    ):
+        model, ids = small_hyena(**options), some_ids()
+        torch.save(model.state_dict(), tmp_path / "hyenadna.pt")
+        assert torch.equal(load_hyenadna(tmp_path / "hyenadna.pt")(ids), model(ids))
 
 
 def one_hot(ids: Tensor) -> Tensor:

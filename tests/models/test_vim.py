@@ -19,7 +19,6 @@ from torch import Tensor
 
 from captum_ssm.errors import CheckpointError, OptionError
 from captum_ssm.models import VisionMamba, load_vim, vim, vim_small, vim_tiny
-from captum_ssm.models.vim import VimMixer
 
 RELEASED = [("tiny", 192, 7_148_008), ("small", 384, 25_796_584)]
 PUBLISHED = "vim_{}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
@@ -49,9 +48,7 @@ def released(width: int, depth: int = 24) -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-# --- the released checkpoints ---------------------------------------------------------------
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "width", "count"), RELEASED)
 def test_constructors_have_the_released_names_and_shapes(size: str, width: int, count: int) -> None:
     wanted = oracle.released_shapes(width)
@@ -64,6 +61,7 @@ def test_constructors_have_the_released_names_and_shapes(size: str, width: int, 
         assert sum(p.numel() for p in model.parameters()) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "width", "count"), RELEASED)
 def test_round_trip_of_a_torch_file(size: str, width: int, count: int, tmp_path: Path) -> None:
     weights = released(width)
@@ -79,6 +77,7 @@ def test_round_trip_of_a_torch_file(size: str, width: int, count: int, tmp_path:
     assert model.cls_positions(196) == [98]
 
 
+@pytest.mark.slow
 def test_a_loaded_model_computes_the_formula(tmp_path: Path) -> None:
     """Two blocks of Vim-Ti on a whole image."""
     model = oracle.randomise(vim_tiny(depth=2, num_classes=7))
@@ -101,7 +100,9 @@ def test_forms_of_files(form: str, tmp_path: Path) -> None:
         torch.save({"model": weights, "optimizer": {"state": {}}, "epoch": 3, "args": args}, path)
     else:
         torch.save({"model": weights} if form == "model" else weights, path)
+    before = torch.get_rng_state()
     loaded = load_vim(str(path), img_size=(12, 20))
+    assert torch.equal(torch.get_rng_state(), before)
     pictures = images()
     assert torch.equal(loaded(pictures), model(pictures))
     assert all(p.requires_grad for p in loaded.parameters())
@@ -124,14 +125,15 @@ def test_forms_of_files(form: str, tmp_path: Path) -> None:
     ],
 )
 def test_sizes_are_read_off_the_weights(options: dict[str, Any], tmp_path: Path) -> None:
-    model = small(**({"img_size": 20} | options))
+    model = small(**({"img_size": 20} | options)).double()
     torch.save(model.state_dict(), tmp_path / "vim.pth")
     told = ("final_pool_type", "if_divide_out", "pos_embed")
     given = {name: value for name, value in options.items() if name in told}
     if options.get("cls_token") in ("head", "none"):
         given["cls_token"] = options["cls_token"]
     loaded = load_vim(tmp_path / "vim.pth", **given)
-    pictures = torch.randn(2, options.get("channels", 3), 20, 20)
+    pictures = torch.randn(2, options.get("channels", 3), 20, 20).double()
+    assert {p.dtype for p in loaded.parameters()} == {torch.float64}
     assert torch.equal(loaded(pictures), model(pictures))
 
 
@@ -154,65 +156,29 @@ def test_grids_are_read_off_the_weights(
     assert loaded.patch_embed.proj.stride == model.patch_embed.proj.stride
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_the_dtype_of_the_file_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
-    torch.save(small(img_size=8).to(dtype).state_dict(), tmp_path / "vim.pth")
-    loaded = load_vim(tmp_path / "vim.pth")
-    assert {p.dtype for p in loaded.parameters()} == {dtype}
+@pytest.mark.slow
+def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    def refused(content: Any, message: str) -> None:
+        torch.save(content, tmp_path / "vim.pth")
+        with pytest.raises(CheckpointError, match=message):
+            load_vim(tmp_path / "vim.pth")
 
-
-def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
-    torch.save(small(img_size=8).state_dict(), tmp_path / "vim.pth")
-    before = torch.get_rng_state()
-    load_vim(tmp_path / "vim.pth")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-# --- errors of loading ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", oracle.released_shapes(32, 1))
-def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
-    weights = released(32, 2)
-    del weights[key]
-    torch.save({"model": weights}, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=r"vim\.pth does not fit.*lack") as caught:
-        load_vim(tmp_path / "vim.pth")
-    assert repr(key) in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["dist_token", "layers.0.mixer.E", "layers.x.norm.weight", "rope"])
-def test_an_extra_key_is_named(key: str, tmp_path: Path) -> None:
-    torch.save({"model": released(32, 1) | {key: torch.zeros(3)}}, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=f"unknown '{key}'"):
-        load_vim(tmp_path / "vim.pth")
-
-
-@pytest.mark.parametrize("key", oracle.released_shapes(32, 1))
-def test_a_wrong_shape_is_named(key: str, tmp_path: Path) -> None:
-    weights = released(32, 3)
-    shape = weights[key].shape
-    weights[key] = torch.zeros(*shape[:-1], shape[-1] + 1)
-    torch.save({"model": weights}, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=re.escape(repr(key))) as caught:
-        load_vim(tmp_path / "vim.pth")
-    # what is no layer's own has no majority to tell which size is wrong
-    alone = ("patch_embed.proj.weight", "pos_embed", "head.weight")
-    assert key in alone or str(caught.value).count("instead of") == 1
-
-
-@pytest.mark.parametrize("key", ["patch_embed.proj.weight", "pos_embed", "layers.0.mixer.A_log"])
-def test_a_wrong_number_of_dimensions_is_named(key: str, tmp_path: Path) -> None:
-    torch.save(released(32, 1) | {key: torch.zeros(5)}, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=rf"'{key}' has shape \(5,\)"):
-        load_vim(tmp_path / "vim.pth")
-
-
-def test_many_keys_are_counted(tmp_path: Path) -> None:
-    weights = {k: w for k, w in released(32, 3).items() if not k.startswith("layers.1")}
-    torch.save(weights, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=r"lacks 'layers\.1.* and 9 more"):
-        load_vim(tmp_path / "vim.pth")
+    whole = released(32, 3)
+    for key in oracle.released_shapes(32, 1):
+        lacking = {name: weight for name, weight in whole.items() if name != key}
+        refused({"model": lacking}, rf"vim\.pth does not fit.*lack.*{re.escape(repr(key))}")
+        shape = whole[key].shape
+        changed = whole | {key: torch.zeros(*shape[:-1], shape[-1] + 1)}
+        refused({"model": changed}, re.escape(repr(key)))
+    for key in ("dist_token", "layers.0.mixer.E", "layers.x.norm.weight", "rope"):
+        refused({"model": whole | {key: torch.zeros(3)}}, f"unknown '{key}'")
+    for key in ("patch_embed.proj.weight", "pos_embed", "layers.0.mixer.A_log"):
+        refused(released(32, 1) | {key: torch.zeros(5)}, rf"'{key}' has shape \(5,\)")
+    some = {name: weight for name, weight in whole.items() if not name.startswith("layers.1")}
+    refused(some, r"lacks 'layers\.1.* and 9 more")
+    for content in ([1, 2], {"model": {"a": 1}}, torch.zeros(2)):
+        refused(content, "holds no weights")
+    refused({"model": {}}, r"lack 'patch_embed\.proj\.weight'")
 
 
 def test_a_grid_that_is_no_square_must_be_told(tmp_path: Path) -> None:
@@ -236,42 +202,21 @@ def test_no_code_of_a_file_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "code ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, torch.zeros(2)])
-def test_a_file_without_weights(content: Any, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match="holds no weights"):
-        load_vim(tmp_path / "vim.pth")
-
-
-def test_an_empty_file_of_weights(tmp_path: Path) -> None:
-    torch.save({"model": {}}, tmp_path / "vim.pth")
-    with pytest.raises(CheckpointError, match=r"lack 'patch_embed\.proj\.weight'"):
-        load_vim(tmp_path / "vim.pth")
-
-
-# --- logits ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "halve"), TYPES)
 @pytest.mark.parametrize("cls", CLS)
-def test_every_variant(cls: str, kind: str, halve: bool) -> None:
-    model = small(cls_token=cls, bimamba_type=kind, if_divide_out=halve).double()
+def test_every_variant(cls: str) -> None:
     pictures = images()
-    wanted = oracle.forward(model, pictures, cls, "none", kind, halve)
-    assert relative_error(model(pictures.double()), wanted) <= 1e-10
-    assert relative_error(model.float()(pictures), wanted) <= 1e-5
-
-
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("cls", ["middle", "none"])
-def test_pools(cls: str, pool: str) -> None:
-    """Ignored where there is a cls token."""
-    model = small(cls_token=cls, final_pool_type=pool).double()
-    pictures = images()
-    wanted = oracle.forward(model, pictures, cls, pool, "v2", True)
-    found = model(pictures.double())
-    assert found.shape == ((2, 15, 5) if (cls, pool) == ("none", "all") else (2, 5))
-    assert relative_error(found, wanted) <= 1e-10
+    for kind, halve in TYPES:
+        model = small(cls_token=cls, bimamba_type=kind, if_divide_out=halve).double()
+        wanted = oracle.forward(model, pictures, cls, "none", kind, halve)
+        assert relative_error(model(pictures.double()), wanted) <= 1e-10
+        assert relative_error(model.float()(pictures), wanted) <= 1e-5
+    for pool in POOLS:  # ignored if there is a cls token
+        model = small(cls_token=cls, final_pool_type=pool).double()
+        found = model(pictures.double())
+        assert found.shape == ((2, 15, 5) if (cls, pool) == ("none", "all") else (2, 5))
+        assert (
+            relative_error(found, oracle.forward(model, pictures, cls, pool, "v2", True)) <= 1e-10
+        )
 
 
 @pytest.mark.parametrize(
@@ -286,37 +231,12 @@ def test_pools(cls: str, pool: str) -> None:
         {"d_conv": 7, "d_inner": 5, "dt_rank": 3},
     ],
 )
-def test_options(options: dict[str, Any]) -> None:
+def test_other_sizes(options: dict[str, Any]) -> None:
     model = small(**options).double()
     size = (SMALL | options)["img_size"]
     pictures = images(2, (size, size) if isinstance(size, int) else size)
     wanted = oracle.forward(model, pictures, options.get("cls_token", "middle"), "none", "v2", True)
     assert relative_error(model(pictures.double()), wanted) <= 1e-10
-
-
-@pytest.mark.parametrize("kind", ["none", "v1", "v2"])
-def test_typical_float32_error(kind: str) -> None:
-    errors = []
-    for _ in range(11):
-        model, pictures = small(bimamba_type=kind), images()
-        wanted = oracle.forward(model, pictures, "middle", "none", kind, True)
-        errors.append(relative_error(model(pictures), wanted))
-    assert sorted(errors)[5] <= 1e-6
-
-
-@pytest.mark.parametrize("kind", ["none", "v1", "v2"])
-def test_state_dict_keys_of_each_type(kind: str) -> None:
-    names = set(VimMixer(6, bimamba_type=kind).state_dict())
-    one_way = {
-        *("A_log", "D", "in_proj.weight", "out_proj.weight", "conv1d.weight", "conv1d.bias"),
-        *("x_proj.weight", "dt_proj.weight", "dt_proj.bias"),
-    }
-    second = {
-        *("conv1d_b.weight", "conv1d_b.bias", "x_proj_b.weight"),
-        *("dt_proj_b.weight", "dt_proj_b.bias", "D_b"),
-    }
-    wanted = {"none": one_way, "v1": one_way | {"A_b_log"}, "v2": one_way | second | {"A_b_log"}}
-    assert names == wanted[kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -328,14 +248,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert relative_error(found, wanted) <= (1e-1 if dtype is torch.bfloat16 else 1e-2)
 
 
-def test_autocast() -> None:
-    model, pictures = small(), images()
-    wanted = model(pictures)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(pictures)
-    assert relative_error(found, wanted) <= 1e-1
-
-
+@pytest.mark.slow
 def test_gradients() -> None:
     model = small(img_size=8, depth=1, embed_dim=3).double()
     pictures = images(1, (8, 8)).double().requires_grad_()
@@ -347,21 +260,6 @@ def test_gradients() -> None:
         return torch.func.functional_call(model, given, pictures.detach())
 
     assert torch.autograd.gradcheck(of_weights, tuple(weights.values()), fast_mode=True)
-
-
-def test_untrained_models_are_usable() -> None:
-    """Logits and gradients of a fresh model are finite and not all alike."""
-    model = VisionMamba(**SMALL)
-    out = model(images())
-    out.square().sum().backward()
-    assert bool(torch.isfinite(out).all())
-    assert len(out.unique()) == out.numel()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-        assert bool(parameter.grad.any()), name
-
-
-# --- images of other sizes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", CLS)
@@ -384,25 +282,9 @@ def test_position_embeddings_of_other_sizes(cls: str) -> None:
     assert relative_error(model(pictures), other(pictures)) <= 1e-6
 
 
-# --- names and options ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cls_token": "left"}, "cls_token='left'"),
-        ({"final_pool_type": "sum"}, "final_pool_type='sum'"),
-        ({"bimamba_type": "v3"}, "bimamba_type='v3'"),
-    ],
-)
-def test_unknown_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        VisionMamba(**(SMALL | options))
-
-
-@pytest.mark.parametrize(
-    ("keywords", "cls", "halve"),
-    [
+def test_published_keywords() -> None:
+    build = getattr(vim, PUBLISHED.format("tiny"))
+    for keywords, cls, halve in (
         ({}, "middle", True),
         ({"if_devide_out": False}, "middle", False),
         ({"if_divide_out": False}, "middle", False),
@@ -410,22 +292,18 @@ def test_unknown_options(options: dict[str, Any], message: str) -> None:
         ({"use_middle_cls_token": False}, "head", True),
         ({"if_cls_token": False}, "none", True),
         ({"cls_token": "end"}, "end", True),
-    ],
-)
-def test_published_keywords(keywords: dict[str, Any], cls: str, halve: bool) -> None:
-    build = getattr(vim, PUBLISHED.format("tiny"))
-    model = build(**(SMALL | {"if_abs_pos_embed": True, "pretrained_cfg": None} | keywords))
-    assert model.cls == cls
-    assert model.final_pool_type == "mean"
-    assert all(layer.mixer.if_divide_out == halve for layer in model.layers)
-    assert model.pos_embed.shape == (1, 15 + len(oracle.cls_places(cls, 15)), 6)
+    ):
+        model = build(**(SMALL | {"if_abs_pos_embed": True, "pretrained_cfg": None} | keywords))
+        assert (model.cls, model.final_pool_type) == (cls, "mean")
+        assert all(layer.mixer.if_divide_out == halve for layer in model.layers)
+        assert model.pos_embed.shape == (1, 15 + len(oracle.cls_places(cls, 15)), 6)
     assert build(**SMALL, if_abs_pos_embed=False).pos_embed is None
-
-
-@pytest.mark.parametrize("size", ["tiny", "small"])
-def test_nothing_is_downloaded(size: str) -> None:
-    with pytest.raises(OptionError, match="load_vim"):
-        getattr(vim, PUBLISHED.format(size))(pretrained=True)
+    with pytest.raises(OptionError, match="load_vim"):  # nothing is downloaded
+        build(pretrained=True)
+    for options in ({"cls_token": "left"}, {"final_pool_type": "sum"}, {"bimamba_type": "v3"}):
+        ((name, value),) = options.items()
+        with pytest.raises(OptionError, match=f"{name}='{value}'"):
+            VisionMamba(**(SMALL | options))
 
 
 def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +328,7 @@ def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry[names[0]](pretrained=False, pretrained_cfg=None, **SMALL).grid == (3, 5)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_importing_imports_nothing_optional() -> None:
     code = (
         "import sys, captum_ssm.models.vim;"

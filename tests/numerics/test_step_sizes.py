@@ -21,6 +21,7 @@ def steps(*shape: int) -> Tensor:
     return 10 ** (torch.rand(shape).double() * 9.3 - 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_float32_is_float64(method: str, family: str) -> None:
@@ -41,7 +42,7 @@ def test_operators_are_their_modules(family: str) -> None:
     assert max(layer.reconstruction_error() for layer in record.layers) <= LIMIT
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 70])
+@pytest.mark.parametrize("tokens", [1, 70])
 def test_selective_scan(tokens: int) -> None:
     dt, rates = steps(2, tokens, 5), -(10 ** (6 * torch.rand(5, 3).double() - 3))
     b, c = torch.randn(2, tokens, 3).double(), torch.randn(2, tokens, 3).double()
@@ -54,7 +55,7 @@ def test_selective_scan(tokens: int) -> None:
     assert relative_error(scan.mean_rmatvec(row), carried) <= LIMIT
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 70])
+@pytest.mark.parametrize("tokens", [1, 70])
 def test_decaying_heads(tokens: int) -> None:
     dt, rates = steps(2, tokens, 4), -(10 ** (6 * torch.rand(4).double() - 3))
     query, key = torch.randn(2, tokens, 1, 3).double(), torch.randn(2, tokens, 1, 3).double()

@@ -48,7 +48,7 @@ def runs() -> list[object]:
         pytest.param(
             command,
             id=str(command),
-            marks=[pytest.mark.full] if is_slow(command) else [],
+            marks=[pytest.mark.slow] if is_slow(command) else [],
         )
         for command in able
     ]

@@ -1,18 +1,15 @@
-"""The pages: their code runs as written, their links lead somewhere, what they teach is true."""
+"""The pages: their code runs as written, and what they teach is true."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.documents import NOTEBOOKS, PAGES, ROOT, blocks, links, run
+from helpers.documents import PAGES, ROOT, blocks, links, run
 from oracles import relative_error
 
 from captum_ssm import trace
@@ -22,9 +19,9 @@ METHOD = "docs/howto/adding_a_method.md"
 GALLERY = "docs/gallery.md"
 #: Pages that other sessions run.
 SESSIONS = {
-    GALLERY: pytest.mark.full,
-    "docs/howto/evaluation_at_scale.md": pytest.mark.full,
-    "docs/howto/long_contexts.md": pytest.mark.full,
+    GALLERY: pytest.mark.slow,
+    "docs/howto/evaluation_at_scale.md": pytest.mark.slow,
+    "docs/howto/long_contexts.md": pytest.mark.slow,
 }
 
 
@@ -49,10 +46,9 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert names["relevance"].isfinite().all()
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
-def test_links_lead_to_files(page: str) -> None:
-    place = (ROOT / page).parent
-    assert [link for link in links(page) if not (place / link).exists()] == []
+def test_links_of_pages_that_sphinx_does_not_read_lead_to_files() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert [link for link in links(page) if not (ROOT / link).exists()] == []
 
 
 # --- the gallery ---------------------------------------------------------------------------------
@@ -70,21 +66,6 @@ def test_every_picture_of_the_gallery_has_its_lines() -> None:
         assert re.search(r"^figure, \w+ = plot_", code, re.MULTILINE)
     folder = ROOT / "docs/images/gallery"
     assert {f"images/gallery/{path.name}" for path in folder.iterdir()} == set(shown)
-
-
-def test_the_gallerys_tool_draws_each_picture_by_the_lines_below_it(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nfrom captum_ssm.viz import plot_text\n```\n"
-        '![A word.](a/one.png)\n\n```python\nfigure, _ = plot_text(["a"], [1.0])\n```\n'
-        "```python\nraise AssertionError\n```\n"
-    )
-    spec = importlib.util.spec_from_file_location("tool", ROOT / "tools/gallery_pictures.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    tool.draw(page, tmp_path)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["one.png"]
 
 
 # --- adding an architecture ----------------------------------------------------------------------
@@ -123,63 +104,9 @@ def test_how_to_s4d_is_the_recurrence() -> None:
     assert relative_error(found, torch.stack(wanted, 1)) <= 1e-12
 
 
-def test_how_to_adapters_are_short() -> None:
-    adapters = [block for block in blocks(ARCHITECTURE) if "def linearize_" in block]
-    assert len(adapters) == 3
-    assert all(len(block.splitlines()) < 40 for block in adapters)
-
-
 # --- adding a method -----------------------------------------------------------------------------
 
 
 def test_how_to_method_is_short() -> None:
     (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
     assert len(block[block.index("class ") :].splitlines()) < 50
-
-
-@pytest.mark.processes
-def test_how_to_method_keeps_captums_promises(tmp_path: Path) -> None:
-    """The page's class under the tests that it names, started as it says."""
-    (block,) = (block for block in blocks(METHOD) if "(ImplicitMethod):" in block)
-    (tmp_path / "my_method.py").write_text(block)
-    environment = {
-        **os.environ,
-        "CAPTUM_SSM_METHOD": "my_method:GradientRollout",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
-    environment.pop("CAPTUM_SSM_PASSED", None)  # what has passed did so for other methods
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "conformance", "tests/conformance"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout and "GradientRollout" not in done.stderr
-
-
-def test_the_strata_are_those_that_imports_are_held_to() -> None:
-    """In the table of CONTRIBUTING and on the picture of the house."""
-    contract = (ROOT / "pyproject.toml").read_text("utf-8")
-    listed = re.search(r"^layers = \[(.*?)^\]", contract, re.DOTALL | re.MULTILINE)
-    assert listed is not None
-    rooms = [re.findall(r"\w+", row) for row in re.findall(r'"(.*)"', listed[1])]
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Strata")[1]
-    table = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in re.findall(r"^\|.*", text, re.M)]
-    above = {"__main__"}
-    wanted = [set(row) for row in rooms if not above & set(row)]
-    assert [set(row) for row in table if row] == wanted
-    drawn = re.findall(r">(\w+)</text>", (ROOT / "docs/images/house.svg").read_text("utf-8"))
-    assert {room for row in wanted for room in row if room[0] != "_"} <= set(drawn)
-
-
-def test_what_to_read_first_is_as_long_as_is_said() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where do I add")[0]
-    files = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE)
-    assert len(files) == 10
-    lines = sum(len((ROOT / "captum_ssm" / x).read_text("utf-8").splitlines()) for x in files)
-    said = re.search(r"([\d,]+) lines of which", text)
-    assert said is not None
-    assert abs(lines - int(said[1].replace(",", ""))) <= 0.1 * lines

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path)],
@@ -25,7 +25,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert "no CUDA device was found" in result.stderr and "--rehearse" in result.stderr
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_step_that_fails_is_on_the_page(tmp_path: Path) -> None:
     steps = [("good", ("-c", "print('| a |')")), ("bad", ("-c", "1/0"))]
     program = f"""

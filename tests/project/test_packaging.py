@@ -12,7 +12,7 @@ import pytest
 import captum_ssm
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = "import sys, captum_ssm; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -298,7 +298,7 @@ def test_operators_are_kept_while_there_is_memory(
     assert len(made) == (2 * len(t.layers) if not free else len(t.layers))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_operator_is_made_once_and_only_the_latest_is_kept(model: Any) -> None:
     with torch.no_grad(), trace(model, operators=False) as t:
         model(ids())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor
 from transformers import (
     FalconMambaConfig,
@@ -59,7 +60,7 @@ def arguments(
     return {name: value.requires_grad_() for name, value in drawn.items()}
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 70])
 @pytest.mark.parametrize("softplus", [True, False])
 def test_equals_the_reference(tokens: int, softplus: bool) -> None:
@@ -95,7 +96,7 @@ def test_any_layout_gives_the_same(batch: int, tokens: int, time_first: set[str]
     torch.testing.assert_close(grads[1], grads[0])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gradcheck() -> None:
     given = arguments(37, torch.float64)
     names = list(given)
@@ -158,14 +159,14 @@ def test_small_gradients_leave_the_processor_as_it_was() -> None:
     assert torch.tensor(torch.finfo(torch.float32).tiny).mul(0.5) > 0
 
 
-@pytest.mark.transformers5
+@transformers5
 def test_optional_parts_can_be_left_out() -> None:
     given = arguments(9, torch.float32)
     core: dict[str, Any] = {k: given[k] for k in ("hidden_states", "dt", "A", "B", "C")}
     torch.testing.assert_close(selective_scan(**core), reference(**core))
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize(
     ("model_class", "config_class", "module", "options"),
     [

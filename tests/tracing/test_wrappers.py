@@ -82,7 +82,7 @@ def test_data_parallel() -> None:
     assert check(wrapped, torch.randn(2, 4, 5), net) == NAMES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compiled_model_that_already_ran() -> None:
     net = Net()
     compiled = torch.compile(net, backend="eager")
@@ -96,7 +96,7 @@ def test_compiled_model_that_already_ran() -> None:
         assert relative_error(compiled(hidden), net(hidden)) <= 2e-5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_original_is_named_and_the_compiled_one_called() -> None:
     net = Net()
     compiled = torch.compile(net, backend="eager")
@@ -120,7 +120,7 @@ def test_compiled_data_parallel_of_compiled() -> None:
     assert check(wrapped, torch.randn(2, 4, 5), net) == NAMES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "mixer"])
 def test_compiled_part(what: str) -> None:
     net = Net()
@@ -136,7 +136,7 @@ def test_compiled_part(what: str) -> None:
     assert second.replace("._orig_mod", "") == NAMES[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["", "blocks.1", "blocks.1.mixer"])
 def test_compiled_in_place(part: str) -> None:
     net = Net()
@@ -147,7 +147,7 @@ def test_compiled_in_place(part: str) -> None:
     assert check(net, hidden, net) == NAMES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compilation_goes_on_after_a_trace() -> None:
     """The compiled code runs again, and a frame is not compiled anew for having been traced."""
     from torch._dynamo.testing import CompileCounter
@@ -168,7 +168,7 @@ def test_compilation_goes_on_after_a_trace() -> None:
     assert counter.frame_count == before
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compilation_goes_on_after_traces_in_two_threads() -> None:
     """The first to begin is the first to end, so that the two are not nested."""
     from torch._dynamo.testing import CompileCounter
@@ -192,7 +192,7 @@ def test_compilation_goes_on_after_traces_in_two_threads() -> None:
     assert counter.frame_count > 0, "everything runs uncompiled from now on"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compiled_transformers_model() -> None:
     model = transformers_model("mamba")
     compiled = torch.compile(model, backend="eager")

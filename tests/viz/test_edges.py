@@ -97,14 +97,6 @@ def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
         assert abs(stops - at["w250"]) < 1
 
 
-@pytest.mark.full
-def test_more_ends_than_fit_are_all_shown() -> None:
-    tokens = [f"w{i}" for i in range(200)]
-    _, (axis,) = plot_edges(tokens, [edge(i, 199, 1.0) for i in range(150)])
-    labels = [label.get_text() for label in axis.get_xticklabels()]
-    assert {f"w{i}" for i in range(150)} <= set(labels)
-
-
 def test_awkward_tokens_and_the_edges_of_a_real_model() -> None:
     figure, _ = plot_edges(AWKWARD, [edge(0, len(AWKWARD) - 1, 0.0)])
     draw(figure)

@@ -107,34 +107,24 @@ def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
     assert widths == pytest.approx(wanted, abs=1e-9)
 
 
-def test_a_flow_is_of_whole_activations() -> None:
-    with pytest.raises(OptionError, match="by='relevance' is for graphs of whole activations"):
-        plot_graph(graph(), by="relevance")
-    with pytest.raises(OptionError, match="by='weight' must be"):
-        plot_graph(graph(), by="weight")
-
-
 def test_the_least_influential_are_left_out():
     _, axis = plot_graph(graph(), most=1)
     assert len(dots(axis)) == 3  # a token, a feature, the target
     assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
 
 
-def test_long_and_awkward_texts():
-    figure, axis = plot_graph(graph(tuple(AWKWARD)))
-    draw(figure)
+def test_long_and_awkward_texts_and_refusals():
+    draw(plot_graph(graph(tuple(AWKWARD)))[0])
     figure, axis = plot_graph(graph(tuple(f"word{i}" for i in range(300))), most=4)
     draw(figure)
     assert len(axis.get_xticks()) < 300
-
-
-@pytest.mark.parametrize("most", [0, -1, True, 1.5, None])
-def test_how_many_is_an_integer(most):
-    with pytest.raises(OptionError, match="most="):
-        plot_graph(graph(), most=most)
-
-
-def test_numbers_without_a_place():
+    for most in (0, -1, True, 1.5, None):
+        with pytest.raises(OptionError, match="most="):
+            plot_graph(graph(), most=most)
+    with pytest.raises(OptionError, match="by='relevance' is for graphs of whole activations"):
+        plot_graph(graph(), by="relevance")
+    with pytest.raises(OptionError, match="by='weight' must be"):
+        plot_graph(graph(), by="weight")
     edges = graph().edges.clone()
     edges[-1, 0] = float("nan")
     with pytest.raises(InputError, match="graph holds 1 numbers"):

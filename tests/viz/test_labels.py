@@ -14,45 +14,42 @@ from hypothesis import strategies as st
 from captum_ssm.errors import InputError
 from captum_ssm.viz import Tokens, plot_text
 from captum_ssm.viz.figure import new_figure
-from captum_ssm.viz.labels import FAMILIES, as_words, cut, shown, spelled, width
+from captum_ssm.viz.labels import FAMILIES, as_words, shown, spelled
+
+SPELLED = {
+    "lamp": "lamp",
+    " owns": " owns",
+    "": "∅",
+    "  ": "␣␣",
+    "a\nb\t": r"a\nb\t",
+    "\x07\x9f": r"\x07\x9f",
+    "a\u200bb\u200f\u2066": r"a\u200bb\u200f\u2066",
+    "\xad\u3164\u2800": r"\xad\u3164\u2800",
+    "❤\ufe0f": "❤\\ufe0f",
+    "e\u0301": "e\u0301",
+    " \u0301": r" \u0301",
+    "\ud800": r"\ud800",
+    "שלום": "שלום",
+    "<b>$x$\\": "<b>$x$\\",
+}
 
 
-@pytest.mark.parametrize(
-    ("token", "text"),
-    [
-        ("lamp", "lamp"),
-        (" owns", " owns"),
-        ("", "∅"),
-        ("  ", "␣␣"),
-        ("a\nb\t", r"a\nb\t"),
-        ("\x07\x9f", r"\x07\x9f"),
-        ("a\u200bb\u200f\u2066", r"a\u200bb\u200f\u2066"),
-        ("\xad\u3164\u2800", r"\xad\u3164\u2800"),
-        ("❤\ufe0f", "❤\\ufe0f"),
-        ("e\u0301", "e\u0301"),
-        ("\u0301", r"\u0301"),
-        (" \u0301", r" \u0301"),
-        ("\ud800", r"\ud800"),
-        ("שלום", "שלום"),
-        ("<b>$x$\\", "<b>$x$\\"),
-    ],
-)
-def test_spelled(token: str, text: str) -> None:
-    assert spelled(token) == text
+def test_spelled() -> None:
+    for token, text in SPELLED.items():
+        assert spelled(token) == text
 
 
-@pytest.mark.full
 @settings(max_examples=50)
 @given(st.text(max_size=8))
 def test_whatever_is_spelled_is_seen(token: str) -> None:
     text = spelled(token)
-    assert text.isprintable()
-    assert text.strip(" ")
+    assert text.isprintable() and text.strip(" ")
     categories = [unicodedata.category(c) for c in text]
     assert categories[0] not in ("Mn", "Me")
     assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
 
 
+@pytest.mark.slow
 def test_every_character_can_be_drawn() -> None:
     """matplotlib warns of glyphs that are missing, and warnings are errors here."""
     figure, axis = new_figure(4, 4)
@@ -68,18 +65,6 @@ def test_what_the_font_lacks_is_named_and_dollars_are_no_mathematics() -> None:
     _, axis = new_figure(2, 2)
     text = axis.text(0, 0, shown("$x_1$"))
     assert text._preprocess_math(text.get_text()) == ("$x_1$", False)
-
-
-def test_width_counts_what_is_drawn() -> None:
-    assert width("$a$") == 3
-    assert width("e\u0301") == 1
-    assert width("日") == 6
-    assert width("") == 1
-
-
-def test_long_tokens_are_cut() -> None:
-    assert cut("a" * 30) == "a" * 23 + "…"
-    assert cut("abc", 3) == "abc"
 
 
 def test_words_are_set_as_in_their_text() -> None:

@@ -12,7 +12,6 @@ from captum_ssm import LatimNorm
 from captum_ssm.errors import InputError
 from captum_ssm.metrics import Curve, Perturbed
 from captum_ssm.viz import plot_curves, plot_decomposition_errors, plot_layers, plot_perturbed
-from captum_ssm.viz.figure import line_style
 
 
 def curve(examples: int = 5) -> Curve:
@@ -46,9 +45,6 @@ def test_decomposition_errors_of_a_real_model() -> None:
     assert axis.get_yscale() == "log"
     low, high = axis.get_ylim()
     assert all(low < y < high for ys in drawn for y in ys)
-
-
-def test_errors_of_zero_are_drawn_at_the_rounding_limit() -> None:
     _, axis = plot_decomposition_errors([0.0, 0.5])
     assert axis.lines[0].get_ydata().tolist() == [1e-8, 0.5]
 
@@ -83,7 +79,3 @@ def test_perturbed_has_a_panel_each() -> None:
         np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
     assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
     assert len(plot_perturbed(found)[1]) == 3
-
-
-def test_lines_look_different() -> None:
-    assert len({tuple(line_style(i).values()) for i in range(28)}) == 28

@@ -10,7 +10,6 @@ import oracles
 import pytest
 import torch
 import transformers
-from helpers.sessions import thorough
 from helpers.versions import renamed
 from oracles import vim as vim_oracle
 from torch import Tensor, nn
@@ -187,9 +186,12 @@ IMAGES = ("vit", "vim")
 QUICK = ("mamba2", "recurrent_gemma", "vim")
 
 
-def every(names: Iterable[str] = ZOO, quick: Collection[str] = QUICK) -> Any:
-    """Parametrises a test over architectures, of which the quick session tries some."""
-    return pytest.mark.parametrize("case", thorough(names, quick), indirect=True)
+def every(
+    names: Iterable[str] = ZOO, quick: Collection[str] = QUICK, mark: Any = pytest.mark.slow
+) -> Any:
+    """Parametrize a test over architectures; those that are not ``quick`` get the mark."""
+    rows = [name if name in quick else pytest.param(name, marks=mark) for name in names]
+    return pytest.mark.parametrize("case", rows, indirect=True)
 
 
 def hook_count(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -182,10 +183,22 @@ def _replace_cuda(
         assert not any(unused)
         return causal_conv1d(x, weight, bias, activation="silu" if activated else None)
 
+    def convolve_back(
+        x: Tensor, weight: Tensor, bias: Any, up: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        *unused, into, of_state, activated = rest
+        assert not any([*unused, of_state])
+        leaves = [y.detach().requires_grad_() for y in (x, weight, bias) if y is not None]
+        with torch.enable_grad():
+            out = causal_conv1d(*leaves, activation="silu" if activated else None)
+        found = torch.autograd.grad(out, leaves, up)
+        return into.copy_(found[0]), *found[1:], *[None] * (3 - len(found))
+
     conv = causal_conv1d if with_causal_conv1d else None
     for module in (scan, ssd, mamba, mamba2, attention):
         monkeypatch.setattr(module, "causal_conv1d_fn", conv)
     monkeypatch.setattr(ssd, "causal_conv1d_fwd_function", convolve)
+    monkeypatch.setattr(ssd, "causal_conv1d_bwd_function", convolve_back)
     for module in (mamba, mamba2):
         monkeypatch.setattr(module, "causal_conv1d_update", None)
     for module in (scan, mamba):

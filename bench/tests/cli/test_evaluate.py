@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +16,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import captum_ssm
-from captum_ssm.errors import DataNotFoundError, OptionError
-from captum_ssm_bench import EXPERIMENTS, load_bundled
+from captum_ssm_bench import EXPERIMENTS
 from captum_ssm_bench.cli import main
 from captum_ssm_bench.cli.evaluate import _plans
-from captum_ssm_bench.harness.subjects import retrained
 from captum_ssm_bench.training.recipes import recipe_of
 
 METHODS = ("LatimFlow", "InputXGradient", "LatimNorm l2")
@@ -185,25 +182,6 @@ def test_misuse(
 ) -> None:
     assert main([*arguments, "--out", str(tmp_path)] if arguments[1:] else arguments) == 1
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["../recall-mamba", "recall-mamba/../recall-mamba", "/", ""])
-def test_names_lead_to_no_other_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(OptionError, match="no such bundled model"):
-        load_bundled(name)
-    assert main(["train", name, "--out", str(tmp_path / "out")]) == 1
-    assert "no such bundled model" in capsys.readouterr().err
-    assert main(["evaluate", name, "--out", str(tmp_path / "out")]) == 1
-    assert main(["evaluate", "copying", "--models", f"{name}={tmp_path}"]) == 1
-    assert capsys.readouterr().err.count("is not known") == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataNotFoundError, match=re.escape(f"recall-mamba={tmp_path}: there is no")):
-        retrained("recall-mamba", tmp_path)
 
 
 def test_a_model_in_place_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

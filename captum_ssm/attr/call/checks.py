@@ -9,7 +9,6 @@ import functools
 import inspect
 import math
 import operator
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -188,26 +187,3 @@ def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
         return cast(Function, wrapper)
 
     return passing
-
-
-def renamed(**names: str) -> Callable[[Function], Function]:
-    """Let a function be called by earlier names of its arguments, with a warning.
-
-    Args:
-        **names: the present names, by the earlier ones.
-    """
-
-    def known_by_both(function: Function) -> Function:
-        @in_place_of(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            for earlier, name in names.items():
-                if earlier in kwargs:
-                    warnings.warn(
-                        f"{earlier}= is called {name}= now.", DeprecationWarning, stacklevel=2
-                    )
-                    kwargs.setdefault(name, kwargs.pop(earlier))
-            return function(*args, **kwargs)
-
-        return called
-
-    return known_by_both

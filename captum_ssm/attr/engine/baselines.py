@@ -63,8 +63,8 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
     ]
 
 
-def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
-    """The input that relevance is in comparison with, as the network's root; None for 0.
+def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
+    """The inputs that relevance is in comparison with, as the network's roots; nothing for 0.
 
     Args:
         network: the network, after its forward run.
@@ -73,21 +73,26 @@ def baseline_of(network: Network, baselines: Baselines) -> Tensor | None:
     Raises:
         OptionError: for what cannot be a baseline of this input.
     """
-    root = network.root.detach()
+    roots = [x.detach() for x in network.roots]
     if baselines is None:
-        return None
+        return []
     inner = network.begins is not None
     if isinstance(baselines, str):
         checks.choice("baselines", baselines, ("mean",))
-        return _mean(network, root)
+        return [_mean(network, root) for root in roots]
     looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
     if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
         return network.mode.looked_up(baselines)
-    if inner:
-        return _standing_in(baselines, root, "a layer", "None, 'mean'")
-    return _standing_in(
-        baselines, root, "embeddings", "None, 'mean'", ", or token ids where inputs are ids"
-    )
+    if len(roots) > 1:
+        raise OptionError(
+            f"The model looks up the token ids in {len(roots)} tables, such as that of an adapter, "
+            "so that no one tensor or number can stand in for their embeddings. Pass "
+            "baselines='mean', or token ids."
+        )
+    what, words, ids = "a layer", "None, 'mean'", ""
+    if not inner:
+        what, ids = "embeddings", ", or token ids where inputs are ids"
+    return [_standing_in(baselines, roots[0], what, words, ids)]
 
 
 def _standing_in(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:

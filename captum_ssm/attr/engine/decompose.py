@@ -31,7 +31,8 @@ class Decomposition(NamedTokens):
 
     Attributes:
         inputs: relevance of every feature of the embeddings (B, L, E), or of every element of a
-            floating input.
+            floating input. Of ids that are looked up in several tables, such as that of an adapter,
+            E counts the features of all.
         streams: relevance of each token of the residual stream entering the block of each mixer,
             (B, L) each, or where features were asked for of each of its features, (B, L, E); with
             the constants that enter behind it, each sums to the output too.
@@ -50,7 +51,8 @@ class Decomposition(NamedTokens):
             their adapters give it no other factor with its graph: none by the rules ``"frozen"``
             and ``"half"``, which ask for none.
         sizes: of the tensors that ``inputs`` holds one behind the other in its last dimension, for
-            a layer that is explained in place of the input; else empty.
+            a layer that is explained in place of the input, or ids looked up in several tables;
+            else empty.
         past: relevance of every feature of the embeddings (B, L, E) by what passes such a layer by,
             which ``virtual`` sums up; else None.
         others: relevance of every element of each further input, such as the images of a text, in
@@ -114,7 +116,7 @@ def decompose(
     network: Network,
     output: Tensor,
     constant: Tensor | None = None,
-    baseline: Tensor | None = None,
+    baselines: Sequence[Tensor] = (),
     of_others: Sequence[Tensor | None] = (),
     by_role: bool = False,
     features: bool = False,
@@ -129,7 +131,7 @@ def decompose(
         network: the network, after its forward run.
         output: the number to explain per example (B,), of the network's graph.
         constant: a summand of the output that no module added (B,). Default: None.
-        baseline: what relevance is in comparison with, like the root. Default: None, 0.
+        baselines: what relevance is in comparison with, like the roots. Default: empty, 0.
         of_others: the same for each further input. Default: empty, as for none.
         by_role: whether relevance is found by role. Default: False.
         features: whether that of what enters and leaves the mixers is kept by feature. Default:
@@ -138,13 +140,11 @@ def decompose(
             False, by where they stand.
     """
     ledger, others = network.mode.ledger, network.mode.others
-    root, steps = network.root, network.steps
-    passing = () if network.passing is None else (network.passing,)
-    wanted = [root, *passing, *others, *(x for s in steps for x in (*s.entering, s.output))]
+    roots, passing, steps = network.roots, network.passing, network.steps
+    wanted = [*roots, *passing, *others, *(x for s in steps for x in (*s.entering, s.output))]
     gradients, biases = account(ledger, output, constant, wanted)
     parts = zip(gradients, wanted, strict=True)
-    gradient, value = next(parts)
-    inputs = gradient * value.detach()
+    own_gradients = [next(parts)[0] for _ in roots]
 
     def parted() -> Tensor:
         gradient, value = next(parts)
@@ -155,7 +155,7 @@ def decompose(
         found = _in_a_row(parted(), of_mixer)
         return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
 
-    past = parted() if passing else None
+    past = [parted() for _ in passing]
     each = [[next(parts)[0] for _ in others]]
     streams, mixers = [], []
     for step in steps:
@@ -165,16 +165,18 @@ def decompose(
         mixers.append(tokens(step.output))
     if len(output) > 1 and (others or apart):
         # the root with them: constants are met where gradients pass
-        own, biases = _apart(ledger, output, constant, (*others, root, *passing))
+        own, biases = _apart(ledger, output, constant, (*others, *roots, *passing))
         each = [gradients[: len(others)] for gradients in own]
-    if baseline is not None:
-        biases["baselines"] = (gradient * baseline).flatten(1).sum(1).to(output)
-        inputs = gradient * (value.detach() - baseline)
-    whole = inputs.flatten(1).sum(1)
-    inputs = _on_given(inputs, network)
+    if baselines:
+        added = [(g * b).flatten(1).sum(1) for g, b in zip(own_gradients, baselines, strict=True)]
+        biases["baselines"] = sum(added[1:], added[0]).to(output)
+    more = changes(network, baselines)
+    read = [g * change for g, change in zip(own_gradients, more, strict=True)]
+    whole = sum((x.flatten(1).sum(1) for x in read[1:]), read[0].flatten(1).sum(1))
+    inputs = _on_given(read, network)
     virtual = (whole - inputs.flatten(1).sum(1)).to(output.detach())
-    if past is not None:
-        virtual = virtual + past.flatten(1).sum(1).to(virtual)
+    for each_past in past:
+        virtual = virtual + each_past.flatten(1).sum(1).to(virtual)
     found = Decomposition(
         inputs,
         tuple(streams),
@@ -183,14 +185,14 @@ def decompose(
         output.detach(),
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
-        sizes=() if network.begins is None else network.met(network.begins).sizes,
-        past=past,
+        sizes=_sizes(network),
+        past=_behind_each_other(past) if past else None,
     )
     if others:
         found = _with_others(found, others, of_others, each)
     if not by_role:
         return found
-    return replace(found, roles=_by_role(network, output, baseline, found.tokens))
+    return replace(found, roles=_by_role(network, output, more, found.tokens))
 
 
 def _in_a_row(x: Tensor, like: Tensor) -> Tensor:
@@ -248,29 +250,65 @@ def _with_others(
     return replace(found, biases=biases, others=relevance, by_others=added(changes))
 
 
-def _on_given(relevance: Tensor, network: Network) -> Tensor:
+def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
+    """Subtract each root's baseline from it.
+
+    Args:
+        network: the network, after its forward run.
+        baselines: one for each root; empty for 0.
+    """
+    values = [x.detach() for x in network.roots]
+    if not baselines:
+        return values
+    return [x - baseline for x, baseline in zip(values, baselines, strict=True)]
+
+
+def _sizes(network: Network) -> tuple[int, ...]:
+    """How many features each of several tensors has that relevance is of."""
+    if network.begins is not None:
+        return network.met(network.begins).sizes
+    roots = network.roots
+    return tuple(x[0, 0].numel() for x in roots) if len(roots) > 1 else ()
+
+
+def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
+    """The features of the same tokens in one dimension, where there are several tensors of them."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([x.reshape(*x.shape[:2], -1) for x in parts], -1)
+
+
+def _on_given(parts: Sequence[Tensor], network: Network) -> Tensor:
     """Relevance of what the model read, on the tokens that it was given."""
     mode = network.mode
-    if mode.given is None or network.begins is not None:
-        return relevance
-    return of_given(relevance, mode.given, mode.tokens)
+    if network.begins is not None:
+        return _behind_each_other(parts)
+    places = [mode.given, *(x.given for x in mode.again)]
+    return _behind_each_other(
+        [
+            x if given is None else of_given(x, given, mode.tokens)
+            for x, given in zip(parts, places, strict=True)
+        ]
+    )
 
 
 def _by_role(
-    network: Network, output: Tensor, baseline: Tensor | None, tokens: Tensor
+    network: Network, output: Tensor, more: Sequence[Tensor], tokens: Tensor
 ) -> dict[Role, Tensor]:
     """Relevance of tokens (B, L) along the paths of each role; together it is all of ``tokens``."""
-    root, labels = network.root, network.mode.labels
-    value = root.detach() if baseline is None else root.detach() - baseline
+    labels = network.mode.labels
     found = {role: torch.zeros_like(tokens) for role in ROLES}
 
     def along(role: Role) -> Tensor:
         seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
         with labels.only(role):
-            (gradient,) = torch.autograd.grad(
-                output, root, seed, retain_graph=True, allow_unused=True
+            gradients = torch.autograd.grad(
+                output, network.roots, seed, retain_graph=True, allow_unused=True
             )
-        relevance = torch.zeros_like(value) if gradient is None else gradient * value
+        relevance = [
+            torch.zeros_like(change) if gradient is None else gradient * change
+            for gradient, change in zip(gradients, more, strict=True)
+        ]
         given = _on_given(relevance, network)
         return given if given.dim() == 2 else given.flatten(2).sum(-1)
 

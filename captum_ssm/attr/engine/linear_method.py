@@ -25,7 +25,8 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .baselines import Baselines, baseline_of, baselines_of_others, one_each
+from .alone import Alone, alone
+from .baselines import Baselines, baselines_of, baselines_of_others, one_each
 from .decompose import (
     Decomposition,
     Parts,
@@ -154,6 +155,15 @@ def decompositions(
         rules: how it is made linear.
         baselines: see :meth:`~captum_ssm.LatimFlow.attribute`. Default: None.
     """
+    found, by_itself = _decompositions(request, questions, rules, baselines)
+    if by_itself is not None:
+        by_itself.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
+    return found
+
+
+def _decompositions(
+    request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
+) -> tuple[list[Decomposition], Alone | None]:
     with linear_run(request, questions, rules) as (network, output, kept):
         found = _each_decomposed(network, output, kept, questions, rules, baselines)
         sums_up = all(map(exact, found))
@@ -162,9 +172,24 @@ def decompositions(
             arguments = (network, output, kept, questions, rules, baselines)
             found = _each_decomposed(*arguments, apart=True)
             sums_up = all(exact(each, apart=True) for each in found)
+        by_itself = alone_of(request, rules, network, kept)
     if not sums_up:
         raise not_linear(output)
-    return found
+    return found, by_itself
+
+
+def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
+    """The run with which explained numbers are compared; None where nothing is to be verified.
+
+    Args:
+        request: what was run.
+        rules: how it was made linear.
+        network: the network, after its forward run.
+        kept: the positions of its output.
+    """
+    if rules.verify is False or not rules.constants or request.ends is not None:
+        return None
+    return alone(replace(request, kept=kept), network.calls, network.granted)
 
 
 def in_turn(
@@ -195,13 +220,20 @@ def in_turn(
             where = torch.searchsorted(torch.tensor(kept.positions), where)
         asked_for = output.detach()[0, where.to(output.device)]
 
+        numbers: list[tuple[Against, Tensor]] = []
+
         def answer(question: Against) -> Decomposition:
             (found,) = _each_decomposed(network, output, kept, [question], rules, baselines)
             if not exact(found):
                 raise not_linear(output)
+            numbers.append((question, found.output))
             return found
 
-        return answered(ask(lambda: asked_for), answer)
+        result = answered(ask(lambda: asked_for), answer)
+        by_itself = alone_of(request, rules, network, kept)
+    if by_itself is not None:
+        by_itself.require(numbers)
+    return result
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
@@ -269,8 +301,8 @@ def numbers_of(
     return numbers
 
 
-def start_of(network: Network, rules: Rules, baselines: Baselines) -> Tensor | None:
-    """The input that relevance is in comparison with by these rules; None for 0.
+def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
+    """The inputs that relevance is in comparison with by these rules; nothing for 0.
 
     Args:
         network: the network, after its forward run.
@@ -279,7 +311,7 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> Tensor | N
     """
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
-    return baseline_of(network, baselines)
+    return baselines_of(network, baselines)
 
 
 def coefficients(

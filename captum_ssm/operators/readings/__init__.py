@@ -1,2 +1,1 @@
-"""What methods take out of operators: how outputs follow coefficients, states one by one and
-their factors, and tiles of rows."""
+"""Readings of operators: gradients of coefficients, states and their factors, tiles of rows."""

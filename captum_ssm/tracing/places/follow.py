@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...operators.kernels.arithmetic import unseen
 from .calls import (
@@ -106,6 +107,7 @@ class Places(TorchFunctionMode):
     Attributes:
         tell: what is told of functions before they are called, of their names and arguments, by
             these names; what that returns, if anything, is told of their results. Empty at first.
+        recognized: ids that are followed because they equal the explained ones.
 
     Example:
         >>> import torch
@@ -122,6 +124,7 @@ class Places(TorchFunctionMode):
         super().__init__()
         self.where = where
         self.tell: dict[str, Tell] = {}
+        self.recognized = WeakIdKeyDictionary()
         self._ids_only = ids_only
         self._sizes: dict[int, tuple[int, int]] = {}
         self._unseen: dict[int, str] = {}
@@ -262,6 +265,7 @@ class Places(TorchFunctionMode):
                     order = torch.full(x.shape, -1, dtype=torch.int32, device="cpu")
                     order[:, :length] = self._identity(batch, length)
                     self.declare(x, 0, order, (batch, length))
+                    self.recognized[x] = True
 
     def _known(self, values: Iterable[Any]) -> dict[int, tuple[Tensor, Origin]]:
         """The followed tensors among ``values``, however nested, by their ids."""

@@ -122,8 +122,10 @@ def start_layer(streams: Tensor | None, asking: int | None) -> int | None:
 
 
 def packed(streams: Tensor) -> bytes:
-    """The largest absolute value of each layer (N,), little-endian float32, and behind them all
-    values (N, L) in 32767ths of it, int16.
+    """Pack values by layer: the scales (N,), and all values (N, L) in 32767ths of them.
+
+    The scale of a layer is its largest absolute value. Scales are little-endian float32, values
+    int16.
 
     Args:
         streams: (N, L).

@@ -18,6 +18,7 @@ from ...attr.catalogue import holds_identity
 from ...attr.comparison import Method, Named
 from ...attr.text.tokens import Tokens
 from ...edges import EdgeEffects
+from ...edges.strongest import strongest_edges
 from ...errors import CaptumSSMError, InputError
 from ..figure import numbers
 from ..labels import as_words, direction_of, spelled
@@ -229,13 +230,20 @@ def _start(answers: Mapping[str, Sequence[Answer]], known: Outline) -> int | Non
 
 
 def _edges(subject: Subject, example: Example, known: Outline, count: int) -> dict[str, Any]:
-    """The edges whose cutting is estimated to do most, or why there is no estimate."""
+    """The edges whose cutting is estimated to do most, and what it does; or why there are none."""
     told: dict[str, Any] = {"rows": [], "obstacle": None}
     if count == 0:
         return told
     method = EdgeEffects(subject.forward_func, subject.module, subject.layers)
     try:
-        effects = method.attribute(example.inputs, known.target, example.additional or None)
+        found = strongest_edges(
+            method,
+            example.inputs,
+            known.target,
+            count,
+            additional=example.additional or None,
+            real=known.real,
+        )
     except CaptumSSMError as error:  # which leaves all else to be shown
         return told | {"obstacle": str(error)}
     place = {token: number for number, token in enumerate(known.real)}
@@ -246,9 +254,10 @@ def _edges(subject: Subject, example: Example, known: Outline, count: int) -> di
             "source": place[edge.source],
             "target": place[edge.target],
             "effect": short(edge.effect),
+            "true": short(true),
+            "first_order": edge.first_order,
         }
-        for edge in effects.top(count)[0]
-        if edge.source in place and edge.target in place
+        for edge, true in found
     ]
     return told
 

@@ -64,14 +64,14 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
 
     Args:
         method: the method.
-        options: its options; ``gate`` is the earlier name of ``rule``.
+        options: options of the method.
         inputs: what is explained; images have no roles, for relevance by role is that of tokens.
             Default: None, a text.
     """
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
-    chosen = options.get("rule", options.get("gate"))
+    chosen = options.get("rule")
     return (kind.default_rule if chosen is None else chosen) != "frozen"
 
 

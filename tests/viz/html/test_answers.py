@@ -13,7 +13,6 @@ from helpers.pages import ReadPage, read_page
 from zoo.small import classifier, images, mamba_lm, token_ids, vision
 
 from captum_ssm import LatimFlow, MambaAttribution, MambaLRP, report
-from captum_ssm.viz.html.answers import start_layer
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def streams(page: ReadPage, block: str, tokens: int) -> np.ndarray:
     return steps / 32767 * scales[:, None]
 
 
-@pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rule", ["frozen", pytest.param("centred", marks=pytest.mark.slow)])
 def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods, options = {"flow": LatimFlow, "other": MambaAttribution}, {"flow": {"rule": rule}}
@@ -70,19 +69,7 @@ def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> Non
     assert len(lrp["answers"]) == 5
 
 
-def test_what_is_never_answered_is_no_prediction(path: Path) -> None:
-    model, ids = mamba_lm(), token_ids(1, 6)
-
-    def run(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(ids).logits
-        return torch.cat([logits[..., :3], torch.full_like(logits[..., 3:], -torch.inf)], -1)
-
-    report(run, ids, [MambaAttribution], model=model, matrices=False, path=path)
-    (example,) = read_page(path).facts["examples"]
-    assert sorted(p["label"] for p in example["predictions"]) == ["0", "1", "2"]
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
     model, ids = classifier("mean"), token_ids(2, 8)
     mask = torch.ones(2, 8, dtype=torch.long)
@@ -97,7 +84,7 @@ def test_padding_is_left_out_of_what_enters_layers(path: Path) -> None:
         np.testing.assert_allclose(row, exact[0], atol=1e-3 * float(exact.abs().max()))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_patches_of_an_image_switch_too(path: Path) -> None:
     model, pictures = vision("middle", (3, 5)), images(1, (3, 5))
     report(model, pictures, [LatimFlow], target=1, path=path)
@@ -108,11 +95,3 @@ def test_patches_of_an_image_switch_too(path: Path) -> None:
         exact = LatimFlow(model).attribute(pictures, label, per_token=True).flatten()
         values = np.array([answer["values"][token] for token in example["image"]["cells"]])
         np.testing.assert_allclose(values, exact, atol=1e-4 * float(exact.abs().max()))
-
-
-def test_a_page_begins_with_the_layer_that_moves_most() -> None:
-    enters = torch.tensor([[4.0, 1.0, 0.0], [4.0, 1.0, 0.0], [3.0, 1.0, 1.0], [0.0, 0.0, 5.0]])
-    assert start_layer(enters, asking=2) == 2
-    assert start_layer(enters[:3], asking=2) == 2  # from where the rest goes to the token that asks
-    assert start_layer(enters[:2], asking=None) == 0
-    assert start_layer(None, asking=2) is None

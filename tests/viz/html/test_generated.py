@@ -53,7 +53,7 @@ def test_it_holds_what_the_method_says_of_each_word(tmp_path: Path) -> None:
         np.testing.assert_allclose(constants, hop.constants, rtol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_methods_without_sums_and_several_texts(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     path, method = tmp_path / "answers.html", MambaAttribution(model)
@@ -73,33 +73,28 @@ def test_methods_without_sums_and_several_texts(tmp_path: Path) -> None:
     np.testing.assert_allclose(shown[1, :3], found.token_attr[1], rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"generate": 0}, OptionError, "generate=0"),
-        ({"target": (-1, 3)}, OptionError, "target is not for answers"),
-        ({"matrices": False}, OptionError, "matrices is not for answers"),
-        ({"methods": [LatimFlow, MambaLRP]}, OptionError, "methods names 2"),
-        ({"options": {"flow": {}}}, OptionError, "options names 'flow', but the method is 'Latim"),
-        ({"tokenizer": None}, InputError, "tokenizer"),
-        ({"names": ["a", "b"]}, InputError, "names"),
-        ({"inputs": []}, InputError, "inputs is an empty list"),
-        ({"inputs": 3}, InputError, "inputs is of type int"),
-    ],
-)
-def test_what_is_refused(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str
-) -> None:
+REFUSED = [
+    ({"generate": 0}, OptionError, "generate=0"),
+    ({"target": (-1, 3)}, OptionError, "target is not for answers"),
+    ({"matrices": False}, OptionError, "matrices is not for answers"),
+    ({"methods": [LatimFlow, MambaLRP]}, OptionError, "methods names 2"),
+    ({"options": {"flow": {}}}, OptionError, "options names 'flow', but the method is 'Latim"),
+    ({"tokenizer": None}, InputError, "tokenizer"),
+    ({"names": ["a", "b"]}, InputError, "names"),
+    ({"inputs": []}, InputError, "inputs is an empty list"),
+    ({"inputs": 3}, InputError, "inputs is of type int"),
+]
+
+
+def test_refusals(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     given = {"generate": 1, "tokenizer": vocabulary, "path": tmp_path / "answers.html"}
-    given |= {"inputs": "anna owns the"} | options
-    with pytest.raises(error, match=said):
-        report(model, **given)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_writes_no_texts_is_refused(tmp_path: Path) -> None:
-    model, vocabulary = mamba_lm(), load_bundled()[1]
-    model.generate = None
+    given |= {"inputs": "anna owns the"}
+    for options, error, said in REFUSED:
+        with pytest.raises(error, match=said):
+            report(model, **(given | options))
+    other = mamba_lm()
+    other.generate = None
     with pytest.raises(OptionError, match="no generate"):
-        report(model, "anna", tokenizer=vocabulary, generate=2, path=tmp_path / "a.html")
+        report(other, **given)
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.pages import read_page
@@ -60,7 +59,7 @@ def numbers_of(found: dict, graph: Graph, rows: list[str]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("count", [5, EVERYTHING])
+@pytest.mark.parametrize("count", [5, pytest.param(EVERYTHING, marks=pytest.mark.slow)])
 def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
     model, ids = classifier("last"), token_ids(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -111,25 +110,6 @@ def test_what_flows_into_a_node_adds_up_to_it(path: Path) -> None:
     assert [by_word[i] for i in range(8)] == pytest.approx(relevance.tolist(), abs=1e-5)
 
 
-def test_every_link_leads_on_to_the_target(path: Path) -> None:
-    (found,) = drawn(path, mamba_lm(), token_ids(1, 40), graph=6)
-    assert 0 < len(found["links"]) <= 10 * 6 + len(found["path"])
-    left = {link["source"] for link in found["links"]}
-    assert left == set(range(len(found["nodes"]) - 1))
-    entered = {link["target"] for link in found["links"]}
-    kinds = {found["nodes"][place]["kind"] for place in entered}
-    assert kinds <= {"whole", "target"}
-
-
-def test_of_many_layers_some_are_rows(path: Path) -> None:
-    model = mamba_lm(num_hidden_layers=14)
-    (found,) = drawn(path, model, token_ids(1, 6), graph=3)
-    numbers = [int(row.removeprefix("backbone.layers.")) for row in found["rows"]]
-    assert found["places"] == 14
-    assert len(numbers) == 12 and numbers[-1] == 13
-    assert set(np.diff(numbers)) == {1, 2}
-
-
 def test_long_texts_have_fewer_rows_or_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_report, "_LARGEST", 30)
     (found,) = drawn(path, mamba_lm(), token_ids(1, 10), graph=3)
@@ -152,33 +132,8 @@ class OneMixer(nn.Module):
         return self.head(x + self.mixer(x))
 
 
-class Block(nn.Module):
-    """Adds what its mixer returns, or when asked to, nothing."""
-
-    def __init__(self, mixer: nn.Module) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, x: torch.Tensor, *, mixing: bool) -> torch.Tensor:
-        return x + self.mixer(x) if mixing else 2 * x
-
-
-class TwiceThroughABlock(OneMixer):
-    """A block that runs twice, and its mixer once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(self.mixer)
-        del self.mixer
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.block(self.embedding(ids), mixing=True)
-        return self.head(self.block(x, mixing=False))
-
-
-@pytest.mark.parametrize("kind, name", [(OneMixer, "mixer"), (TwiceThroughABlock, "block.mixer")])
-def test_mixers_are_rows_where_blocks_cannot_be(path: Path, kind: Any, name: str) -> None:
-    model, ids = kind(), token_ids(1, 7)
+def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
+    model, ids, name = OneMixer(), token_ids(1, 7), "mixer"
     (found,) = drawn(path, model, ids, target=(-1, 4), graph=EVERYTHING)
     assert (found["kind"], found["rows"], found["places"]) == ("mixers", [name], 1)
     graph = attribution_graph(model, ids, (-1, 4), nodes=[name], keep=None)
@@ -192,6 +147,7 @@ def test_mixers_are_rows_where_blocks_cannot_be(path: Path, kind: Any, name: str
     assert past["weight"] == pytest.approx(float(graph.edges[-1, 6]), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 6)
     run = torch.no_grad()(lambda x: model(x).logits)
@@ -206,6 +162,7 @@ def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
     assert found == EMPTY | {"obstacle": "Patches of an image are no tokens of the model's input."}
 
 
+@pytest.mark.slow
 def test_how_many_nodes(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 40)
     assert drawn(path, model, ids) == [EMPTY]
@@ -215,6 +172,12 @@ def test_how_many_nodes(path: Path) -> None:
     (of_4,) = drawn(path, model, ids, graph=4)
     assert beside_maps == of_24
     assert len(of_4["nodes"]) < len(of_24["nodes"])
+    links, nodes = of_4["links"], of_4["nodes"]  # every link leads on to the target
+    assert {link["source"] for link in links} == set(range(len(nodes) - 1))
+    assert {nodes[link["target"]]["kind"] for link in links} <= {"whole", "target"}
+    (deep,) = drawn(path, mamba_lm(num_hidden_layers=14), token_ids(1, 6), graph=3)
+    numbers = [int(row.removeprefix("backbone.layers.")) for row in deep["rows"]]
+    assert deep["places"] == 14 and len(numbers) == 12 and numbers[-1] == 13
     for wrong in (-1, 2.5, True):
         with pytest.raises(OptionError, match=f"graph={wrong}"):
             drawn(path, model, ids, graph=wrong)

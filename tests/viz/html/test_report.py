@@ -78,7 +78,7 @@ def test_a_language_model(path: Path) -> None:
             assert layer["module"] == f"backbone.layers.{index}.mixer"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["last", "mean"])
 def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
     """Of the asking token in rollouts: where the head reads it, or a language model predicts."""
@@ -90,18 +90,12 @@ def test_the_identity_is_told_from_sources(path: Path, pool: str) -> None:
     for example, length in zip(read_page(path).facts["examples"], [11, 7], strict=True):
         wanted = length - 1 if pool == "last" else None
         assert [m["own"] for m in example["methods"]] == [wanted, wanted, None]
-
-
-def test_the_identity_stands_where_a_language_model_predicts(path: Path) -> None:
-    ids = token_ids(1, 9)
-    methods = [ImplicitAttentionRollout, LatimFlow]
-    report(mamba_lm(), ids, methods, target=(4, 2), path=path)
+    report(mamba_lm(), ids[:1, :9], [ImplicitAttentionRollout], target=(4, 2), path=path)
     (example,) = read_page(path).facts["examples"]
-    assert [m["own"] for m in example["methods"]] == [4, None]
-    assert not any(example["methods"][0]["values"][5:])
+    assert example["methods"][0]["own"] == 4 and not any(example["methods"][0]["values"][5:])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_padding_is_left_out_on_either_side(path: Path) -> None:
     model = classifier("mean")
     ids, mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.long)
@@ -125,7 +119,7 @@ def test_padding_is_left_out_on_either_side(path: Path) -> None:
         assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
 
 
-@pytest.mark.parametrize("cls", ["head", "middle", None])
+@pytest.mark.parametrize("cls", ["middle", None])
 def test_images_have_patches(path: Path, cls: str | None) -> None:
     model, pictures = vision(cls, (3, 5)), images(2, (3, 5))
     methods = [MambaAttribution, ImplicitAttentionRollout]
@@ -190,6 +184,7 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
         np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
 
 
+@pytest.mark.slow
 def test_roles_of_padded_texts_and_of_images(path: Path) -> None:
     model, ids, mask = classifier("mean"), token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
@@ -203,19 +198,15 @@ def test_roles_of_padded_texts_and_of_images(path: Path) -> None:
     assert read_page(path).facts["examples"][0]["methods"][0]["roles"] == {}
 
 
-def test_texts_need_not_be_of_one_length(path: Path) -> None:
+def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     model, vocabulary = load_bundled()
     texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
     report(model, texts, METHODS, tokenizer=vocabulary, names=["x", "$y$"], path=path)
     facts = read_page(path).facts
     for example, text, name in zip(facts["examples"], texts, ["x", "$y$"], strict=True):
-        assert example["tokens"] == text.split()
-        assert example["name"] == name
+        assert example["tokens"] == text.split() and example["name"] == name
     assert "“lamp”, predicted after token 8" in facts["examples"][0]["explained"]
-
-
-def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
-    model, tokenizer = mamba_lm(), word_tokenizer()
+    model, tokenizer = mamba_lm().double(), word_tokenizer()
     text = "anna owns the $5 lamp"
     report(model, text, [LatimFlow], tokenizer=tokenizer, target=(3, 7), matrices=False, path=path)
     page = read_page(path)
@@ -239,6 +230,7 @@ def test_awkward_tokens_are_spelled(path: Path) -> None:
     assert read_page(path).facts["examples"][0]["direction"] == "rtl"
 
 
+@pytest.mark.slow
 def test_contributions_and_chosen_layers(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     kinds = ["contributions", "attention"]
@@ -252,6 +244,7 @@ def test_contributions_and_chosen_layers(path: Path) -> None:
     assert (error <= exact.abs().amax(-1, keepdim=True).numpy() / 254 * 1.01).all()
 
 
+@pytest.mark.slow
 def test_little_room_keeps_the_strongest(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 150)
     report(model, ids, [LatimFlow], path=path, megabytes=0.1)
@@ -281,6 +274,7 @@ class Regressor(nn.Module):
         return self.model(inputs_embeds=embeddings)[:, 0]
 
 
+@pytest.mark.slow
 def test_one_number_from_embeddings(path: Path) -> None:
     model, embeddings = Regressor(), torch.randn(1, 6, 10)
     report(model, embeddings, METHODS, path=path)
@@ -293,13 +287,7 @@ def test_one_number_from_embeddings(path: Path) -> None:
     np.testing.assert_allclose(values(example["methods"][0]), found.numpy(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions(path: Path, dtype: torch.dtype) -> None:
-    report(mamba_lm().to(dtype), token_ids(1, 7), METHODS, path=path)
-    assert len(read_page(path).facts["examples"][0]["methods"]) == 2
-
-
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_strongest_edges_are_estimated(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -324,6 +312,7 @@ def _masking(mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*[None] * (names.index("attention_mask") - 1), mask)
 
 
+@pytest.mark.slow
 def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 6)
     for options in ({"matrices": False}, {"edges": 0}):
@@ -364,11 +353,7 @@ def test_refusals(path: Path) -> None:
     with pytest.raises(TargetError, match="out of range"):
         report(model, ids, METHODS, target=(-1, VOCABULARY), path=path)
     assert not path.exists()
-
-
-def test_an_unusable_path_is_refused_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        report(
-            lambda x: 1 / 0, token_ids(), METHODS, model=mamba_lm(), path=tmp_path / "file" / "r"
-        )
+    path.parent.parent.joinpath("file").write_text("")
+    unusable = path.parent.parent / "file" / "r"
+    with pytest.raises(OSError, match="file"):  # before the work
+        report(lambda x: 1 / 0, ids, METHODS, model=model, path=unusable)

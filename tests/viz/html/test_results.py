@@ -68,7 +68,7 @@ def test_a_decomposition_is_written_out(tmp_path: Path) -> None:
     assert len(example["layers"]) == 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_decompositions_of_logits_and_of_images(tmp_path: Path) -> None:
     logits = LatimLogit(mamba_lm()).decompose(token_ids(1, 5), (-1, 3))
     (example,) = written(logits, tmp_path)["examples"]

@@ -142,7 +142,7 @@ class Drawn:
     def __init__(self, model: nn.Module, question: Question) -> None:
         self.question, self._model = question, model
         self._inputs = question.inputs.to(device_of(model))
-        method, seed = EdgeEffects(model), question.seed("edges")
+        method, seed = EdgeEffects(model, exact_norms=False), question.seed("edges")
         truth = method.against_truth(self._inputs, question.target, samples=EDGES, seed=seed)
         self.edges: list[Edge] = [edge for edge in truth.edges if isinstance(edge, Edge)]
         self.estimated, self.true, self.rounding = truth.estimated, truth.true, truth.rounding
@@ -168,7 +168,8 @@ class Drawn:
         return along(self._effects(**options), self.edges)
 
     def _effects(self, **options: Any) -> Effects:
-        return EdgeEffects(self._model, **options).attribute(self._inputs, self.question.target)
+        method = EdgeEffects(self._model, **{"exact_norms": False, **options})
+        return method.attribute(self._inputs, self.question.target)
 
 
 def by_row(

@@ -1,9 +1,9 @@
 """Fused functions that packages bring, computed by torch's own ones.
 
-A kernel with a backward pass of its own shows neither what it computes nor a graph that is linear.
-While a network is made linear, torch's functions stand in for those that models call outside of
-mixers: mamba_ssm's norms, and flash-linear-attention's norms, gated MLPs, and the channel mixing of
-its RWKV-6 and RWKV-7.
+A kernel shows torch neither what it reads nor what it computes, and its graph is not linear.  While
+a run is observed, torch's functions stand in for those that models call outside of mixers:
+mamba_ssm's norms, and flash-linear-attention's norms, gated MLPs, and the channel mixing of its
+RWKV-6 and RWKV-7.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tracing.changes import Shared, lasting
-from ..tracing.repair.loops import Repair, replacing
+from ..changes import Shared, lasting
+from .loops import Repair, replacing
 
 
 @contextmanager

@@ -1,0 +1,97 @@
+"""The explained number, compared with the one that forward_func returns by itself.
+
+An explained run keeps no cache, attends eagerly, and calls mixers that are held to their operators.
+None of that changes what a model computes, but a function of the user's may depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CaptumSSMError, ReconstructionError
+from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.truths import at_most
+from ...tracing import repaired_scans, runnable
+from ..call.targets import Against, contrasted
+from .run import Request
+
+#: How many times the errors granted to all operators together a number may be off, and how far it
+#: may be off at most, each in proportion to the largest output.
+_TIMES, _MOST = 16, 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """A run of forward_func that nobody looks on at.
+
+    Attributes:
+        request: what is run.
+        limit: the largest error of a number that is accepted, per largest output.
+    """
+
+    request: Request
+    limit: float
+
+    def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
+        """Raise unless explained numbers (B,) are those that forward_func returns.
+
+        Args:
+            explained: the questions, and the numbers of the explained run.
+
+        Raises:
+            ReconstructionError: naming both numbers.
+        """
+        output = self._output()
+        if output is None:
+            return
+        size = output.detach().abs().nan_to_num(0, 0, 0).flatten(1).amax(1)
+        for question, number in explained:
+            given, contrast = question.target, question.contrast
+            with unseen(), torch.no_grad():
+                real, _ = contrasted(output, given, contrast, self.request.kept)
+            off = (number - real.to(number)).abs() / size.to(number).clamp_min(1e-30)
+            if not at_most(off.max(), self.limit):
+                example = int(off.argmax())
+                raise ReconstructionError(
+                    f"The explained run computes {float(number[example]):.4g} for target={given!r} "
+                    f"of example {example}, but forward_func returns {float(real[example]):.4g} "
+                    "when it runs by itself. Explained runs use no cache and record gradients. "
+                    "Does forward_func read the inputs in chunks, or depend on gradient mode? Pass "
+                    "the whole sequence in one call of the model. verify=False explains the run "
+                    "as it is."
+                )
+
+    def _output(self) -> Tensor | None:
+        """What forward_func returns; None where it runs only while it is explained.
+
+        Such as a model whose kernels are those of another device.
+        """
+        try:
+            with torch.no_grad(), repaired_scans():
+                return self.request.output(self.request.inputs)
+        except CaptumSSMError:
+            raise
+        except Exception:
+            return None
+
+
+def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
+    """The run that explained numbers are compared with; None where the user has no part in it.
+
+    That is where forward_func is the model itself, and no mixer ran more than once.
+
+    Args:
+        request: what was run.
+        calls: how often each mixer ran.
+        granted: the largest error that was accepted of an operator.
+    """
+    function: Any = runnable(request.forward_func)
+    owner = getattr(function, "__self__", function)
+    if owner is request.model and isinstance(owner, nn.Module) and max(calls.values()) == 1:
+        return None
+    return Alone(request, min(_TIMES * len(calls) * granted, _MOST))

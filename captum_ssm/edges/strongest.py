@@ -1,0 +1,73 @@
+"""The strongest messages of one example, each of them cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .edge_effects import EdgeEffects
+from .effects import Edge
+from .pairs import Edges
+
+
+class Held(NamedTuple):
+    """A single edge, and what cutting it does.
+
+    Attributes:
+        edge: the edge, with its estimated effect.
+        true: what the explained number lost.
+    """
+
+    edge: Edge
+    true: float
+
+
+def strongest_edges(
+    method: EdgeEffects,
+    inputs: Tensor,
+    target: Any,
+    count: int,
+    layers: Any = None,
+    *,
+    additional: Any = None,
+    real: Collection[int] | None = None,
+) -> list[Held]:
+    """The edges of the largest estimated effects on one example, each cut by itself.
+
+    Args:
+        method: what estimates effects, of the model.
+        inputs: the example, a batch of one.
+        target: what is explained, in Captum's forms.
+        count: how many edges.
+        layers: of which layers, in the forms of :attr:`Edges.layers <captum_ssm.Edges>`.
+            Default: None, all.
+        additional: further arguments of the model. Default: None.
+        real: the tokens that are not padding, between which edges are. Default: None, all.
+
+    Returns:
+        The edges, those of the largest effects first.
+
+    Raises:
+        CaptumSSMError: as :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute` do.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm import EdgeEffects
+        >>> from captum_ssm.edges.strongest import strongest_edges
+        >>> from captum_ssm.models import load_bundled
+        >>> model, vocabulary = load_bundled()
+        >>> prompt = "anna owns the lamp . bob owns the kite . ? anna owns the"
+        >>> ids, lamp = torch.tensor([vocabulary.encode(prompt)]), vocabulary.id_of("lamp")
+        >>> (found,) = strongest_edges(EdgeEffects(model), ids, (-1, lamp), 1)
+        >>> found.edge.layer, found.edge.source, found.edge.target, found.true > 1
+        (1, 3, 13, True)
+    """
+    found = method.attribute(inputs, target, additional).top(count, layers)[0]
+    edges = [x for x in found if real is None or {x.source, x.target} <= set(real)]
+    if not edges:
+        return []
+    cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
+    truth = method.against_truth(inputs, target, additional, edges=cuts)
+    return [Held(edge, true) for edge, true in zip(edges, truth.true.tolist(), strict=True)]

@@ -1,0 +1,10 @@
+"""Checks of an operator, an adapter or a method that someone adds.
+
+Each takes what is added, and raises an ``AssertionError`` that names the broken promise.
+"""
+
+from .adapters import check_adapter
+from .methods import check_method
+from .operators import check_operator
+
+__all__ = ["check_adapter", "check_method", "check_operator"]

@@ -1,0 +1,518 @@
+"""The contract of an explanation method: Captum's promises, and every option on every input."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from captum.attr import Attribution, NoiseTunnel
+from captum.metrics import sensitivity_max
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from ..edges import Edges, knock_out
+from ..errors import CaptumSSMError, GradientModeError, PaddedExampleError
+from .options import OPTIONS, TARGET, ByKind, Values
+from .small import HIDDEN, Vision, padded_ids, randomised
+from .small import language as small_language
+
+#: What is checked, in this order.
+CLAUSES = (
+    "signature", "results", "options", "padding", "parts", "modes", "precision", "delta", "traces",
+    "refusals", "captum",
+)  # fmt: skip
+#: What is explained: token ids, their embeddings, images.
+KINDS = ("ids", "embeddings", "images")
+
+
+def check_method(
+    method: Any,
+    *,
+    options: Mapping[str, Values] | None = None,
+    clauses: Collection[str] = CLAUSES,
+    kinds: Collection[str] = KINDS,
+    language: Callable[[], Any] | None = None,
+    seed: int = 0,
+) -> None:
+    """Hold an explanation method to all that Captum and this package promise of one.
+
+    Every option in the signature of ``attribute`` is tried with every one of its values: on a
+    padded batch against each example alone, in parts, under ``torch.no_grad()`` and in bfloat16;
+    for token ids, embeddings and images.
+
+    Args:
+        method: the class, called as ``method(model)``.
+        options: values of options that this package does not know, or others of those that it does,
+            by name. Default: None.
+        clauses: the clauses that are checked. Default: :data:`CLAUSES`, all.
+        kinds: the kinds of inputs. Default: :data:`KINDS`, all.
+        language: makes the language model, with 19 tokens and two layers of 16 channels, whose
+            second argument is the attention mask. Default: None, a small Mamba of transformers.
+        seed: of the models and inputs. Default: 0.
+
+    Raises:
+        AssertionError: when a clause does not hold; it names every clause and option that fails.
+
+    Example:
+        >>> from captum_ssm import LatimNorm
+        >>> from captum_ssm.testing.methods import check_method
+        >>> check_method(LatimNorm, clauses=["signature", "padding"], kinds=["ids"])
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        checker = _Checker(method, {**OPTIONS, **(options or {})}, kinds, language)
+        for clause in clauses:
+            checker.run(clause)
+    if checker.failures:
+        raise AssertionError(
+            f"{len(checker.failures)} checks of {checker.name} failed:\n"
+            + "\n".join(f"- {failure}" for failure in checker.failures)
+        )
+
+
+def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) -> None:
+    """Hold a cut of messages to what it is on each example alone, and to leaving no trace.
+
+    Args:
+        language: as for :func:`check_method`. Default: None, a small Mamba of transformers.
+        seed: of the model and the input. Default: 0.
+
+    Raises:
+        AssertionError: when a padded example's output is not that of the example alone, or what
+            the cut has set up outlives it.
+    """
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = (language or small_language)().double()
+        ids, mask = padded_ids()
+        whole, before = model(ids, mask).logits, _state(model)
+        for selection in (False, True):
+            for replace in (None, "mean"):
+                where = f"replace={replace!r}, selection={selection}"
+                edges = [
+                    Edges(1, [shift, 1 + shift], [2 + shift, 3 + shift], selection=selection)
+                    for shift in (HIDDEN, 0)
+                ]
+                with knock_out(model, edges[0], replace=replace):
+                    cut = model(ids, mask).logits[1, HIDDEN:]
+                with knock_out(model, edges[1], replace=replace):
+                    alone = model(ids[1:, HIDDEN:]).logits[0]
+                _close(cut, alone, f"{where}: a padded example differs from the example alone")
+                assert not torch.allclose(cut, whole[1, HIDDEN:]), f"{where}: nothing is cut"
+        try:
+            with knock_out(model, edges[0]):
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        _same(before, _state(model))
+
+
+class _Case(NamedTuple):
+    """A model, and what it is asked."""
+
+    kind: str
+    model: Any
+    inputs: Any
+    target: Any
+    mask: Tensor | None
+
+    def real(self, example: int) -> Tensor:
+        """Which tokens of an example are no padding."""
+        tokens = torch.ones(len(self.inputs[0])) if self.mask is None else self.mask[example]
+        return tokens.bool()
+
+    def value(self, value: Any) -> Any:
+        """What a value of an option is for this kind of inputs."""
+        return getattr(value, self.kind) if isinstance(value, ByKind) else value
+
+    def rounded(self, model: Any, dtype: torch.dtype) -> _Case:
+        """The case with a model whose weights are rounded to bfloat16, as its inputs then are."""
+        x = self.inputs
+        return self._replace(
+            model=model, inputs=x.bfloat16().to(dtype) if x.dtype.is_floating_point else x
+        )
+
+
+class _Checker:
+    """The clauses, each of which notes what fails."""
+
+    def __init__(
+        self,
+        method: Any,
+        options: Mapping[str, Values],
+        kinds: Collection[str],
+        language: Callable[[], Any] | None,
+    ) -> None:
+        self.method, self.kinds, self.failures = method, kinds, list[str]()
+        self.name = getattr(method, "__name__", repr(method))
+        self.parameters = inspect.signature(method.attribute).parameters
+        self.taken = {name: options[name] for name in self.parameters if name in options}
+        self.unknown = [name for name in self.parameters if name not in {"self", *options}]
+        self._wholes: dict[tuple[str, str], Tensor] = {}
+        self._rounded: dict[str, tuple[Any, Any]] = {}
+        model, (ids, mask) = (language or small_language)().double(), padded_ids()
+        vision = randomised(Vision()).double()
+        embedded = model.get_input_embeddings()(ids).detach()
+        pictures = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+        self.cases = {
+            "ids": _Case("ids", model, ids, TARGET.ids, mask),
+            "embeddings": _Case("embeddings", model, embedded, TARGET.embeddings, mask),
+            "images": _Case("images", vision, pictures, TARGET.images, None),
+        }
+
+    def run(self, clause: str) -> None:
+        """Check one clause, whatever of it fails."""
+        if clause not in CLAUSES:
+            raise ValueError(f"clauses names {clause!r}. Known are {', '.join(CLAUSES)}.")
+        check = getattr(self, clause)
+        if clause not in (*_BY_KIND, *_BY_OPTION):
+            with self.noted(clause):
+                check()
+            return
+        for kind in self.kinds:
+            case = self.cases[kind]
+            with self.noted(f"{clause}, {kind}"):
+                check(case)
+            for name, values in self.taken.items() if clause in _BY_OPTION else ():
+                for value in map(case.value, values.differ):
+                    with self.noted(f"{clause}, {kind}, {_shown(name, value)}"):
+                        check(case, **{name: value})
+
+    @contextmanager
+    def noted(self, where: str) -> Iterator[None]:
+        """Note what fails inside the ``with``, and go on."""
+        try:
+            yield
+        except Exception as error:
+            what = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            self.failures.append(f"{where}: {what}{error}")
+
+    def found(self, case: _Case, **options: Any) -> Any:
+        """What the method says of a case."""
+        return self.method(case.model).attribute(case.inputs, case.target, case.mask, **options)
+
+    # --- whatever the inputs ---------------------------------------------------------------------
+
+    def signature(self) -> None:
+        method, parameters = self.method, list(self.parameters.values())
+        _require(issubclass(method, Attribution), "the method is no captum.attr.Attribution")
+        _require(
+            not self.unknown, f"no values to try of {self.unknown}: pass options={{name: Values}}"
+        )
+        names = [each.name for each in parameters[:4]]
+        first = ["self", "inputs", "target", "additional_forward_args"]
+        _require(names == first, f"attribute takes {names} first, but Captum passes {first}")
+        kinds = [each.kind for each in parameters[4:]]
+        _require(set(kinds) <= {inspect.Parameter.KEYWORD_ONLY}, "options go by keyword alone")
+        lacking = [each.name for each in parameters[2:] if each.default is each.empty]
+        _require(not lacking, f"{lacking} have no default")
+        made, name = method(self.cases["ids"].model), method.get_name()
+        _require(made.get_name() == name and name.split() and name == " ".join(name.split()),
+                 f"the name {name!r} is not of whole words")  # fmt: skip
+        _require(callable(made.forward_func), "forward_func cannot be called")
+        _require(isinstance(made.multiplies_by_inputs, bool), "multiplies_by_inputs is no bool")
+        _require(made.has_convergence_delta() is ("return_convergence_delta" in self.parameters),
+                 "has_convergence_delta() is not whether attribute returns one")  # fmt: skip
+        beneath = getattr(method.attribute, "__wrapped__", None)
+        _require(beneath is not None and not hasattr(beneath, "__wrapped__"),
+                 "attribute has not exactly one decorator")  # fmt: skip
+
+    def delta(self) -> None:
+        case = self.cases["embeddings"]
+        made = self.method(case.model)
+        if not made.has_convergence_delta():
+            with _raises(NotImplementedError, "a delta is computed that is not promised"):
+                made.compute_convergence_delta()
+            return
+        for kind in self.kinds:
+            found, delta = self.found(self.cases[kind], return_convergence_delta=True)
+            _require(delta.shape == (2,), f"{kind}: the delta has shape {tuple(delta.shape)}")
+            _require(bool((delta.abs() <= 1e-5 * found.abs().flatten(1).sum(1)).all()),
+                     f"{kind}: the delta is {delta.tolist()}")  # fmt: skip
+            _close(
+                found, self.found(self.cases[kind]), f"{kind}: relevance beside the delta differs"
+            )
+        found, shift = self.found(case), torch.tensor([2.0, -1.0], dtype=torch.float64)
+        moved = found + shift[:, None, None] / found[0].numel()
+        again = made.compute_convergence_delta(moved, *case[2:])
+        _close(again, -shift, "compute_convergence_delta is not output - attributions - biases")
+
+    def refusals(self) -> None:
+        _, model, ids, target, mask = self.cases["ids"]
+        assert mask is not None
+        given = {"inputs": ids, "target": target}
+        for name, values in self.taken.items():
+            for value in values.refused:
+                with self.noted(f"refusals, {_shown(name, value)}"):
+                    self._refused(name, model, **{**given, name: value})
+        for name in {"baselines", "n_steps", "feature_mask"} - {*self.parameters}:
+            self._refused(name, model, **given, **{name: None})
+        hidden = torch.stack([mask[0], 0 * mask[0]])
+        with _raises(PaddedExampleError, "an example that is padding alone is explained"):
+            self.method(model).attribute(ids, target, hidden)
+        with _raises(CaptumSSMError, "a padded token is asked for"):
+            self.method(model).attribute(ids, (0, 3), mask)
+        with _raises(CaptumSSMError, "a function that leads to no model is taken"):
+            self.method(lambda x: x)
+
+    def _refused(self, name: str, model: nn.Module, **given: Any) -> None:
+        try:
+            self.method(model).attribute(**given)
+        except CaptumSSMError as error:
+            message = str(error)
+            _require(name.rstrip("s") in message, f"the error does not name it: {message}")
+            _require(message.endswith((".", "?", ")")), f"the error is no sentence: {message}")
+        else:
+            raise AssertionError("is not refused")
+
+    @torch.no_grad()
+    def captum(self) -> None:
+        case = self.cases["embeddings"]
+        _, model, inputs, target, mask = case
+        made, expected = self.method(model), self.found(case)
+        beneath = made.attribute.__wrapped__(made, (inputs,), target, mask)
+        _require(isinstance(beneath, tuple), "a tuple does not give a tuple")
+        _equal(beneath[0], expected, "what is beneath the decorator says something else")
+        other = copy.copy(self.method(copy.deepcopy(model)))
+        other.forward_func, other.model = _function(case), model
+        _close(other.attribute(*case[2:]), expected, "a copy with another forward_func differs")
+        noisy = NoiseTunnel(made).attribute(
+            inputs, nt_samples=2, stdevs=1e-12, target=target, additional_forward_args=mask
+        )
+        _close(noisy, expected, "NoiseTunnel without noise differs", 1e-5)
+        still = sensitivity_max(
+            made.attribute, inputs, lambda x, _: x, target=target, additional_forward_args=mask
+        )
+        _close(still, 0 * still, "sensitivity_max without a change is not 0", 1e-5)
+
+    def options(self) -> None:
+        cases = [self.cases[kind] for kind in self.kinds]
+        plain = [self.found(case) for case in cases]
+        for name, values in self.taken.items():
+            default = getattr(self.method, f"default_{name}", self.parameters[name].default)
+            seen = {f"its default {default!r}": plain}
+            for value in values.differ:
+                with self.noted(f"options, {_shown(name, value)}"):
+                    found = [self.found(case, **{name: case.value(value)}) for case in cases]
+                    if isinstance(value, str) and value == default:
+                        _close(found[0], plain[0], "the default by its name differs")
+                        continue
+                    for other, earlier in seen.items():
+                        off = max(map(_off, found, earlier))
+                        _require(off > 1e-6, f"says the same as {other}")
+                    seen[repr(value)] = found
+            for value in values.same:
+                with self.noted(f"options, {_shown(name, value)}"), _silent():
+                    found = [self.found(cases[0], **{name: value})]
+                    _close(found[0], plain[0], "does not say the same as the default")
+
+    # --- of every kind of input ------------------------------------------------------------------
+
+    def results(self, case: _Case) -> None:
+        found = self.found(case)
+        _require(type(found) is Tensor and not found.requires_grad, "the result is no plain tensor")
+        _require(found.is_contiguous() and found.is_leaf, "the result is not by itself in memory")
+        _require(found.shape == case.inputs.shape, f"the result has shape {tuple(found.shape)}")
+        _require(found.dtype == torch.float64, f"a float64 model gives {found.dtype}")
+        _require(bool(found.isfinite().all()), "the result holds NaN or infinity")
+        _require(bool(found.flatten(1).any(1).all()), "an example has no relevance")
+        first = found.clone()
+        found.mul_(2)
+        _equal(self.found(case), first, "a second call says something else")
+        (in_tuple,) = self.found(
+            _Case(case.kind, case.model, (case.inputs,), case.target, case.mask)
+        )
+        _equal(in_tuple, first, "a tuple of the input says something else")
+        tokens = self.found(case, per_token=True)
+        if case.inputs.dim() == 4:
+            _require(tokens.shape == (2, 3, 4), f"of 3 x 4 patches {tuple(tokens.shape)} are shown")
+        else:
+            wanted = first.flatten(2).sum(2) if first.dim() == 3 else first
+            _close(tokens, wanted, "per_token=True is not the sum over features")
+        function = self.method(_function(case), model=case.model)
+        _close(function.attribute(*case[2:]), first, "a function that runs the model differs")
+
+    def traces(self, case: _Case) -> None:
+        model = case.model
+        for index, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(index % 3 != 0)
+            parameter.grad = torch.ones_like(parameter) if index % 2 else None
+        before = _state(model)
+        self.found(case)
+        _same(before, _state(model))
+        *_, last = (module for module in model.modules() if not list(module.children()))
+        first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        for module, error in ((last, ZeroDivisionError), (first, KeyboardInterrupt)):
+
+            def fail(*_: Any, error: type[BaseException] = error) -> None:
+                raise error
+
+            handle = module.register_forward_pre_hook(fail)
+            before = _state(model)
+            with _raises(error, "an error of the model is lost"):
+                self.found(case)
+            _same(before, _state(model))
+            handle.remove()
+        before = _state(model)
+        with _raises(CaptumSSMError, "a target outside is taken"):
+            self.found(case._replace(target=(99, 99)))
+        _same(before, _state(model))
+        model.requires_grad_(True).zero_grad()
+
+    # --- of every kind of input, by every option -------------------------------------------------
+
+    def whole(self, case: _Case, options: dict[str, Any]) -> Tensor:
+        """What the method says of a case, which several clauses compare with."""
+        key = (case.kind, repr(options))
+        if key not in self._wholes:
+            self._wholes[key] = self.found(case, **options)
+        return self._wholes[key]
+
+    def padding(self, case: _Case, **options: Any) -> None:
+        whole = self.whole(case, options)
+        for example in range(2):
+            real = case.real(example)
+            alone = self.found(_alone(case, example), **_of(options, example))
+            _close(whole[example, real], alone[0], f"example {example} differs from it alone")
+            if case.mask is not None:
+                _require(not whole[example, ~real].any(), "padding has relevance")
+
+    def parts(self, case: _Case, **options: Any) -> None:
+        parts = self.found(case, internal_batch_size=1, **options)
+        _close(parts, self.whole(case, options), "parts differ")
+
+    def modes(self, case: _Case, **options: Any) -> None:
+        whole = self.whole(case, options)
+        with torch.no_grad():
+            _equal(self.found(case, **options), whole, "under no_grad it differs")
+            _require(not torch.is_grad_enabled(), "no_grad ends with the call")
+        if options:
+            return
+        with torch.inference_mode():
+            try:
+                _equal(self.found(case), whole, "under inference_mode it differs")
+            except GradientModeError:
+                _require(self.method.needs_gradient, "inference_mode is refused without need")
+
+    def precision(self, case: _Case, **options: Any) -> None:
+        if case.kind not in self._rounded:
+            half = copy.deepcopy(case.model).bfloat16()
+            self._rounded[case.kind] = half, copy.deepcopy(half).float()
+        found, wanted = (
+            self.found(case.rounded(model, dtype), **options)
+            for model, dtype in zip(
+                self._rounded[case.kind], (torch.bfloat16, torch.float32), strict=True
+            )
+        )
+        _require(found.dtype in (torch.float32, torch.bfloat16), f"the result is {found.dtype}")
+        _close(found, wanted, "in bfloat16 it differs", 0.1)
+
+
+_BY_KIND = ("results", "traces")
+_BY_OPTION = ("padding", "parts", "modes", "precision")
+
+
+def _of(value: Any, example: int) -> Any:
+    """What a value for the batch, or a mapping of such values, is for one example alone."""
+    if isinstance(value, dict):
+        return {name: _of(each, example) for name, each in value.items()}
+    one_each = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 2
+    one_each |= isinstance(value, list) and isinstance(value[0], tuple)
+    return value[example : example + 1] if one_each else value
+
+
+def _alone(case: _Case, example: int) -> _Case:
+    """One example of a case, without padding."""
+    inputs = case.inputs[example : example + 1, case.real(example)]
+    target = case.target[example] if isinstance(case.target, list) else case.target
+    return _Case(case.kind, case.model, inputs, target, None)
+
+
+def _function(case: _Case) -> Callable[..., Any]:
+    """A function that runs the model, on embeddings by their name."""
+    if case.kind == "embeddings":
+        return lambda x, mask: case.model(inputs_embeds=x, attention_mask=mask).logits
+    return lambda *args: case.model(*args)
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name}={getattr(value, '__name__', None) or repr(value)}"
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, in shares of the largest entry."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-9))
+
+
+def _close(found: Tensor, wanted: Tensor, message: str, limit: float = 1e-6) -> None:
+    _require(found.shape == wanted.shape, f"{message}: {tuple(found.shape)} is its shape")
+    size = wanted.detach().abs().max().clamp_min(1e-3).double()
+    off = float((found.detach() - wanted.detach()).abs().max().double() / size)
+    _require(off <= limit, f"{message} by {off:.1e} of its largest entry")
+
+
+def _equal(found: Tensor, wanted: Tensor, message: str) -> None:
+    _require(torch.equal(found, wanted), message)
+
+
+@contextmanager
+def _raises(error: type[BaseException], message: str) -> Iterator[None]:
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(message)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Progress is shown to nobody."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_backward_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks", "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """All that a call may not change, of the model and of the process."""
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        gradient = None if tensor.grad is None else tensor.grad.clone()
+        state[name] = (tensor.detach().clone(), gradient, tensor.requires_grad, tensor._version)
+    for name, module in model.named_modules():
+        hooks = [list(getattr(module, kind)) for kind in _HOOKS]
+        state[f"{name}: module"] = (hooks, type(module), module.training, sorted(vars(module)))
+    state["random numbers"] = (torch.get_rng_state(), random.getstate())
+    state["modes"] = (torch.is_grad_enabled(), _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    return state
+
+
+def _same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    changed = [name for name in before.keys() | after.keys()
+               if not _alike(before.get(name), after.get(name))]  # fmt: skip
+    _require(not changed, f"a call has changed {', '.join(sorted(changed))}")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)

@@ -1,0 +1,620 @@
+"""Check an operator against the plain matrices that its author writes down.
+
+Every method of :class:`~captum_ssm.operators.Operator` is a clause: a question to the operator,
+beside the same question to the matrices.  A failure names the clause, the dtype and the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, QueryError
+from ..operators import Mixing, Operator, Reduce, Shape
+from ..operators.kernels.bands import Band
+from ..operators.kernels.portions import Stream
+from ..operators.kernels.rows import Strip
+
+#: Largest errors, relative to the largest number that the answer could be if nothing canceled.
+RTOL: Mapping[torch.dtype, float] = {torch.float64: 1e-11, torch.float32: 2e-5}
+#: Gradients of coefficients are long sums; their errors may be larger by this factor.
+_GRADIENTS = 10.0
+#: In which context a question is asked.
+Setting = Callable[[], AbstractContextManager[None]]
+
+
+def check_operator(
+    make: Callable[..., Operator],
+    matrices: Tensor | Callable[..., Tensor],
+    coefficients: Mapping[str, Tensor] | None = None,
+    *,
+    offset: Tensor | Callable[..., Tensor] | None = None,
+    bound: Tensor | Callable[..., Tensor] | None = None,
+    rows: Sequence[range] | None = None,
+    lags: Sequence[int] = (-1, 0, 2),
+    rtol: Mapping[torch.dtype, float] = RTOL,
+    seed: int = 0,
+) -> None:
+    """Raise unless an operator does everything that :class:`~captum_ssm.operators.Operator` says.
+
+    Compare maps, adjoints, means, rows, strips, sums over channels, reductions, heads, components,
+    gradients and constant terms with the matrices, in float64 and in float32, on the CPU and on a
+    GPU if there is one.
+
+    Args:
+        make: called with the coefficients by keyword, returns the operator; often its class.
+        matrices: float64 matrices of each channel (B, H * P, L, L), or of each head (B, H, L, L);
+            (B, H, P, P, L, L) if channels of a head mix, from the last P to the first. A batch of 1
+            serves all examples. A function of the coefficients, differentiable in those that have
+            roles, or a tensor if there are no coefficients.
+        coefficients: float64 tensors by the names that :meth:`.Operator.tensors` uses. Without
+            them, the operator is checked in the dtype that ``make()`` chooses, and gradients of
+            coefficients are not checked. Default: None.
+        offset: constant term, broadcastable to (B, L, H, P), or a function of the coefficients.
+            Default: None, the operator has none.
+        bound: matrices whose entries are sums of absolute values, if terms of the true entries
+            cancel. Errors are relative to them. Default: None, the matrices' absolute values.
+        rows: ranges of neighboring rows to ask for. Default: None, all rows, the first half, the
+            second half and the last row.
+        lags: lags of the band in products with a band. Default: ``(-1, 0, 2)``.
+        rtol: largest relative error by dtype. Default: :data:`RTOL`.
+        seed: seed of the random values; the global generators stay as they are. Default: 0.
+
+    Raises:
+        AssertionError: if a clause fails; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from captum_ssm.operators import ElementwiseRecurrence
+        >>> from captum_ssm.testing.operators import check_operator
+        >>> def matrices(decay):  # (B, L, H): alpha[i, j] is the product of decays after j
+        ...     total = decay.log().cumsum(1).mT  # (B, H, L)
+        ...     return (total[..., None] - total[..., None, :]).exp().tril()
+        >>> decay = torch.rand(2, 9, 3, dtype=torch.float64)
+        >>> check_operator(ElementwiseRecurrence, matrices, {"decay": decay})
+    """
+    given = dict(coefficients or {})
+
+    def run(dtype: torch.dtype | None, device: str, setting: Setting) -> None:
+        cast = {name: _cast(x, dtype, device) for name, x in given.items()}
+        exact = {name: _cast(x, torch.float64, "cpu") for name, x in cast.items()}
+        operator = make(**cast)
+        written: list[Any] = [x(**exact) if callable(x) else x for x in (matrices, offset, bound)]
+        plain, size = _plain(operator.shape, *written)
+        check, inputs = _Check(operator, rtol, setting), _inputs(operator, rows, lags, seed)
+        kept = {name: x.clone() for name, x in operator.tensors().items()}
+        check.promises(plain)
+        check.all(_maps(operator, inputs), plain, size, inputs)
+        own = _Check(operator.per_channel(), rtol, setting)
+        questions = _matrices(own.operator, inputs)
+        own.all(questions, plain.own_shares(), size.own_shares(), inputs)
+        if given and callable(matrices) and operator.roles:
+            check.gradients(make, cast, exact, lambda z: plain.of(matrices(**z)), size, inputs)
+        for name, x in operator.tensors().items():
+            check.true(f"tensors()[{name!r}] stays as it is", torch.equal(x, kept[name]))
+
+    run(torch.float64 if given else None, "cpu", nullcontext)
+    if given:  # else the default dtype and device may be those of the operator
+        run(torch.float32, "cpu", _elsewhere_by_default)
+    if given and torch.cuda.is_available():
+        run(torch.float64, "cuda", nullcontext)
+
+
+# --- the matrices, and their answers -------------------------------------------------------------
+
+
+class _Plain:
+    """The answers that follow from matrices (B, H, P, L, L), or (B, H, P, P, L, L) of a mixer.
+
+    Args:
+        matrices: of channels, heads or mixing channels.
+        offset: the constant term, None for none.
+        shape: the sizes.
+        is_size: whether they are bounds on the size of other matrices' entries.
+    """
+
+    def __init__(self, matrices: Tensor, offset: Tensor | None, shape: Shape, is_size: bool):
+        batch, tokens, heads, per_head = shape
+        if matrices.dim() == 4:
+            matrices = matrices.expand(batch, -1, tokens, tokens)
+            if matrices.shape[1] == heads:  # one for all channels of a head
+                matrices = matrices[:, :, None].expand(-1, -1, per_head, -1, -1)
+            matrices = matrices.reshape(batch, heads, per_head, tokens, tokens)
+        self.matrices, self.offset, self.shape, self.is_size = matrices, offset, shape, is_size
+
+    def of(self, matrices: Tensor) -> _Plain:
+        return _Plain(matrices, self.offset, self.shape, self.is_size)
+
+    def own_shares(self) -> _Plain:
+        if self.matrices.dim() == 5:
+            return self
+        return self.of(self.matrices.diagonal(0, 2, 3).movedim(-1, 2).flatten(1, 2))
+
+    @property
+    def mT(self) -> _Plain:
+        mixed = self.matrices.dim() == 6
+        return self.of(
+            self.matrices.mT.transpose(2, 3) if mixed else self.matrices.mT.flatten(1, 2)
+        )
+
+    def apply(self, v: Tensor) -> Tensor:
+        to = "bhpqij,...bjhq->...bihp" if self.matrices.dim() == 6 else "bhpij,...bjhp->...bihp"
+        return torch.einsum(to, self.matrices, v)
+
+    def affine(self, v: Tensor) -> Tensor:
+        return self.apply(v) if self.offset is None else self.apply(v) + self.offset
+
+    def select(self, heads: Sequence[int]) -> _Plain:
+        offset = None if self.offset is None else self.offset.expand(self.shape)[:, :, heads]
+        some, shape = self.matrices[:, heads], self.shape._replace(heads=len(heads))
+        return _Plain(some if some.dim() == 6 else some.flatten(1, 2), offset, shape, self.is_size)
+
+    def reduced(self, reduce: Reduce) -> Tensor:
+        """(B, L, L), or (B, C or H, L, L)."""
+        every = self.matrices.flatten(1, 2)
+        if reduce is None or reduce == "heads":
+            return every if reduce is None else self.matrices.mean(2)
+        if callable(reduce):
+            return reduce(every.movedim(1, -1))
+        if reduce == "mean":
+            return every.mean(1)
+        if reduce == "product":
+            return every.prod(1)
+        # the error of the smallest channel is that of the largest one
+        return every.amin(1) if reduce == "min" and not self.is_size else every.amax(1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return torch.einsum("bij,bj->bi", self.reduced("mean"), x)
+
+    def by_head(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        right = torch.ones_like(left) if right is None else right
+        left, right = left.expand(self.shape), right.expand(self.shape)
+        return torch.einsum("bihp,bhpij,bjhp->bhij", left, self.matrices, right)
+
+    def times_band(self, q: _Inputs) -> _Plain:
+        out, tokens = torch.zeros_like(self.matrices), self.shape.tokens
+        for lag, factor in q.band.items():
+            columns = factor.expand(self.shape).permute(0, 2, 3, 1)[..., None, :]
+            first, last = max(0, -lag), min(tokens, tokens - lag)
+            if first < last:
+                product = self.matrices * columns
+                out[..., first:last] += product[..., first + lag : last + lag]
+        return self.of(out.flatten(1, 2))
+
+
+def _plain(
+    shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
+) -> tuple[_Plain, _Plain]:
+    """What the matrices answer, and how large their answers would be if nothing canceled."""
+    size = matrices.abs() if bound is None else bound
+    constant = None if offset is None else offset.double()
+    of_size = None if constant is None else constant.abs()
+    plain = _Plain(matrices.detach(), constant, shape, False)
+    return plain, _Plain(size.detach(), of_size, shape, True)
+
+
+# --- the clauses ---------------------------------------------------------------------------------
+
+
+class _Inputs(NamedTuple):
+    """Random values and factors for one operator."""
+
+    u: Tensor  # (B, L, H, P), as the next two
+    v: Tensor
+    strided: Tensor
+    stack: Tensor  # (3, 2, B, L, H, P)
+    x: Tensor  # (B, L)
+    factors: list[tuple[Tensor, Tensor]]  # of rows and columns, broadcastable
+    band: Band
+    weight: Tensor  # (Q, B, 1, H, P)
+    positions: list[int]
+    each: Tensor  # (B, Q)
+    rows: list[range]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Inputs:
+        """The same with another dtype, or absolute values."""
+        return self._replace(
+            u=function(self.u),
+            v=function(self.v),
+            strided=function(self.strided),
+            stack=function(self.stack),
+            x=function(self.x),
+            factors=[(function(left), function(right)) for left, right in self.factors],
+            band={lag: function(factor) for lag, factor in self.band.items()},
+            weight=function(self.weight),
+        )
+
+
+def _inputs(
+    operator: Operator, rows: Sequence[range] | None, lags: Sequence[int], seed: int
+) -> _Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, heads, per_head = shape = operator.shape
+    # reorderings have no coefficients, and take values of every dtype
+    dtype = operator.dtype if operator.tensors() else torch.float64
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=dtype).to(operator.device)
+
+    sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        (shape, shape),
+        ((1, 1, 1, 1), (1, 1, 1, 1)),
+        ((batch, 1, heads, 1), (1, tokens, 1, per_head)),
+        ((batch, tokens, heads, 1), (1, 1, heads, 1)),
+        ((1, 1, 1, per_head), shape),
+    ]
+    half = tokens // 2
+    every = [range(tokens), range(half), range(half, tokens), range(tokens - 1, tokens)]
+    return _Inputs(
+        u=randn(*shape),
+        v=randn(*shape),
+        strided=randn(per_head, heads, tokens, batch).permute(3, 2, 1, 0),
+        stack=randn(3, 2, *shape),
+        x=randn(batch, tokens),
+        factors=[(randn(*left), randn(*right)) for left, right in sizes],
+        band={lag: randn(*shape) for lag in lags},
+        weight=randn(3, batch, 1, heads, per_head),
+        positions=[tokens - 1, 0, -1, half],
+        each=torch.randint(-tokens, tokens, (batch, 3), generator=generator),
+        rows=[some for some in (every if rows is None else rows) if len(some)],
+    )
+
+
+#: The clause, the operator's answer, and the same question to matrices.
+Clause = tuple[str, Tensor, Callable[[_Plain, _Inputs], Tensor]]
+
+
+def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
+    """Clauses about the map, which may mix the channels of a head."""
+    for name in ("v", "strided", "stack"):
+        yield from _of_values(o, q, name)
+    yield "affine", o.affine(q.v), lambda m, q: m.affine(q.v)
+    if (offset := o.offset()) is not None:
+        yield "offset", offset.expand(o.shape), lambda m, q: m.affine(torch.zeros_like(q.v))
+    yield "derivative of apply", _gradient(o.apply, q.v, q.u), lambda m, q: m.mT.apply(q.u)
+    yield "derivative of transpose", _gradient(o.transpose, q.v, q.u), lambda m, q: m.apply(q.u)
+    twice = _gradient(partial(_gradient, o.apply, q.v), q.u, q.v)
+    yield "second derivative of apply", twice, lambda m, q: m.apply(q.v)
+    yield "apply without graphs", _unrecorded(o.apply, q.v), lambda m, q: m.apply(q.v)
+    yield "transpose without graphs", _unrecorded(o.transpose, q.v), lambda m, q: m.mT.apply(q.v)
+    some = [o.shape.heads - 1, 0, o.shape.heads - 1]
+    part, v = o.select(some), q.v[:, :, some]
+    yield f"select({some})", part.affine(v), lambda m, q: m.affine(q.v)[:, :, some]
+    adjoint = part.transpose(v)
+    yield f"select({some}), transpose", adjoint, lambda m, q: m.mT.apply(q.v)[:, :, some]
+    names = {leaf.component for leaf in o.leaves() if leaf.component}
+    if (kept := o.restrict(names)) is not None:
+        yield f"restrict({names})", kept.affine(q.v), lambda m, q: m.affine(q.v)
+    for longest in (1, 3):
+        if (stream := o.stream(False, longest)) is not None:
+            found = _fed(stream, q.v, longest, False)
+            yield f"stream(False, {longest})", found, lambda m, q: m.apply(q.v)
+        if (stream := o.stream(True, longest)) is not None:
+            found = _fed(stream, q.v, longest, True)
+            yield f"stream(True, {longest})", found, lambda m, q: m.mT.apply(q.v)
+
+
+def _of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
+    x = getattr(q, name)
+    yield f"apply({name})", o.apply(x), lambda m, q: m.apply(getattr(q, name))
+    yield f"transpose({name})", o.transpose(x), lambda m, q: m.mT.apply(getattr(q, name))
+
+
+def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
+    """Clauses about the matrices of channels."""
+    yield "mean_matvec", o.mean_matvec(q.x), lambda m, q: m.mean(q.x)
+    yield "mean_rmatvec", o.mean_rmatvec(q.x), lambda m, q: m.mT.mean(q.x)
+    forth, back = (_gradient(f, q.x, q.x) for f in (o.mean_matvec, o.mean_rmatvec))
+    yield "derivative of mean_matvec", forth, lambda m, q: m.mT.mean(q.x)
+    yield "derivative of mean_rmatvec", back, lambda m, q: m.mean(q.x)
+    for by in ("mean", "max", "min", "product", "heads", None, _largest):
+        yield from _reduced(o, q, by)
+    yield "unit_rows", o.unit_rows(q.each.T % o.shape.tokens, q.weight), _unit_rows
+    for i in range(len(q.factors)):
+        yield from _between_factors(o, q, i)
+    for rows in q.rows:
+        yield from _strips(o, q, rows)
+    lags = f"with lags {[*q.band]}"
+    found = o.heads_of_product(q.u, q.band)
+    yield f"heads_of_product {lags}", found, lambda m, q: m.times_band(q).by_head(q.u)
+    added = torch.ones_like(found)
+    o.add_heads(added, q.u, q.band)
+    yield f"add_heads {lags}", added, lambda m, q: 1 + m.times_band(q).by_head(q.u)
+    if (band := o.after_band(q.band)) is not None:
+        yield f"after_band {lags}", _of_band(o, band), lambda m, q: m.times_band(q).matrices
+    if (taps := o.taps()) is not None:
+        band = {lag: weight[None, None] for lag, weight in taps.items()}
+        yield "taps", _of_band(o, band), lambda m, q: m.matrices
+
+
+def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
+    yield f"dense({by!r})", o.dense(by), lambda m, q: m.reduced(by)
+    found = o.rows(q.positions, by)
+    yield f"rows({q.positions}, {by!r})", found, lambda m, q: m.reduced(by)[..., q.positions, :]
+    found = o.rows(q.each, by)
+    yield (
+        f"rows of each example, {by!r}",
+        found,
+        lambda m, q: torch.stack(
+            [matrix[..., at, :] for matrix, at in zip(m.reduced(by), q.each, strict=True)]
+        ),
+    )
+    found = o.dense(by, heads=[-1, 0])
+    yield f"dense({by!r}, heads=[-1, 0])", found, lambda m, q: m.select([-1, 0]).reduced(by)
+
+
+def _between_factors(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
+    sizes = " and ".join(str(tuple(x.shape)) for x in q.factors[i])
+    found, rows = o.contract(*q.factors[i]), q.rows[i % len(q.rows)]
+    yield f"contract of {sizes}", found, lambda m, q: m.by_head(*q.factors[i]).sum(1)
+    found = o.contract_heads(*q.factors[i])
+    yield f"contract_heads of {sizes}", found, lambda m, q: m.by_head(*q.factors[i])
+    found = _whole(o.strip(*q.factors[i], rows), o.shape, rows)
+    yield (
+        f"strip({rows}) of {sizes}",
+        found,
+        lambda m, q: m.by_head(*q.factors[i]).sum(1)[:, rows.start : rows.stop],
+    )
+
+
+def _strips(o: Operator, q: _Inputs, rows: range) -> Iterator[Clause]:
+    some = slice(rows.start, rows.stop)
+    found = _whole(o.strip(q.u, q.v, rows), o.shape, rows)
+    yield f"strip({rows})", found, lambda m, q: m.by_head(q.u, q.v).sum(1)[:, some]
+    found = _whole(o.strip_of_product(q.u, q.band, rows), o.shape, rows)
+    yield (
+        f"strip_of_product({rows}) with lags {[*q.band]}",
+        found,
+        lambda m, q: m.times_band(q).by_head(q.u).sum(1)[:, some],
+    )
+    for by in ("mean", "max", "min", "product", _largest):
+        yield from _reduced_strip(o, rows, by)
+
+
+def _reduced_strip(o: Operator, rows: range, by: Reduce) -> Iterator[Clause]:
+    found, some = _whole(o.reduced_strip(rows, by), o.shape, rows), slice(rows.start, rows.stop)
+    yield f"reduced_strip({rows}, {by!r})", found, lambda m, q: m.reduced(by)[:, some]
+
+
+# --- how they are checked ------------------------------------------------------------------------
+
+
+class _Check:
+    """Asks an operator, and compares its answers."""
+
+    def __init__(
+        self, operator: Operator, rtol: Mapping[torch.dtype, float], setting: Setting
+    ) -> None:
+        self.operator, self.rtol, self.setting = operator, rtol, setting
+        self.dtype = operator.dtype if operator.tensors() else None
+
+    def all(self, clauses: Iterator[Clause], plain: _Plain, size: _Plain, q: _Inputs) -> None:
+        """Compare the answers to some clauses."""
+        exact = q.map(lambda x: x.double().cpu())
+        largest = exact.map(torch.Tensor.abs)
+        clause = "nothing"
+        while True:
+            try:
+                with self.setting():
+                    clause, found, wanted = next(clauses)
+            except StopIteration:
+                break
+            except Exception as error:
+                about = self._about(f"after {clause}")
+                raise AssertionError(f"{about}, the next question raised {error!r}.") from error
+            self.close(clause, found, wanted(plain, exact), wanted(size, largest))
+        for name in ("u", "v", "stack", "x"):
+            same = torch.equal(getattr(q, name).double().cpu(), getattr(exact, name))
+            self.true("values stay as they are", same)
+        pairs = zip(q.factors, exact.factors, strict=True)
+        same = all(torch.equal(x.double().cpu(), y) for p in pairs for x, y in zip(*p, strict=True))
+        self.true("factors stay as they are", same)
+
+    def close(
+        self, clause: str, found: Tensor, wanted: Tensor, size: Tensor, looser: float = 1.0
+    ) -> None:
+        """Raise unless an answer is right, relative to the size of its terms."""
+        about = self._about(clause)
+        if found.shape != wanted.shape:
+            raise AssertionError(f"{about} has shape {(*found.shape,)}, not {(*wanted.shape,)}.")
+        if self.dtype not in (None, found.dtype) or found.device != self.operator.device:
+            raise AssertionError(
+                f"{about} is in {found.dtype} on {found.device}, and its coefficients in "
+                f"{self.dtype} on {self.operator.device}."
+            )
+        if not found.numel():
+            return
+        allowed = looser * self.rtol[found.dtype] * float(size.detach().max())
+        error = (found.detach().double().cpu() - wanted.detach()).abs()
+        worst = float(error.max())
+        if not worst <= allowed:  # NaN is wrong, too
+            flat = error.nan_to_num(nan=torch.inf).argmax()
+            at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
+            raise AssertionError(
+                f"{about} is wrong: the largest error, {worst:.1e} at {at}, exceeds {allowed:.1e}. "
+                f"Found {float(found[at]):.6g}, the matrices give {float(wanted[at]):.6g}."
+            )
+
+    def true(self, clause: str, holds: bool) -> None:
+        """Raise unless a clause holds."""
+        if not holds:
+            raise AssertionError(f"{self._about(clause)} does not hold.")
+
+    def raises(self, clause: str, error: type[Exception], ask: Callable[[], Any]) -> None:
+        """Raise unless a question is refused by an error of one class."""
+        try:
+            ask()
+        except error:
+            return
+        except Exception as other:
+            raise AssertionError(f"{self._about(clause)} raised {other!r}.") from other
+        raise AssertionError(f"{self._about(clause)} raised no {error.__name__}.")
+
+    def promises(self, plain: _Plain) -> None:
+        """Check the clauses that no random values are needed for."""
+        o, own = self.operator, plain.own_shares().reduced(None)
+        batch, tokens, heads, per_head = o.shape
+        self.true(f"shape is {o.shape}", own.shape == (batch, heads * per_head, tokens, tokens))
+        self.true("mixes_tokens", o.mixes_tokens or not own.tril(-1).any() | own.triu(1).any())
+        self.true(
+            "mixing is NONE without mixes_tokens", (o.mixing is Mixing.NONE) != o.mixes_tokens
+        )
+        self.true("offset() is None without one", o.offset() is None or plain.offset is not None)
+        held = [x for leaf in o.leaves() for x in leaf.tensors().values()]
+        named = {x.data_ptr() for x in o.tensors().values()}
+        self.true("tensors() are those of leaves()", named == {x.data_ptr() for x in held})
+        self.true("tensors() are frozen", not any(x.requires_grad for x in held))
+        structural = any(leaf.component is None for leaf in o.leaves())
+        self.true("restrict(()) keeps structural parts", (o.restrict(()) is not None) == structural)
+        read = o.per_channel()
+        for outside in ([tokens], [-tokens - 1], []):
+            self.raises(f"rows({outside})", QueryError, partial(read.rows, outside))
+        for heads_asked in ([heads], [-heads - 1], []):
+            ask = partial(read.dense, "mean", heads_asked)
+            self.raises(f"dense(heads={heads_asked})", OptionError, ask)
+        for ask in (partial(read.dense, "no reduction"), partial(read.rows, [0], "no reduction")):
+            self.raises("a reduction that is not known", OptionError, ask)
+
+    def gradients(
+        self,
+        make: Callable[..., Operator],
+        given: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        plain: Callable[[Mapping[str, Tensor]], _Plain],
+        size: _Plain,
+        q: _Inputs,
+    ) -> None:
+        """Check that coefficients are frozen, how the output follows them, and their place."""
+        o, names = self.operator, [name for name in given if name in self.operator.roles]
+        usual = size.apply(q.v.double().cpu().abs()).max()
+
+        def wanted(
+            z: Mapping[str, Tensor], v: Tensor, g: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            leaves = {name: z[name].clone().requires_grad_() for name in names}
+            v = v.double().cpu().requires_grad_()
+            out = plain({**z, **leaves}).apply(v)
+            each = torch.autograd.grad(
+                out, [v, *leaves.values()], g.double().cpu(), materialize_grads=True
+            )
+            return out, each[0], dict(zip(names, each[1:], strict=True))
+
+        def compare(clause: str, found: Mapping[str, Tensor], right: dict[str, Tensor]) -> None:
+            self.true(f"{clause} has gradients of {names}", set(found) == set(right))
+            # at one token nothing follows from most of them, but for rounding
+            sizes = torch.stack([*(x.abs().max() for x in right.values()), usual])
+            for name, x in right.items():
+                self.close(f"{clause}, of {name}", found[name], x, sizes, _GRADIENTS)
+
+        live = make(**{n: x.clone().requires_grad_(n in names) for n, x in given.items()})
+        frozen = not live.apply(q.v).requires_grad
+        self.true("coefficients are frozen if they require gradients", frozen)
+        self.true(f"live holds {names}", set(live.live) == set(names))
+        _, of_values, each = wanted(exact, q.v, q.u)
+        found, of_coefficients = o.backward(q.v, q.u)
+        self.close("backward, of values", found, of_values, of_values.abs(), _GRADIENTS)
+        compare("backward", of_coefficients, each)
+        moved = [name for name in names if o.roles[name] != "step"]
+        stacks = {name: torch.stack([given[name], 0.5 * given[name]]) for name in moved}
+        values, upstream = q.stack[:2, 0], q.stack[:2, 1]
+        for name in names:
+            other = o.at({name: 0.5 * given[name]})
+            same = (type(other), other.shape, other.component) == (type(o), o.shape, o.component)
+            self.true(f"at({{{name!r}}}) is an operator of this kind", same)
+            z = {**exact, name: 0.5 * exact[name]}
+            right = plain(z).apply(q.v.double().cpu())
+            self.close(f"at({{{name!r}}})", other.apply(q.v), right, right.abs(), _GRADIENTS)
+        out, pull = o.vjp(values, stacks)
+        of_stack, found_each = pull(upstream)
+        totals: dict[str, Tensor] = {}
+        for i in range(2):
+            z = {**exact, **{name: x[i].double().cpu() for name, x in stacks.items()}}
+            right, of_values, each = wanted(z, values[i], upstream[i])
+            self.close("vjp, the map", out[i], right, right.abs(), _GRADIENTS)
+            self.close("vjp, of values", of_stack[i], of_values, of_values.abs(), _GRADIENTS)
+            totals = {name: x + totals.get(name, 0) for name, x in each.items()}
+        compare("vjp", found_each, totals)
+
+    def _about(self, clause: str) -> str:
+        dtype = "no dtype of its own" if self.dtype is None else str(self.dtype)
+        return f"{type(self.operator).__name__} ({dtype}): {clause}"
+
+
+@contextmanager
+def _elsewhere_by_default() -> Iterator[None]:
+    """New tensors are in half precision on a device without memory, unless they say otherwise."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
+    """A coefficient in another dtype if it is a number, on another device."""
+    return x.detach().to(device, dtype if x.is_floating_point() else None)
+
+
+def _unit_rows(m: _Plain, q: _Inputs) -> Tensor:
+    rows = [matrix[:, :, at] for matrix, at in zip(m.matrices, q.each, strict=True)]
+    return torch.stack(rows).permute(3, 0, 4, 1, 2) * q.weight  # (Q, B, L, H, P)
+
+
+def _largest(channels: Tensor) -> Tensor:
+    """A reduction that is a function."""
+    return channels.abs().amax(-1)
+
+
+def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of a linear function; zero if it maps everything to zero."""
+    at = at.detach().requires_grad_()
+    out = function(at)
+    if not out.requires_grad:
+        return torch.zeros_like(at)
+    return torch.autograd.grad(out, at, upstream, create_graph=upstream.requires_grad)[0]
+
+
+def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+    """An answer to values that require gradients, where these are off in two ways."""
+    with torch.no_grad():
+        out = function(v.clone().requires_grad_())
+    assert not out.requires_grad, "its graph is recorded"
+    with torch.inference_mode():
+        assert torch.equal(out, function(v.clone())), "another answer in inference_mode"
+    return out
+
+
+def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
+    """All tokens through a stream, a few at a time."""
+    tokens = v.shape[1]
+    parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
+    found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
+    return torch.cat(found[::-1] if transposed else found, 1)
+
+
+def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
+    """All columns of a strip that holds the rows asked for."""
+    assert strip.rows == rows, f"its rows are {strip.rows}"
+    size = shape.batch, len(rows), len(strip.columns)
+    assert strip.entries.shape == size, f"its entries are {tuple(strip.entries.shape)}"
+    return strip.whole(shape.tokens)
+
+
+def _of_band(operator: Operator, band: Band) -> Tensor:
+    """The matrices (B, H, P, L, L) of a band."""
+    batch, tokens, heads, per_head = operator.shape
+    size = batch, heads, per_head, tokens, tokens
+    out = torch.zeros(size, dtype=operator.dtype, device=operator.device)
+    for lag, factor in band.items():
+        by_row = factor.expand(operator.shape).permute(0, 2, 3, 1)  # (B, H, P, L)
+        diagonal = out.diagonal(-lag, -2, -1)  # empty if it lies beyond the ends
+        first = max(0, lag)
+        diagonal += by_row[..., first : first + diagonal.shape[-1]]
+    return out

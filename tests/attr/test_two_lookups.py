@@ -1,0 +1,214 @@
+"""Token ids that a model looks up more than once: every look-up is the explained input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from transformers import FalconH1Config, FalconH1ForCausalLM, MambaConfig, MambaForCausalLM
+
+from captum_ssm import (
+    LatimFlow,
+    LatimLogit,
+    LayerLatimFlow,
+    MambaLRP,
+    SSMLLMAttribution,
+    attribution_graph,
+)
+from captum_ssm.errors import InputError, OptionError
+from tests.oracles import relative_error
+
+TARGET = (-1, 5)
+NAMES = ("frozen", "half", "equal", "centred")
+
+
+def mamba(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    return MambaForCausalLM(MambaConfig(**sizes, **more)).eval().double()
+
+
+def falcon() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    mixer = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4}
+    config = FalconH1Config(**sizes, **heads, **mixer, mamba_n_groups=1, pad_token_id=0)
+    return FalconH1ForCausalLM(config).eval().double()
+
+
+def with_adapter(model: nn.Module, layer: str) -> Any:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[layer])).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            weight.data = torch.randn_like(weight, dtype=torch.float64)
+    return adapted
+
+
+class Embedding(nn.Module):
+    """An embedding and a second look-up of the same ids."""
+
+    def __init__(self, first: nn.Embedding, how: str) -> None:
+        super().__init__()
+        self.first, self.how = first, how
+        self.second = nn.Embedding(first.num_embeddings, 3).to(first.weight)
+        self.up = nn.Linear(3, first.embedding_dim, bias=False).to(first.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.first.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, table = self.first(ids), self.second.weight
+        again = {
+            "embedding": lambda: self.second(ids),
+            "getitem": lambda: table[ids],
+            "index_select": lambda: table.index_select(0, ids.flatten()).view(*ids.shape, 3),
+            "flat": lambda: self.second(ids.flatten()).view(*ids.shape, 3),
+            "one-hot": lambda: one_hot(ids, len(table)).to(table.dtype) @ table,
+            "shifted": lambda: self.second(ids.roll(1, 1)),
+        }[self.how]()
+        return first + self.up(again)
+
+
+def made(how: str) -> Any:
+    model = mamba()
+    model.backbone.embeddings = Embedding(model.backbone.embeddings, how)
+    return model
+
+
+def draw() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randint(1, 40, (2, 8))
+
+
+MODELS = {
+    "LoRA on Mamba": lambda: with_adapter(mamba(), "embeddings"),
+    "LoRA on Falcon-H1": lambda: with_adapter(falcon(), "embed_tokens"),
+    "embedding": lambda: made("embedding"),
+    "getitem": lambda: made("getitem"),
+}
+
+
+def of_embeddings(method: type[LatimFlow], model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """Relevance (B, L) of the same embeddings, handed to the model in place of ids."""
+    given = model.get_input_embeddings()(ids).detach()
+    explained = method(lambda e: model(inputs_embeds=e).logits, model=model)
+    found: Tensor = explained.attribute(given, target=TARGET, **options)
+    return found.sum(-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
+def test_relevance_is_that_of_the_embeddings(method: type[LatimFlow], name: str) -> None:
+    model, ids = MODELS[name](), draw()
+    found = method(model).attribute(ids, target=TARGET)
+    assert relative_error(found, of_embeddings(method, model, ids)) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_by_every_rule_and_role(rule: Any) -> None:
+    model, ids = made("embedding"), draw()
+    found = LatimFlow(model).decompose(ids, target=TARGET, rule=rule)
+    assert relative_error(found.tokens, of_embeddings(LatimFlow, model, ids, rule=rule)) <= 1e-9
+    assert found.roles is not None
+    assert relative_error(sum(found.roles.values()), found.tokens) <= 1e-9
+    assert found.delta.abs().max() <= 1e-6
+    assert found.sizes == (16, 3)
+
+
+def test_latim_logit_agrees() -> None:
+    model, ids = MODELS["LoRA on Mamba"](), draw()
+    given = model.get_input_embeddings()(ids).detach()
+    other = LatimLogit(lambda e: model(inputs_embeds=e).logits, model=model)
+    found = LatimLogit(model).attribute(ids, target=TARGET)
+    assert relative_error(found, other.attribute(given, target=TARGET).sum(-1)) <= 1e-9
+
+
+def test_ids_in_another_order() -> None:
+    """What the second table holds for a token counts for that token, wherever it is added."""
+    model, ids = made("shifted"), draw()
+    embedding = model.backbone.embeddings
+    first, again = embedding.first(ids).detach(), embedding(ids).detach()
+    flow = LatimFlow(lambda e: model(inputs_embeds=e).logits, model=model)
+    gradient = flow.attribute(again, target=TARGET) / again
+    own = (gradient * first).sum(-1)
+    wanted = own + (gradient * (again - first)).sum(-1).roll(-1, 1)
+    found = LatimFlow(model).attribute(ids, target=TARGET)
+    assert relative_error(found, wanted) <= 1e-9
+
+
+@pytest.mark.parametrize("how", ["index_select", "flat", "one-hot"])
+def test_other_look_ups_are_refused(how: str) -> None:
+    with pytest.raises(InputError, match="Pass embeddings"):
+        LatimFlow(made(how)).attribute(draw(), target=TARGET)
+
+
+def test_positions_equal_to_the_ids_are_no_tokens() -> None:
+    class Positions(nn.Module):
+        def __init__(self, first: nn.Embedding) -> None:
+            super().__init__()
+            self.first, self.second = first, nn.Embedding(40, 16).to(first.weight)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.first(ids) + self.second(torch.arange(ids.shape[1])[None])
+
+    model = mamba()
+    model.backbone.embeddings = Positions(model.backbone.embeddings)
+    found = LatimFlow(model).decompose(torch.arange(8)[None], target=TARGET)
+    assert found.sizes == ()
+    assert found.biases["backbone.embeddings"].abs() > 0
+
+
+def test_baselines() -> None:
+    model, ids = made("embedding"), draw()
+    flow = LatimFlow(model)
+    same = flow.attribute(ids, target=TARGET, baselines=ids)
+    assert same.abs().max() == 0
+    with pytest.raises(OptionError, match="2 tables"):
+        flow.attribute(ids, target=TARGET, baselines=1.0)
+
+
+def test_a_layer_behind_them() -> None:
+    model, ids = made("embedding"), draw()
+    layer = LayerLatimFlow(model, "backbone.layers.0")
+    given = model.get_input_embeddings()(ids).detach()
+    other = LayerLatimFlow(
+        lambda e: model(inputs_embeds=e).logits, "backbone.layers.0", model=model
+    )
+    found, delta = layer.attribute(ids, target=TARGET, return_convergence_delta=True)
+    wanted = other.attribute(given, target=TARGET)
+    assert relative_error(found, wanted) <= 1e-9
+    assert delta.abs().max() <= 1e-6
+
+
+def test_texts() -> None:
+    from captum_ssm.models import load_bundled
+
+    model, vocabulary = load_bundled()
+    adapted = with_adapter(model.double(), "embeddings")
+    text = "anna owns the lamp"
+    found = SSMLLMAttribution(LatimFlow(adapted), vocabulary).attribute(text, " .")
+    ids = torch.tensor([vocabulary.encode(text)])
+    target = int(vocabulary.encode(" .")[-1])
+    given = adapted.get_input_embeddings()(ids).detach()
+    wanted = LatimFlow(lambda e: adapted(inputs_embeds=e).logits, model=adapted).attribute(
+        given, target=(-1, target)
+    )
+    assert relative_error(found.token_attr[0], wanted[0].sum(-1).to(found.token_attr)) <= 1e-4
+
+
+def test_a_graph_of_tokens() -> None:
+    model, ids = made("embedding"), draw()[:1]
+    embedding, plain = model.backbone.embeddings, mamba()
+    table = embedding.first.weight + embedding.up(embedding.second.weight)
+    plain.backbone.embeddings = nn.Embedding.from_pretrained(table.detach())
+    found, wanted = (
+        attribution_graph(m, ids, TARGET, nodes={"backbone.layers.0": None}).edges
+        for m in (model, plain)
+    )
+    assert relative_error(found, wanted) <= 1e-9

@@ -1,0 +1,181 @@
+"""Every method of the catalogue, held to the contract of a method; and the contract itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.every_method import METHODS, each_method, named
+from torch import Tensor
+from zoo.small import falcon_lm
+
+from captum_ssm import ImplicitAttention, LatimFlow, LatimNorm
+from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
+from captum_ssm.testing.options import Values
+
+#: What is checked whatever else is, and what takes longer: options, by kinds of inputs.
+QUICK = ("signature", "results", "delta", "traces", "captum")
+BY_OPTION = ("padding", "parts", "modes", "precision")
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "residual_in_fp32": False}
+
+
+class CentredFlow(LatimFlow):
+    """LatimFlow by the rule that looks at what mattered."""
+
+    name = "LatimFlow, centred"
+    default_rule = "centred"
+
+
+@each_method
+def test_promises_of_captum(method: Any) -> None:
+    check_method(method, clauses=QUICK)
+
+
+@named([LatimFlow, ImplicitAttention, LatimNorm])
+def test_options_on_padded_batches(method: Any) -> None:
+    check_method(method, clauses=["padding"], kinds=["ids"])
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_on_all_inputs(kind: str, method: Any) -> None:
+    check_method(method, clauses=BY_OPTION, kinds=[kind])
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("clause", ["options", "refusals"])
+def test_values_of_options(clause: str, method: Any) -> None:
+    check_method(method, clauses=[clause])
+
+
+def test_every_clause_is_checked() -> None:
+    assert {*QUICK, *BY_OPTION, "options", "refusals"} == {*CLAUSES}
+
+
+@pytest.mark.slow
+def test_the_recommended_rule() -> None:
+    check_method(CentredFlow, clauses=["results", *BY_OPTION])
+
+
+@pytest.mark.slow
+@each_method
+def test_on_another_model(method: Any) -> None:
+    chosen = ["results", "padding", "parts"]
+    check_method(method, clauses=chosen, kinds=["ids"], language=lambda: falcon_lm(**SIZES))
+
+
+@pytest.mark.parametrize("language", [None, lambda: falcon_lm(**SIZES)])
+def test_cuts(language: Any) -> None:
+    check_knock_out(language)
+
+
+def test_methods_differ_in_name() -> None:
+    assert len({method.get_name() for method in METHODS}) == len(METHODS)
+
+
+# --- the contract sees what is wrong -------------------------------------------------------------
+
+
+class OfNorms(LatimNorm):
+    """A method of one's own, to be broken in one way at a time."""
+
+    name = "Of Norms"
+
+    def attribute(  # type: ignore[override]
+        self,
+        inputs: Any,
+        target: Any = None,
+        additional_forward_args: Any = None,
+        *,
+        power: float = 1.0,
+        per_token: bool = False,
+        internal_batch_size: int | None = None,
+    ) -> Any:
+        options = {"per_token": per_token, "internal_batch_size": internal_batch_size}
+        found = super().attribute.__wrapped__(
+            self, inputs, target, additional_forward_args, **options
+        )
+        one, in_tuple = (found[0], True) if isinstance(found, tuple) else (found, False)
+        one = self.changed(one, additional_forward_args, power)
+        return (one,) if in_tuple else one
+
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        return found * power
+
+
+POWER = {"power": Values(differ=(2.0, 3.0), same=(1.0,))}
+
+
+class CountsPadding(OfNorms):
+    name = "Counts Padding"
+
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        return found * power / found.shape[1]
+
+
+class LeavesAHook(OfNorms):
+    name = "Leaves A Hook"
+
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        self.forward_func.register_forward_hook(lambda *_: None)
+        return found * power
+
+
+class MixesExamples(OfNorms):
+    name = "Mixes Examples"
+
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        return power * found / found.abs().max()
+
+
+class IgnoresItsOption(OfNorms):
+    name = "Ignores Its Option"
+
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        return found.clone()
+
+
+class WritesToTheModel(OfNorms):
+    name = "Writes To The Model"
+
+    @torch.no_grad()
+    def changed(self, found: Tensor, mask: Any, power: float) -> Tensor:
+        next(iter(find(self.forward_func))).mul_(1.0)
+        return found * power
+
+
+def find(function: Any) -> Any:
+    return function.parameters() if hasattr(function, "parameters") else [torch.ones(1)]
+
+
+def test_a_method_of_ones_own() -> None:
+    chosen = ["signature", "results", "options", "padding", "parts", "traces"]
+    check_method(OfNorms, options=POWER, clauses=chosen)
+
+
+@pytest.mark.parametrize(
+    ("method", "clause", "said"),
+    [
+        (CountsPadding, "padding", r"padding, ids, power=2\.0: example 1 differs from it alone"),
+        (MixesExamples, "padding", "example . differs from it alone"),
+        (LeavesAHook, "traces", r"traces, ids: a call has changed : module"),
+        (WritesToTheModel, "traces", "a call has changed backbone"),
+        (IgnoresItsOption, "options", r"power=2\.0: says the same as its default 1\.0"),
+    ],
+)
+def test_a_broken_one_is_told_so(method: Any, clause: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_method(method, options=POWER, clauses=[clause], kinds=["ids"])
+
+
+def test_an_option_without_values_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"no values to try of \['power'\]"):
+        check_method(OfNorms, clauses=["signature"])
+
+
+def test_an_unknown_clause() -> None:
+    with pytest.raises(ValueError, match="clauses names 'pading'"):
+        check_method(OfNorms, clauses=["pading"])

@@ -1,0 +1,573 @@
+"""The faults, by room.
+
+Old texts are as short as they can be, so that they outlive what is around them.
+"""
+
+from __future__ import annotations
+
+from . import Fault
+
+OPERATORS = (
+    Fault(
+        "a stream's adjoint in the order of the map",
+        "ordered = streams if transposed else streams[::-1]",
+        "ordered = streams[::-1]",
+        ("operators/test_streams.py", "attr/test_rollout.py"),
+    ),
+    Fault(
+        "a chain's adjoint in the order of the map",
+        "        for part in self.parts:\n            u = part.transpose(u)",
+        "        for part in reversed(self.parts):\n            u = part.transpose(u)",
+        ("operators/test_random_chains.py",),
+    ),
+    Fault(
+        "a short convolution's adjoint looks back",
+        "written[earlier].addcmul_(weight, read[later])",
+        "written[later].addcmul_(weight, read[earlier])",
+        ("operators/test_short_conv.py",),
+    ),
+    Fault(
+        "a long convolution wraps around",
+        "size = 1 << (tokens + self.kernel.shape[-1] - 2).bit_length()",
+        "size = 1 << (tokens - 1).bit_length()",
+        ("operators/test_long_conv.py",),
+    ),
+    Fault(
+        "a long convolution in float32 whatever its kernel",
+        "kernel.to(torch.promote_types(kernel.dtype, torch.float32))",
+        "kernel.to(torch.float32)",
+        ("operators/test_long_conv.py", "operators/test_contract.py"),
+    ),
+    Fault(
+        "a scan's adjoint fades by the step of its own token",
+        "after = 1 if self.transposed else 0",
+        "after = 0",
+        ("operators/test_selective_scan.py",),
+    ),
+    Fault(
+        "heads of a group read vectors in turn",
+        "return x[:, :, torch.arange(heads, device=x.device)[part] // each]",
+        "return x[:, :, torch.arange(heads, device=x.device)[part] % x.shape[2]]",
+        ("operators/test_grouped_scan.py",),
+    ),
+    Fault(
+        "a decay's gradient without the token itself",
+        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1),',
+        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1) - (read - sent),',
+        ("operators/test_backward.py",),
+    ),
+    Fault(
+        "a gated delta rule erases before it decays",
+        "erase = key * (self._decays(part) if decays is None else decays)",
+        "erase = key",
+        ("operators/test_backward.py", "operators/test_memory.py"),
+    ),
+    Fault(
+        "a reordering of rows undone instead",
+        "return matrix.index_select(-2, self.order)",
+        "return matrix.index_select(-2, self.inverse)",
+        ("operators/test_permute.py",),
+    ),
+    Fault(
+        "a share of the channels off by one through rounding",
+        "dropped = int(ratio * values.shape[-1] + 1e-9)",
+        "dropped = int(ratio * values.shape[-1])",
+        ("operators/test_reduction.py",),
+    ),
+    Fault(
+        "heads summed where their mean is asked for",
+        "part.contract_heads(one / per_head, one)",
+        "part.contract_heads(one, one)",
+        ("operators/test_by_channel.py", "operators/test_reduction.py"),
+    ),
+)
+
+MIXERS = (
+    Fault(
+        "Mamba: padding not silenced behind the convolution",
+        '        *masked(mask, shape, values),\n        Diagonal(ratio, shape, "activation"),',
+        '        Diagonal(ratio, shape, "activation"),',
+        ("mixers/test_mamba.py", "attr/test_padding.py"),
+    ),
+    Fault(
+        "a convolution that padding leaks through without this constant",
+        "constant = leaked if bias is None else leaked + bias",
+        "constant = torch.zeros_like(leaked) if bias is None else bias",
+        ("mixers/test_mamba.py", "mixers/test_mamba2.py"),
+    ),
+    Fault(
+        "an activation's ratio is 0 at 0",
+        "return torch.where(u == 0, slope, act(u)",
+        "return torch.where(u == 0, 0 * slope, act(u)",
+        ("mixers/test_mamba.py", "numerics/test_nothing_to_divide.py"),
+    ),
+    Fault(
+        "Mamba-2: steps without their largest value",
+        "dt = dt.clamp(*dt_limit)",
+        "dt = dt.clamp(dt_limit[0])",
+        ("mixers/test_mamba2.py",),
+    ),
+    Fault(
+        "Mamba-2: a norm always behind the gate",
+        "return [gate, scaling] if norm.before_gate else [scaling, gate]",
+        "return [scaling, gate]",
+        ("mixers/test_mamba2.py", "mixers/test_mamba2_models.py"),
+    ),
+    Fault(
+        "a block's factor on its mixer left out",
+        'scale = float(getattr(call.block, "residual_multiplier", 1.0))',
+        "scale = 1.0",
+        ("mixers/test_mamba2_models.py", "mixers/test_mamba2_hybrids.py"),
+    ),
+    Fault(
+        "an option for negative eigenvalues ignored",
+        "(2.0 if module.allow_neg_eigval else 1.0)",
+        "1.0",
+        ("mixers/test_delta.py",),
+    ),
+    Fault(
+        "a delta rule's queries not scaled",
+        "DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, per_head)",
+        "DeltaRule(query, key, beta, log_decay, per_head)",
+        ("mixers/test_delta.py",),
+    ),
+    Fault(
+        "attention: keys repeated in another order than values",
+        "key.repeat_interleave(groups, 1),",
+        "key.repeat(1, groups, 1, 1),",
+        ("mixers/test_attention.py",),
+    ),
+    Fault(
+        "attention: a window one token short",
+        "pairs.tril(window - 1).triu(1 - window)",
+        "pairs.tril(window - 2).triu(2 - window)",
+        ("mixers/test_attention.py",),
+    ),
+    Fault(
+        "attention: a mask in place of causality",
+        "found = real if pairs is None else pairs & real",
+        "found = real",
+        ("mixers/test_attention.py",),
+    ),
+    Fault(
+        "Vision Mamba: two directions not halved",
+        "0.5 if _halves(module) else 1.0",
+        "1.0",
+        ("mixers/test_vim.py",),
+    ),
+)
+
+TRACING = (
+    Fault(
+        "hooks stay in the model",
+        "return lasting(lambda: register(own, **options).remove)",
+        "return lasting(lambda: (register(own, **options), lambda: None)[1])",
+        ("tracing/test_hooks.py", "tracing/test_clean.py"),
+    ),
+    Fault(
+        "hooks hear other threads",
+        "return hook(*args) if threading.get_ident() == owner else None",
+        "return hook(*args)",
+        ("conformance/test_threads.py", "tracing/test_hooks.py"),
+    ),
+    Fault(
+        "gradients stay switched on",
+        "stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())",
+        "",
+        ("tracing/test_record.py", "tracing/test_clean.py"),
+    ),
+    Fault(
+        "a model checkpoints in another way from then on",
+        "                attributes[_CHECKPOINTING] = held.original",
+        "                pass",
+        ("tracing/test_gradients.py",),
+    ),
+    Fault(
+        "a model keeps the graph of its run",
+        "setattr(module, name, tensor.detach())",
+        "setattr(module, name, tensor)",
+        ("tracing/test_gradients.py", "mixers/test_griffin.py"),
+    ),
+    Fault(
+        "offloaded weights stay in memory",
+        "    stack.callback(hook.post_forward, module, None)\n",
+        "",
+        ("tracing/test_offload.py",),
+    ),
+    Fault(
+        "an error of NaN passes verification",
+        "return error <= limit",
+        "return not error > limit",
+        ("tracing/test_verification.py",),
+    ),
+    Fault(
+        "sums over tokens held to their own number",
+        "return float(_largest(differences, real) / math.sqrt(real.shape[1]))",
+        "return float(_largest(differences, real) / real.shape[1])",
+        ("tracing/test_verification.py", "attr/test_planted_faults.py"),
+    ),
+)
+
+LINEAR = (
+    Fault(
+        "LayerNorm's eps fixed",
+        "out = _standardised(x, tuple(range(-len(size), 0)), eps)",
+        "out = _standardised(x, tuple(range(-len(size), 0)), 1e-5)",
+        ("linear/test_norms.py", "linear/test_rules.py"),
+    ),
+    Fault(
+        "log_softmax: its constant's sign",
+        "mode.ledger.noted(out, -entropy)",
+        "mode.ledger.noted(out, entropy)",
+        ("linear/test_rules.py", "attr/test_contrast.py"),
+    ),
+    Fault(
+        "batch_norm's shift without the running mean",
+        "else bias - mean * scale",
+        "else bias",
+        ("linear/test_norms.py", "linear/test_rules.py"),
+    ),
+    Fault(
+        "glu's halves exchanged",
+        "stream, gate = x.chunk(2, dim)",
+        "gate, stream = x.chunk(2, dim)",
+        ("linear/test_rules.py",),
+    ),
+    Fault(
+        "a denominator that is not frozen",
+        "        denominator = denominator.detach()",
+        "        pass",
+        ("linear/test_rules.py",),
+    ),
+    Fault(
+        "each factor of a product gets all of it",
+        "lambda gradient: gradient / factors",
+        "lambda gradient: gradient",
+        ("linear/test_network.py", "linear/test_rules.py"),
+    ),
+    Fault(
+        "keys count twice",
+        '_ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 0.5),',
+        '_ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 1.0),',
+        ("linear/test_shares.py", "attr/test_factors.py"),
+    ),
+    Fault(
+        "masks dropped with the biases",
+        "return torch.where(constant.abs() < _MASK, constant, torch.zeros_like(constant))",
+        "return constant",
+        ("linear/test_network.py", "linear/test_mode.py", "attr/test_flow.py"),
+    ),
+)
+
+METHODS = (
+    Fault(
+        "a fold normalizes as if there were a stream",
+        "row = row / (has_stream + self.matvec(torch.ones_like(row)))",
+        "row = row / (1 + self.matvec(torch.ones_like(row)))",
+        ("attr/test_behind_mixers.py",),
+    ),
+    Fault(
+        "start_layer ignored",
+        "return layers[self.start_layer :]",
+        "return layers",
+        ("attr/test_rollout.py", "attr/test_mamba_attribution.py"),
+    ),
+    Fault(
+        "clamp ignored",
+        "return CLAMPS[clamp](strip.entries.mul_(of_rows))",
+        'return CLAMPS["relu"](strip.entries.mul_(of_rows))',
+        ("attr/test_mamba_attribution.py",),
+    ),
+    Fault(
+        "the norm of LATIM always of order 2",
+        "torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)",
+        "torch.linalg.vector_norm(tile.vectors, 2, dim=-1)",
+        ("attr/test_latim_norm.py",),
+    ),
+    Fault(
+        "the mean baseline counts padding",
+        "        keep = mask.to(root)\n    each = root.flatten(2)",
+        "        keep = torch.ones_like(mask).to(root)\n    each = root.flatten(2)",
+        ("attr/test_padding.py", "attr/test_padded_examples.py", "attr/test_flow.py"),
+    ),
+    Fault(
+        "a batch in parts: every part has the baselines of all",
+        "found = decompositions(request, questions, rules, cut(start))",
+        "found = decompositions(request, questions, rules, start)",
+        ("attr/test_flow.py", "attr/test_inputs.py"),
+    ),
+    Fault(
+        "a batch in parts: examples counted from each part's first",
+        "raise PaddedExampleError(self.part.start + error.example) from None",
+        "raise PaddedExampleError(error.example) from None",
+        ("attr/test_padded_examples.py",),
+    ),
+    Fault(
+        "the last token may be padding",
+        "return (position == last_real(keep)[:, None]) & keep",
+        "return position.expand_as(keep) == keep.shape[1] - 1",
+        ("attr/test_query.py", "attr/test_padding.py"),
+    ),
+    Fault(
+        "log-odds against all entries, the target's too",
+        '    if contrast != "all":\n        scores =',
+        '    if contrast == "runner-up":\n        scores =',
+        ("attr/test_contrast.py",),
+    ),
+    Fault(
+        "tokens that a function adds count as the first one",
+        "kept = torch.where(given >= 0, relevance, torch.zeros_like(relevance))",
+        "kept = relevance",
+        ("attr/test_tokens.py", "attr/test_layout.py"),
+    ),
+    Fault(
+        "spans: a separator's end counts to the span before",
+        "bisect_right(begins, start)",
+        "bisect_right(begins, start - 1)",
+        ("attr/test_spans.py", "attr/test_answers.py"),
+    ),
+    Fault(
+        "hops: relevance not divided by its own explanation's sum",
+        "weights = relevance[some] / number[some]",
+        "weights = relevance[some]",
+        ("attr/test_answers.py",),
+    ),
+)
+
+EDGES = (
+    Fault(
+        "knock_out puts the mean of padding, too, in place",
+        "values = linear.values - _mean(linear.values, linear.mask)",
+        "values = linear.values - _mean(linear.values, None)",
+        ("edges/test_knock_out.py",),
+    ),
+    Fault(
+        "knock_out ignores heads",
+        "return found * of_heads(linear, share.heads, layer)",
+        "return found",
+        ("edges/test_knock_out.py",),
+    ),
+    Fault(
+        "a token counts as later than itself",
+        '"later": torch.gt,',
+        '"later": torch.ge,',
+        ("edges/test_knock_out.py",),
+    ),
+    Fault(
+        "a window of layers one short",
+        "min(count, middle + (size + 1) // 2)",
+        "min(count, middle + size // 2)",
+        ("edges/test_experiments.py",),
+    ),
+    Fault(
+        "strongest edges without those that speak against",
+        "key=lambda e: -abs(e.effect)",
+        "key=lambda e: -e.effect",
+        ("edges/test_effects.py",),
+    ),
+)
+
+INSIDE = (
+    Fault(
+        "a layer's output explained in place of its input",
+        "return find_site(model, layer, self.layers, at_input=at_input)",
+        "return find_site(model, layer, self.layers)",
+        ("inside/test_layer.py",),
+    ),
+    Fault(
+        "a neuron may read padded tokens",
+        "any(bool((x & ~mask.to(x.device)).any()) for x in read)",
+        "any(bool((x & ~mask.to(x.device)).all()) for x in read)",
+        ("inside/test_neuron.py",),
+    ),
+    Fault(
+        "a dictionary always subtracts its bias",
+        "(x - self.b_dec if self.apply_b_dec_to_input else x)",
+        "(x - self.b_dec)",
+        ("inside/test_dictionary.py",),
+    ),
+    Fault(
+        "a graph takes the other graphs off the list",
+        '"graphs": [*others, metadata]',
+        '"graphs": [metadata]',
+        ("inside/test_writers.py",),
+    ),
+)
+
+METRICS = (
+    Fault(
+        "average precision breaks ties",
+        '    rising = scores.masked_fill(~among, float("-inf")).sort(-1).values\n'
+        "    return scores.shape[-1] - torch.searchsorted(rising, scores)",
+        "    order = scores.argsort(-1, descending=True, stable=True)\n"
+        "    return among.gather(-1, order).cumsum(-1).gather(-1, order.argsort(-1))",
+        ("metrics/test_ranking.py",),
+    ),
+    Fault(
+        "equal scores have the lowest of their ranks",
+        "    return (below + up_to).double()\n\n\ndef _at_least",
+        "    return (below + below).double()\n\n\ndef _at_least",
+        ("metrics/test_ranking.py",),
+    ),
+    Fault(
+        "a share of the tokens off by one through rounding",
+        "counts = (fractions.to(units.device) * units[:, None] + 1e-9).floor()",
+        "counts = (fractions.to(units.device) * units[:, None]).floor()",
+        ("metrics/test_text_perturbation.py", "metrics/test_image_perturbation.py"),
+    ),
+    Fault(
+        "pixels without a label are counted",
+        "found.scatter_add_(1, true * classes + given, counts.long())",
+        "found.scatter_add_(1, true * classes + given, torch.ones_like(true))",
+        ("metrics/test_segmentation.py",),
+    ),
+)
+
+PAGES = (
+    Fault(
+        "a text may end the data of a page",
+        '.replace("<", "\\\\u003c")',
+        "",
+        ("viz/html/test_page.py", "viz/html/test_report.py"),
+    ),
+    Fault(
+        "a page's title is HTML",
+        '"title": html.escape(title.encode(errors="backslashreplace").decode()),',
+        '"title": title.encode(errors="backslashreplace").decode(),',
+        ("viz/html/test_page.py", "viz/html/test_report.py"),
+    ),
+    Fault(
+        "a map's last tokens in no cell",
+        "cell = -(-size // _OVERVIEW)",
+        "cell = max(1, size // _OVERVIEW)",
+        ("viz/html/test_packing.py",),
+    ),
+    Fault(
+        "characters that nobody sees are not spelled out",
+        "visible = character.isprintable() and ord(character) not in _INVISIBLE",
+        "visible = True",
+        ("viz/test_labels.py",),
+    ),
+    Fault(
+        "Insights: other sites may ask",
+        'if origin is not None and origin not in {f"http://{host}" for host in own}:',
+        'if origin is not None and origin in {f"http://{host}" for host in own}:',
+        ("insights/test_server.py",),
+    ),
+    Fault(
+        "Insights: any name of the machine will do",
+        'if self.headers.get("Host", "") not in own:',
+        'if self.headers.get("Host", "") in own - own:',
+        ("insights/test_server.py",),
+    ),
+    Fault(
+        "Insights: a token's beginning will do",
+        "if not secrets.compare_digest(given.encode(), self.server.token.encode()):",
+        "if not self.server.token.startswith(given):",
+        ("insights/test_server.py",),
+    ),
+    Fault(
+        "Insights: all networks may connect",
+        "super().__init__((_LOOPBACK, port), _Handler)",
+        'super().__init__(("", port), _Handler)',
+        ("insights/test_server.py",),
+    ),
+    Fault(
+        "Insights: wrong predictions shown as correct ones",
+        'return (best.index == actual.index) == (self.prediction == "correct")',
+        'return (best.index == actual.index) != (self.prediction == "correct")',
+        ("insights/test_filters.py",),
+    ),
+)
+
+COMMANDS = (
+    Fault(
+        "files replaced without --force",
+        "for file in () if options.force else files:",
+        "for file in ():",
+        ("cli/test_surroundings.py", "cli/test_files.py"),
+    ),
+    Fault(
+        "a command that fails ends as if it had not",
+        "file=sys.stderr)\n        return 1\n",
+        "file=sys.stderr)\n        return 0\n",
+        ("cli/test_cli.py",),
+    ),
+    Fault(
+        "models fetched without --hub",
+        '"local_files_only": not self.hub',
+        '"local_files_only": False',
+        ("cli/test_explain.py",),
+    ),
+    Fault(
+        "a model's own code run without being asked",
+        '"trust_remote_code": self.trust_remote_code}',
+        '"trust_remote_code": True}',
+        ("explain/test_loading.py",),
+    ),
+    Fault(
+        "--dtype ignored",
+        "            self.model.to(getattr(torch, dtype))",
+        "            self.model.to(torch.float32)",
+        ("explain/test_loading.py", "cli/test_explain.py"),
+    ),
+    Fault(
+        "a word has the position of the first of its kind",
+        "    if len(places) == 1:\n        return places[0]",
+        "    if places:\n        return places[0]",
+        ("cli/test_knockout.py",),
+    ),
+    Fault(
+        "a failed write leaves half a file",
+        "    with replacing(path) as beside:\n        beside.write_bytes(data)",
+        "    path.write_bytes(data)",
+        ("cli/test_files.py", "conformance/test_processes.py"),
+    ),
+)
+
+MODELS = (
+    Fault(
+        "weights read by code that the file brings along",
+        'torch.load(path, map_location="cpu", weights_only=True)',
+        'torch.load(path, map_location="cpu", weights_only=False)',
+        ("models/test_vim.py",),
+    ),
+    Fault(
+        "unknown words read as padding",
+        "found = self._ids.get(word, self._ids.get(UNKNOWN))",
+        "found = self._ids.get(word, self._ids.get(UNKNOWN, 0))",
+        ("cli/test_cli.py", "cli/test_explain.py"),
+    ),
+    Fault(
+        "a bundled model in training mode",
+        "    model.load_state_dict(weights, strict=True)\n    return model.eval()",
+        "    model.load_state_dict(weights, strict=True)\n    return model",
+        ("models/test_bundled_model.py",),
+    ),
+    Fault(
+        "the other strand's complements in another order",
+        "table = torch.cat([weight, weight[self.complement_map].flip(-1)], -1)",
+        "table = torch.cat([weight, weight[self.complement_map]], -1)",
+        ("models/test_dna.py",),
+    ),
+    Fault(
+        "the middle token one place further on",
+        '"middle": [patches // 2],',
+        '"middle": [(patches + 1) // 2],',
+        ("models/test_vim.py",),
+    ),
+)
+
+FAULTS = (
+    *OPERATORS,
+    *MIXERS,
+    *TRACING,
+    *LINEAR,
+    *METHODS,
+    *EDGES,
+    *INSIDE,
+    *METRICS,
+    *PAGES,
+    *COMMANDS,
+    *MODELS,
+)

@@ -1,0 +1,74 @@
+"""Mixers by themselves under ``check_adapter``: a row is a mixer, a formula and refusals."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from captum_ssm.testing.adapters import CLAUSES, Formula, check_adapter
+
+#: Clauses on the operator alone; those on whole models run over the zoo.
+CORE = tuple(list(CLAUSES)[: list(CLAUSES).index("sums")])
+PADDING = ("left padding", "right padding")
+
+
+class Called(nn.Module):
+    """A mixer that is called with further arguments."""
+
+    def __init__(self, mixer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.mixer, self.arguments = mixer, arguments
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.mixer(hidden, **self.of(hidden))
+
+    def of(self, hidden: Tensor) -> dict[str, Any]:
+        """The arguments, in the precision of the input; functions are given it."""
+        found = {}
+        for name, x in self.arguments.items():
+            x = x(hidden) if callable(x) else x
+            is_floating = isinstance(x, Tensor) and x.is_floating_point()
+            found[name] = x.to(hidden.dtype) if is_floating else x
+        return found
+
+
+class CalledWithMask(Called):
+    """The same for a mixer that takes a mask of tokens."""
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.mixer(hidden, attention_mask=attention_mask, **self.of(hidden))
+
+
+def holds(
+    mixer: Any,
+    width: int,
+    formula: Formula | None = None,
+    refuses: Mapping[str, str] | None = None,
+    *,
+    tokens: int = 8,
+    masked: bool | None = None,
+    clauses: Collection[str] = CORE,
+    **arguments: Any,
+) -> None:
+    """Check a mixer of embeddings (2, L, E).
+
+    Args:
+        mixer: it.
+        width: of its input, E.
+        formula, refuses, clauses: as for ``check_adapter``. Without a mask both paddings are
+            refused.
+        tokens: of its input, L. Default: 8.
+        masked: whether the mixer takes a mask of tokens. Default: None, by its signature.
+        **arguments: passed to it; functions are given its input.
+    """
+    if masked is None:
+        masked = "attention_mask" in inspect.signature(mixer.forward).parameters
+    refused = {} if masked else dict.fromkeys(PADDING, "takes no attention_mask")
+    refused |= refuses or {}
+    model = (CalledWithMask if masked else Called)(mixer, arguments)
+    kept = {name: why for name, why in refused.items() if name in clauses}
+    check_adapter(lambda: model, torch.randn(2, tokens, width), formula, kept, clauses)
