@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fuzz.operator_trees import FEW, MANY
+from fuzz.fuzzing import FEW, MANY
 from hypothesis import strategies as st
 from oracles import relative_error
 from torch import Tensor, nn

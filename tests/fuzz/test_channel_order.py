@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fuzz.fuzzing import fuzz
+from fuzz.fuzzing import LENGTHS, fuzz
 from fuzz.mixer_checks import Made
-from fuzz.operator_trees import LENGTHS
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import relative_error
