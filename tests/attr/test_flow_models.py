@@ -6,6 +6,7 @@ from typing import Any
 
 import oracles
 import pytest
+from helpers.versions import transformers5
 import torch
 from torch import Tensor, nn
 from zoo import attention, mamba2
@@ -63,7 +64,7 @@ def test_experts_with_biases():
     assert close(found.tokens, alone)
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers(implementation):
     model, ids = attention.attention_model("jamba"), token_ids(3)

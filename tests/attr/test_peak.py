@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.versions import transformers5
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 
-pytestmark = pytest.mark.transformers5
+pytestmark = transformers5
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
