@@ -277,7 +277,9 @@ def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
     if (offset := o.offset()) is not None:
         yield "offset", offset.expand(o.shape), lambda m, q: m.affine(torch.zeros_like(q.v))
     yield "derivative of apply", _gradient(o.apply, q.v, q.u), lambda m, q: m.mT.apply(q.u)
-    yield "derivative of transpose", _gradient(o.transpose, q.v, q.u), lambda m, q: m.apply(q.u)
+    if all(type(leaf).transpose is not Operator.transpose for leaf in o.leaves()):
+        # the derived adjoint has no graph
+        yield "derivative of transpose", _gradient(o.transpose, q.v, q.u), lambda m, q: m.apply(q.u)
     twice = _gradient(partial(_gradient, o.apply, q.v), q.u, q.v)
     yield "second derivative of apply", twice, lambda m, q: m.apply(q.v)
     yield "apply without graphs", _unrecorded(o.apply, q.v), lambda m, q: m.apply(q.v)
