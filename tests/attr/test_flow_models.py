@@ -14,6 +14,8 @@ from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow
 
+pytestmark = pytest.mark.slow
+
 TARGET = (-1, 3)
 
 

@@ -15,7 +15,7 @@ from captum_ssm import LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.errors import NonFiniteError, OptionError, TargetError
 
 # before, most heads run at all positions whatever they are asked
-pytestmark = pytest.mark.transformers5
+pytestmark = [pytest.mark.transformers5, pytest.mark.slow]
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 TOKENS = IDS.shape[1]

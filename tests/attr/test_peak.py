@@ -19,7 +19,7 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 
-pytestmark = pytest.mark.transformers5
+pytestmark = [pytest.mark.transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
