@@ -6,14 +6,16 @@ from typing import Any
 
 import oracles
 import pytest
-from helpers.versions import transformers5
 import torch
+from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo import attention, mamba2
 from zoo.mamba import randomise
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow
+
+pytestmark = pytest.mark.slow
 
 TARGET = (-1, 3)
 

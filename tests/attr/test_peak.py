@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.versions import transformers5
 import torch
+from helpers.versions import transformers5
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +20,7 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 
-pytestmark = transformers5
+pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 
