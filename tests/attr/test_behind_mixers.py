@@ -26,6 +26,8 @@ from captum_ssm import (
 )
 from captum_ssm.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 WIDTH, TOKENS, TARGET = 6, 5, (-1, 3)
 
 #: What is put behind a mixer, from the modules of a block, what the mixer returned and the stream.

@@ -17,7 +17,7 @@ LIMITS = {"discard_ratio": (0.0, 0.999), "start_layer": (0, None)}
 
 
 def test_every_method_has_an_entry() -> None:
-    public = [getattr(captum_ssm, name) for name in captum_ssm.__all__]
+    public = [getattr(captum_ssm.attr, name) for name in captum_ssm.attr.__all__]
     methods = {x for x in public if isinstance(x, type) and issubclass(x, SSMAttribution)}
     assert {entry.method for entry in METHODS} == methods
     assert all(getattr(captum_ssm, entry.name) is entry.method for entry in METHODS)

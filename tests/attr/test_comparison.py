@@ -142,19 +142,6 @@ def test_captums_own_methods_get_the_additional_arguments():
     assert not found[1, 4:].any() and found[0, 4:].any()
 
 
-@REQUIRES_GRAD
-def test_captums_own_methods_on_images():
-    model, pictures = vision(None), images(2)
-    method = InputXGradient(model)
-    found = compare(model, [method], pictures, 3)["Input X Gradient"]
-    pixels = method.attribute(pictures, target=3).detach().sum(1)
-    # patches are 4 high and 3 wide
-    patches = pixels.unflatten(1, (3, 4)).unflatten(3, (4, 3)).sum((2, 4))
-    close(found, patches)
-    whole = compare(model, [method], pictures, 3, per_token=False)["Input X Gradient"]
-    assert whole.shape == pictures.shape
-
-
 # --- names, options, errors ----------------------------------------------------------------------
 
 

@@ -27,6 +27,8 @@ from captum_ssm.operators import (
 )
 from captum_ssm.tracing import Layer
 
+pytestmark = pytest.mark.slow
+
 # float32 against the module, for any draw of the parameters; typical is 2e-7
 FLOAT32 = 1e-5
 EXACT = 1e-12

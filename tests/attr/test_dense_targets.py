@@ -15,6 +15,8 @@ from captum_ssm.attr import mean_over
 from captum_ssm.errors import InputError, OutputError, TargetError
 from captum_ssm.linear import FAMILY
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = 1e-5
 
 

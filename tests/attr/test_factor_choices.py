@@ -15,6 +15,8 @@ from zoo.selection import CHANNELS, NORMS, explain, make_mixer
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import OptionError, ReconstructionError
 
+pytestmark = pytest.mark.slow
+
 FLOAT64 = 1e-11
 
 

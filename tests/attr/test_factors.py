@@ -18,6 +18,8 @@ from captum_ssm import ImplicitAttention
 from captum_ssm.attr.engine.factors import Factors
 from captum_ssm.tracing import repaired_scans
 
+pytestmark = pytest.mark.slow
+
 FLOAT64, FLOAT32, TYPICAL = 1e-11, 1e-5, 5e-7
 
 
@@ -50,7 +52,6 @@ def test_equations_in_float64(kind: str, batch: int, tokens: int) -> None:
     check_factors(simplified, simple, FLOAT64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_equations_in_float32(kind: str) -> None:
     errors = []
@@ -142,7 +143,6 @@ def test_a_step_at_its_limit_counts_as_if_softplus_had_returned_it() -> None:
 # --- their sum and product -------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("components", ["s6", "unified-gate"])
 def test_states_sum_to_the_matrices(kind: str, components: Any) -> None:
@@ -157,7 +157,6 @@ def test_states_sum_to_the_matrices(kind: str, components: Any) -> None:
     assert not states.requires_grad and states.is_contiguous()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_product_of_the_factors_are_the_states(kind: str) -> None:
     """Two algorithms: a tree or chunks of decays, and differences of summed steps."""
@@ -213,7 +212,6 @@ def test_the_backward_direction_is_un_flipped() -> None:
         assert torch.equal(back != 0, lower.mT.expand_as(back))
 
 
-@pytest.mark.slow
 def test_long_histories_neither_overflow_nor_drift() -> None:
     """Decays of 1 - 1e-4 and of almost 0 side by side; a float32 sum would be off by 1e-4."""
     mixer, width, select = make_mixer("mamba")

@@ -16,8 +16,10 @@ from zoo.architectures import Case
 from captum_ssm.attr.catalogue import METHODS
 from captum_ssm.errors import NotLinearError, ReconstructionError
 
+pytestmark = pytest.mark.slow
+
 #: How many default calls there are in all, and the share of those of small models.
-CALLS, SMALL = 60, 0.8
+CALLS, SMALL = 30, 0.9
 #: More tokens than these are left to methods whose cost grows with their number alone.
 LINEAR_FROM = 300
 #: Width and tokens of models that are as their packages initialise them: few are wide and long.
@@ -79,7 +81,6 @@ def as_initialised(random: Random) -> Iterator[tuple[str, Case]]:
             yield f"{kind.__name__} of {width}", Case(kind(width).eval(), ids)
 
 
-@pytest.mark.slow
 def test_none_of_many_calls_raises_an_alarm(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     random, made, alarms = Random(seed), Counter[str](), []
     small, others = of_the_zoo(monkeypatch), as_initialised(random)

@@ -14,6 +14,8 @@ from zoo.small import images, mamba_lm, token_ids, vision
 from captum_ssm import CaptumSSMError, LatimFlow, MambaLRP
 from captum_ssm.errors import GradientModeError, NotLinearError
 
+pytestmark = pytest.mark.slow
+
 METHODS = pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
 TARGET = (-1, 3)
 

@@ -7,12 +7,15 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo import attention, mamba2
 from zoo.mamba import randomise
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow
+
+pytestmark = pytest.mark.slow
 
 TARGET = (-1, 3)
 
@@ -63,7 +66,7 @@ def test_experts_with_biases():
     assert close(found.tokens, alone)
 
 
-@pytest.mark.transformers5
+@transformers5
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers(implementation):
     model, ids = attention.attention_model("jamba"), token_ids(3)

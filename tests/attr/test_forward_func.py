@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from zoo.small import classifier, mamba_lm, mixers_of, token_ids
 
-pytestmark = each_method
+pytestmark = [each_method, pytest.mark.slow]
 
 
 class Holder:
@@ -58,8 +58,7 @@ def test_ways_to_name_the_same_model(method):
         assert method(function, named).model is named
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["block", "mixer", "model"])
+@pytest.mark.parametrize("part", ["block", "model"])
 def test_models_compiled_in_place(method, part):
     model, ids = mamba_lm(), token_ids(2, 5)
     expected = method(model).attribute(ids, target=(3, 2))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor, nn
 from zoo.mamba import padded_batch, randomise, transformers_model
 from zoo.mamba2 import make_model
@@ -15,7 +16,7 @@ from captum_ssm import LatimFlow, LatimLogit, MambaLRP
 from captum_ssm.errors import NonFiniteError, OptionError, TargetError
 
 # before, most heads run at all positions whatever they are asked
-pytestmark = pytest.mark.transformers5
+pytestmark = [transformers5, pytest.mark.slow]
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 TOKENS = IDS.shape[1]

@@ -12,12 +12,12 @@ from zoo.small import CLASSES, WIDTH, images, mamba_lm, mixers_of, randomise, vi
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 
+pytestmark = pytest.mark.slow
+
 FOLDS = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
 
 
-@pytest.mark.parametrize(
-    ("cls", "grid"), [("head", (3, 4)), ("middle", (5, 2)), (None, (1, 6)), ("middle", (4, 1))]
-)
+@pytest.mark.parametrize(("cls", "grid"), [("middle", (5, 2)), (None, (1, 6))])
 @each_of_queries
 def test_pixels_are_bilinear_in_the_patch_grid(method, grid, cls):
     model, pictures = vision(cls, grid), images(2, grid)
@@ -108,7 +108,7 @@ def test_other_tokens_among_the_patches_are_told_apart(method, in_blocks):
         assert error(found, row[:, model.patch_tokens].view(2, 3, 4)) <= 1e-5
 
 
-@pytest.mark.parametrize("cls", ["head", None])
+@pytest.mark.parametrize("cls", ["head"])
 @each_of_queries
 def test_some_layers_only(method, cls):
     """Later layers alone: their streams mix the patches into every other token."""

@@ -12,6 +12,8 @@ from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 
 from captum_ssm import MambaAttribution
 
+pytestmark = pytest.mark.slow
+
 
 @each_method
 def test_embeddings_of_a_model_with_input_ids_only(method: Any, mamba_ssm: Any) -> None:
@@ -87,15 +89,13 @@ def test_parts_with_targets_of_every_form(target: str) -> None:
     in_parts(MambaAttribution, mamba_lm(), TARGETS[target])
 
 
-@pytest.mark.parametrize("form", [list, torch.tensor, lambda t: torch.tensor(t).numpy()])
+@pytest.mark.parametrize("form", [torch.tensor])
 @each_method
 def test_parts_with_a_class_for_each_example(method: Any, form: Any) -> None:
     in_parts(method, classifier("mean"), form([3, 1, 0, 4, 2]))
 
 
-@pytest.mark.parametrize(
-    "query", [torch.tensor([3, 0, 5, 2, 1]), torch.tensor([[1, 2]] * 4 + [[0, 5]]), [1, 0, 2, 3, 4]]
-)
+@pytest.mark.parametrize("query", [torch.tensor([[1, 2]] * 4 + [[0, 5]])])
 @each_of_queries
 def test_parts_with_queries(method: Any, query: Any) -> None:
     in_parts(method, mamba_lm(), (5, 1), query=query)

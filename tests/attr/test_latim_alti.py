@@ -20,6 +20,8 @@ from captum_ssm.attr.vectors.shares import AltiShares
 from captum_ssm.errors import OptionError, ReconstructionError
 from captum_ssm.operators import DenseHeads
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-11  # of rows divided by sums of differences
 
 
@@ -265,7 +267,6 @@ READERS: dict[str, str | None] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_streams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stream plus scaled outputs is what the block reads next, up to a common factor."""

@@ -18,6 +18,8 @@ from captum_ssm import LatimALTI, LatimLogit, trace
 from captum_ssm.attr.vectors.shares import ProjectionShares
 from captum_ssm.errors import GradientModeError, InputError
 
+pytestmark = pytest.mark.slow
+
 TARGET = {"target": (-1, 3)}
 
 

@@ -22,6 +22,8 @@ from captum_ssm import LatimNorm, trace
 from captum_ssm.errors import InputError, OptionError, QueryError
 from captum_ssm.models import VisionMamba
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 CHOICES = ["linearized", "silu", "taylor1", "taylor2", "relu", "identity"]
 

@@ -14,6 +14,8 @@ from zoo.small import mamba_lm
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 
+pytestmark = pytest.mark.slow
+
 #: Tokens with a dollar sign each, with two, and with a formula that cannot be set.
 PROMPT = "anna owns $5 . bob owns ^$ $5 . the"
 

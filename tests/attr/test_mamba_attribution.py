@@ -23,6 +23,8 @@ from zoo.small import images as random_images
 
 from captum_ssm import MambaAttribution, discard_smallest
 
+pytestmark = pytest.mark.slow
+
 CLAMPS = {"relu": lambda x: x * (x > 0), "abs": lambda x: x.abs(), "none": lambda x: x}
 
 

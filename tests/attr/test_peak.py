@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.versions import transformers5
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,7 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import LatimFlow, SSMLLMAttribution
 
-pytestmark = pytest.mark.transformers5
+pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
 
 

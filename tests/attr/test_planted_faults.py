@@ -21,6 +21,8 @@ from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.tracing import Layer
 from captum_ssm.tracing.verification import combined_errors, output_errors
 
+pytestmark = pytest.mark.slow
+
 #: Kinds of operators that differ in their coefficients, and those on which all methods are tried.
 FOUND = ("mamba2", "recurrent_gemma", "rwkv7", "minimax", "lfm2", "vim", "xlstm", "fla GLA")
 EVERY = ("mamba", "mamba2", "qwen3_next", "llama with attention")
@@ -81,7 +83,6 @@ def test_a_component_that_is_off_for_all_tokens(name: str, monkeypatch: pytest.M
     check(networks.make(name, monkeypatch), [LatimFlow, ImplicitAttention])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_catches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(networks.make(name, monkeypatch), METHODS)
@@ -93,7 +94,6 @@ KINDS = ("mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv", "qwen3_next", "m
 RATES = {16: 0.95, 512: 0.9}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", RATES)
 @torch.no_grad()
 def test_a_component_that_is_off_at_one_token(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from zoo.small import classifier, falcon_lm, mamba_lm, token_ids
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.models import VisionMamba
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = ["s6", "unified"]
 METHODS = {
     "raw": ImplicitAttention,
@@ -146,7 +148,7 @@ def vims(cls: str, grid: tuple[int, int]) -> Any:
 
 
 @pytest.mark.parametrize("cls", ["head", "middle", "end"])
-@pytest.mark.parametrize("grid", [(3, 4), (1, 5)])
+@pytest.mark.parametrize("grid", [(3, 4)])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_vision_mamba(variant: str, name: str, grid: tuple[int, int], cls: str) -> None:

@@ -17,6 +17,8 @@ from zoo.small import WIDTH, falcon_lm, mamba_lm, mixers_of, token_ids, vision
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import GradientModeError
 
+pytestmark = pytest.mark.slow
+
 TARGET = (-1, 3)
 
 
@@ -115,7 +117,7 @@ def test_float16_and_autocast(method: Any) -> None:
     assert (found.float() - expected).abs().max() <= 0.1 * scale(expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 @each_method
 def test_healthy_models_pass_their_verification(method: Any, dtype: torch.dtype) -> None:
     model, ids = falcon_lm(use_bias=True).to(dtype), token_ids(2, 9)
@@ -173,7 +175,6 @@ def living_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
-@pytest.mark.slow
 @each_method
 def test_memory_is_given_back(method: Any) -> None:
     """Nothing of a call stays alive: neither its tensors nor the model."""

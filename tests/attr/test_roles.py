@@ -14,6 +14,8 @@ from captum_ssm.attr.engine import decompose
 from captum_ssm.linear import shares
 from captum_ssm.models import load_bundled
 
+pytestmark = pytest.mark.slow
+
 TEXT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 
 

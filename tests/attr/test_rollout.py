@@ -77,7 +77,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10)])
 def test_options(options, dtype, tolerance):
     model, ids = mamba_lm(), token_ids(2, 9)
     components = options.get("components", "unified")

@@ -24,6 +24,8 @@ from captum_ssm import (
 )
 from captum_ssm.errors import TargetError
 
+pytestmark = pytest.mark.slow
+
 SHARING = [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution, LatimNorm, LatimALTI]
 
 
@@ -108,7 +110,6 @@ def test_nothing_is_left_behind():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.slow
 def test_batches_in_parts_hold_one_run_at_a_time():
     alive = []
     model = mamba_lm()

@@ -11,6 +11,8 @@ from captum_ssm import StateMemory, trace
 from captum_ssm.errors import OptionError, QueryError
 from captum_ssm.operators.readings.memory import memories_of
 
+pytestmark = pytest.mark.slow
+
 #: Attention that reads what comes later has no cache.
 NONE = ("vit",)
 

@@ -10,6 +10,8 @@ from zoo import fla_cpu
 from captum_ssm import ImplicitAttention
 from captum_ssm.errors import OptionError
 
+pytestmark = pytest.mark.slow
+
 CHANNELS = [7, 0, -1]
 
 

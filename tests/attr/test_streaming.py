@@ -17,6 +17,8 @@ from captum_ssm.operators import (
     discard_smallest,
 )
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("mamba", "mamba2", "vim", "recurrent_gemma", "rwkv", "bamba")
 #: Numbers a strip may hold for one of two or three rows, of two examples of 9 tokens.
 FEW = 4 * 2 * 9 * 3

@@ -20,6 +20,8 @@ from captum_ssm.mixers import LinearMixer
 from captum_ssm.mixers.parts.token_map import Reduction, TokenMap, square_windows
 from captum_ssm.operators import DenseHeads
 
+pytestmark = pytest.mark.slow
+
 
 class Halved(nn.Module):
     """The second block reads every other token."""

@@ -23,6 +23,8 @@ from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, Text
 from captum_ssm.viz import Tokens, captum_text, plot_edges, plot_matrices, plot_roles, plot_text
 from captum_ssm.viz.labels import widths
 
+pytestmark = pytest.mark.slow
+
 #: A tokenizer of each kind, a text, what is read of each token, and those that are joined.
 TEXTS: dict[str, tuple[Any, str, list[str], list[int]]] = {
     "sentence-piece": (

@@ -21,6 +21,8 @@ import captum_ssm
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimFlow, LatimLogit, trace
 from captum_ssm.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 NAMES = (
     "ImplicitAttention",
     "ImplicitAttentionRollout",

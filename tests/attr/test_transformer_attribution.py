@@ -13,6 +13,8 @@ from zoo import attention as attention_models
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, TransformerAttribution
 from captum_ssm.errors import OptionError
 
+pytestmark = pytest.mark.slow
+
 FORMS = ("lrp", "gradient")
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -31,7 +33,6 @@ def a_transformer(family, batch=2, tokens=7):
 TRANSFORMERS = ["bert", "vit", "gpt_neox", "gpt2"]
 
 
-@pytest.mark.slow
 @forms
 @pytest.mark.parametrize("family", TRANSFORMERS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])

@@ -12,6 +12,8 @@ from zoo.mamba import padded_batch, transformers_model
 from captum_ssm import TransformerAttribution
 from captum_ssm.models import VisionMamba
 
+pytestmark = pytest.mark.slow
+
 FORMS = ("lrp", "gradient")
 forms = pytest.mark.parametrize("form", FORMS)
 

@@ -26,6 +26,8 @@ from captum_ssm import (
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.tracing import verification
 
+pytestmark = pytest.mark.slow
+
 FLOWS = [LatimFlow, MambaLRP]
 TARGET = (-1, 3)
 LAYERS = r"Layer 'backbone\.layers\.[0-2]\.mixer' \(\w+\).* with an error of \d\.\de[-+]\d\d, more "
@@ -145,7 +147,6 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         LatimFlow(model).attribute(ids, TARGET)
 
 
-@pytest.mark.slow
 def test_in_long_inputs_that_hundreds_of_tokens_add_up_in() -> None:
     model = mamba_lm()
     with torch.no_grad():

@@ -16,6 +16,8 @@ from zoo.architectures import ZOO, Case, explain, hook_count
 from captum_ssm import trace
 from captum_ssm.tracing import find_mixers
 
+pytestmark = pytest.mark.slow
+
 SAME = 1e-6
 
 
@@ -77,7 +79,6 @@ def with_adapters(model: nn.Module, names: list[str], **options: Any) -> Any:
     return wrapped.double().eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapters", ["two", "DoRA"])
 @pytest.mark.parametrize("case", ADAPTABLE, indirect=True)
 def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:
@@ -98,7 +99,6 @@ def test_adapters_equal_the_merged_model(case: Case, adapters: str) -> None:
 # --- gradient checkpointing ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("reentrant", "frozen"), [(False, True), (True, False)])
 @pytest.mark.parametrize(
     "case", ["mamba", "jamba", "recurrent_gemma", "rwkv", "vit", "gla"], indirect=True
@@ -135,7 +135,6 @@ def checkpoint_functions(model: nn.Module) -> list[Any]:
 # --- compiled models -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mamba", "jamba", "vim"], indirect=True)
 def test_compiled_before_a_first_call(case: Case, compiler: None) -> None:
     expected = explain(case.model, case)
@@ -143,7 +142,6 @@ def test_compiled_before_a_first_call(case: Case, compiler: None) -> None:
     assert expected.difference(explain(compiled, case)) <= SAME
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("blockwise", [True, False])
 @pytest.mark.parametrize("case", ["gpt_neox", "lfm2", "mamba_ssm"], indirect=True)
 def test_compiled_after_a_first_call(case: Case, blockwise: bool, compiler: None) -> None:

@@ -12,6 +12,8 @@ import pytest
 from fuzz.wrapper_checks import METHODS, check
 from fuzz.wrappers import Drawn, draw
 
+pytestmark = pytest.mark.slow
+
 #: A block with a mixer, which is what follows the other options of ``zoo.wrapped.Residual``.
 BLOCK = ("Residual", "mamba", "rms", False, "one", "none", "behind")
 BIDIRECTIONAL = ("Beside", ("mamba", "mamba2"), "layer", True, False, False)
@@ -101,7 +103,6 @@ def test_a_network_of_one_stage_that_runs_twice(blocks: tuple[str, ...], reads: 
     assert all("NotAChain" in reason for reason in reasons.values())
 
 
-@pytest.mark.slow
 def test_random_ones(seed: int) -> None:
     for number in range(3):
         check(draw(Random(f"{seed} {number}")))

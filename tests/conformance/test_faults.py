@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from captum_ssm.errors import AdapterError
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 

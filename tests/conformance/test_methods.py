@@ -151,6 +151,7 @@ def find(function: Any) -> Any:
     return function.parameters() if hasattr(function, "parameters") else [torch.ones(1)]
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own() -> None:
     chosen = ["signature", "results", "options", "padding", "parts", "traces"]
     check_method(OfNorms, options=POWER, clauses=chosen)

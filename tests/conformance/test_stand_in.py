@@ -20,6 +20,8 @@ from benchmarks.stand_in import MixedDevicesError, StandIn
 from captum_ssm import EdgeEffects, LatimALTI, LatimFlow, LatimLogit, SSMLLMAttribution
 from captum_ssm.operators import SelectiveScan
 
+pytestmark = pytest.mark.slow
+
 #: The page of a report is text, and ``compare`` calls the methods one by one.
 NAMES = [*(method.__name__ for method in METHODS), "matrices", "norms", *INSIDE]
 #: What is found there and given back on the host.
@@ -48,7 +50,6 @@ def same(found: list[Tensor] | str, wanted: list[Tensor] | str) -> bool:
     return all(relative_error(a.cpu(), b) <= 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", KINDS)
 def test_every_method(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the same, no operation has met tensors of both devices, and results are there."""
@@ -85,7 +86,6 @@ def test_a_part_that_returns_the_stream_is_found(monkeypatch: pytest.MonkeyPatch
 # --- MPS -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in KINDS if key != "jamba"])  # which is in float64
 def test_mps_has_what_it_is_asked_for(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same is found, without an operator or a number that MPS lacks."""
@@ -116,7 +116,6 @@ ELSE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ELSE)
 def test_mps_has_what_else_it_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = architectures.mamba(monkeypatch)

@@ -14,7 +14,7 @@ from oracles import relative_error
 from torch import Tensor
 from zoo import architectures
 
-from captum_ssm import LatimFlow, MambaAttribution
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
 
@@ -73,21 +73,6 @@ def test_one_model(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert process_state(case.model) == process
 
 
-@pytest.mark.parametrize("method", [LatimFlow, MambaAttribution])
-def test_one_model_and_one_method(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = architectures.mamba(monkeypatch)
-    explain, inputs = method(case.model), [case.inputs, other(case.inputs)]
-    wanted = [explain.attribute(x, **case.target) for x in inputs]
-
-    def several(x: Tensor) -> list[Tensor]:
-        return [explain.attribute(x, **case.target) for _ in range(4)]
-
-    found = at_once([lambda x=x: several(x) for x in inputs])  # type: ignore[misc]
-    for runs, expected in zip(found, wanted, strict=True):
-        assert close(runs, [expected] * 4)
-
-
-@pytest.mark.slow
 def test_methods_that_differ_in_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One asks for no checkpoints, the other for those that have a graph inside."""
     case = architectures.jamba(monkeypatch)

@@ -23,7 +23,10 @@ from helpers.every_method import each_method
 from zoo.language import word_tokenizer
 from zoo.small import WIDTH, classifier, images, mamba_lm, token_ids, vision
 
-pytestmark = pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Input Tensor . did not already require gradients"),
+    pytest.mark.slow,
+]
 
 
 def embedded():

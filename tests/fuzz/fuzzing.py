@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+#: One token, few, and a power of two or one more or less: where chunks and tiles end.
+FEW = st.one_of(st.integers(1, 12), st.sampled_from([15, 16, 17, 31, 32, 33]))
+MANY = st.sampled_from([63, 64, 65, 66, 96, 97, 127, 128, 129, 130, 150, 256, 257, 300])
+LENGTHS = st.one_of(*[FEW] * 7, MANY)
 
 
 def cases(quick: int, long: int) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import fla_checks
-from helpers.fla_checks import Formula, convolved, record_one, relative_error
+from helpers.fla_checks import Formula, convolved, record_one
+from oracles import relative_error
 from torch import Tensor
 from zoo.fla_cpu import FLA
 

@@ -716,14 +716,17 @@ COMPOSED: dict[str, tuple[Kind, bool]] = {
     ),
     "long conv in gates": (chain(diagonal((1, 1, 1, 0)), long_conv(), diagonal()), False),
     "convs across both ends": (
-        chain(diagonal(), conv(0, 1, 2), diagonal(), conv(1, -1, bias=PER_CHANNEL)),
+        chain(diagonal(), conv(0, 1, 2, bias=EVERY), diagonal(), conv(1, -1, bias=PER_CHANNEL)),
         False,
     ),
     "core between convs": (chain(conv(0, -1), elementwise, conv(-2, 20)), True),
     "scan after scan": (chain(scan(), diagonal(), scan(), conv(0, 1)), True),
     "scan after sum": (chain(scan(), total(diagonal(), conv(0, -1))), True),
     "diagonals": (chain(diagonal(), diagonal((0, 1, 1, 0))), False),
-    "sum": (total(conv(0, 1), chain(diagonal(), conv(-2, 5, bias=EVERY)), diagonal()), False),
+    "sum": (
+        total(conv(0, 1, bias=EVERY), chain(diagonal(), conv(-2, 5, bias=EVERY)), diagonal()),
+        False,
+    ),
     "sum of one": (total(conv(0, 1, bias=EVERY)), False),
     "beside": (beside(delta_rule(), conv(1, 0, -1, bias=PER_CHANNEL)), False),
     "conv after scan beside conv": (

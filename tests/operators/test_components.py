@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from operators.kinds import conv, diagonal, scan
 from oracles import conv_matrices, diagonal_matrices, relative_error, scan_matrices, times
 from torch import Tensor
 
-from captum_ssm.operators import Chain, Diagonal, SelectiveScan, Shape, ShortConv, Sum
+from captum_ssm.operators import (
+    Chain,
+    Diagonal,
+    DirectSum,
+    Mixing,
+    SelectiveScan,
+    Shape,
+    ShortConv,
+    Sum,
+)
 
 
 def randn(*size: int) -> Tensor:
@@ -94,8 +102,8 @@ def test_nothing_left_is_none() -> None:
     assert mask.restrict(()) is mask
 
 
-def test_chains_are_flat_and_named(make: Any) -> None:
-    a, b, c = make.diagonal(4).operator, make.conv(4).operator, make.diagonal(4).operator
+def test_chains_are_flat_and_named() -> None:
+    a, b, c = (kind(Shape(2, 4, 3, 2)).operator for kind in (diagonal(), conv(0, 1), diagonal()))
     assert Chain(Chain(a, b), Chain(c)).parts == (a, b, c)
     assert list(Chain(a, Sum(b, Chain(c, a))).leaves()) == [a, b, c, a]
 
@@ -111,7 +119,7 @@ def test_default_components() -> None:
     ]
 
 
-def test_order_of_a_chain(make: Any) -> None:
+def test_order_of_a_chain() -> None:
     """The last operator acts first: a shift and a scaling do not commute."""
     shape = Shape(1, 3, 1, 1)
     scale = Diagonal(torch.tensor([2.0, 3.0, 5.0]).view(1, 3, 1, 1), shape)
@@ -119,3 +127,37 @@ def test_order_of_a_chain(make: Any) -> None:
     v = torch.tensor([1.0, 10.0, 100.0]).view(1, 3, 1, 1)
     assert Chain(scale, shift).apply(v).flatten().tolist() == [0, 3, 50]
     assert Chain(shift, scale).apply(v).flatten().tolist() == [0, 2, 30]
+
+
+# --- operators side by side ----------------------------------------------------------------------
+
+
+def test_a_part_of_which_nothing_is_left_passes_values_on() -> None:
+    first, skip = scan()(Shape(2, 7, 5, 1)), diagonal((1, 1, 1, 1), "skip")(Shape(2, 7, 5, 1))
+    last = conv(0, 1)(Shape(2, 7, 2, 1))
+    both = DirectSum(Sum(first.operator, skip.operator), last.operator)
+    eye = torch.eye(7).double()
+    left = {
+        ("scan",): (first.exact(), eye.expand(2, 2, 7, 7)),
+        ("skip",): (skip.exact(), eye.expand(2, 2, 7, 7)),
+        ("conv",): (eye.expand(2, 5, 7, 7), last.exact()),
+        ("scan", "conv"): (first.exact(), last.exact()),
+    }
+    v = torch.randn(2, 7, 7, 1).double()
+    for components, parts in left.items():
+        kept = both.restrict(components)
+        assert kept is not None
+        assert relative_error(kept.apply(v), times(torch.cat(parts, 1), v)) <= 1e-12
+    assert both.restrict({"gate"}) is None
+
+
+def test_mixing_is_that_of_the_freest_part() -> None:
+    shape = Shape(2, 5, 3, 1)
+    gate, fixed, scanned = (kind(shape).operator for kind in (diagonal(), conv(0, 1), scan()))
+    gated, one = Chain(gate, fixed), Diagonal(torch.ones(1, 1, 1, 1), shape)
+    assert DirectSum(gate, one).mixing is Mixing.NONE
+    assert DirectSum(fixed, gate).mixing is Mixing.FIXED
+    assert DirectSum(one, gated, fixed).mixing is Mixing.GATED
+    assert DirectSum(fixed, scanned, one).mixing is Mixing.CONTROLLED
+    assert not DirectSum(one, fixed).data_dependent and DirectSum(gate, fixed).data_dependent
+    assert not DirectSum(one, gate).mixes_tokens and DirectSum(one, fixed).mixes_tokens

@@ -8,10 +8,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from fuzz.small_blocks import blocks
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from operators.kinds import KINDS
+from operators.small_blocks import blocks
 
 from captum_ssm import operators
 from captum_ssm.operators import Operator, Shape
@@ -22,7 +22,8 @@ QUICK = [
     *("long conv", "permute", "given", "softmax", "scalar decay of groups", "vector decay, bonus"),
     *("delta rule, decay of channels", "delta product, decay", "scored by scalar decay"),
     *("scan", "elementwise", "wkv", "feedback", "centering"),
-    *("mamba", "both ways", "heads in a mixer", "long conv in gates", "beside", "windows"),
+    *("mamba", "both ways", "heads in a mixer", "long conv in gates", "core between convs"),
+    *("convs across both ends", "sum", "beside", "windows"),
 ]
 #: Chunks and tiles end at powers of two; the first length crosses the border of a chunk.
 LENGTHS = st.sampled_from([66, 1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 97, 130])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import conv_matrices, relative_error, times
+from oracles import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,11 +17,8 @@ from captum_ssm.operators import (
     Chain,
     Diagonal,
     LongConv,
-    Permute,
     Shape,
     Sum,
-    generic,
-    long_conv,
 )
 
 EXACT = 1e-12
@@ -42,8 +39,8 @@ def test_by_hand() -> None:
     assert operator.transpose(x).flatten().tolist() == pytest.approx([532, 5320, 3200, 2000])
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 19, 40])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 19, 64])
+@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("tokens", [1, 3, 19, 64])
 def test_is_a_left_padded_conv1d(tokens: int, length: int) -> None:
     kernel, x = randn(6, length), randn(2, 6, tokens)
     wanted = F.conv1d(F.pad(x, (length - 1, 0)), kernel.flip(-1)[:, None], groups=6).mT
@@ -53,7 +50,7 @@ def test_is_a_left_padded_conv1d(tokens: int, length: int) -> None:
 
 def test_typical_error_in_float32() -> None:
     errors = []
-    for _ in range(25):
+    for _ in range(10):
         tokens, length = (int(torch.randint(1, 400, ())) for _ in range(2))
         shape = Shape(2, tokens, 3, 2)
         kernel, v = torch.randn(3, 2, length), torch.randn(shape)
@@ -100,42 +97,6 @@ def test_autocast_is_kept_out() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-def test_heads_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(2, 9, 5, 2)
-    operator = LongConv(randn(5, 2, 9), shape)
-    v = randn(3, *shape)
-    wanted = operator.apply(v), operator.transpose(v)
-    for at_once in (1, 2, 4):
-        monkeypatch.setattr(long_conv, "_SIGNAL_ELEMENTS", at_once * 6 * 32 * 2)
-        for found, whole in zip((operator.apply(v), operator.transpose(v)), wanted, strict=True):
-            assert relative_error(found, whole) <= EXACT
-
-
-@pytest.mark.parametrize("kernels", [1, 2])
-@pytest.mark.parametrize("length", [3, 11, 30])
-def test_contract_with_factors_that_vary_or_not(length: int, kernels: int) -> None:
-    """Three ways to compute it, by which of the factors vary over tokens."""
-    shape = Shape(2, 11, 3, 2)
-    kernel = randn(3, kernels, length)
-    operator = LongConv(kernel, shape)
-    matrices = conv_matrices(kernel.expand(3, 2, length), range(length), shape)
-    common = (1, 1, 1, 1), (2, 1, 3, 2), (1, 1, 3, 1)
-    varying = (2, 11, 3, 2), (1, 11, 1, 2), (2, 11, 1, 1)
-    sizes = common + varying
-    for left, right in [(randn(*a), randn(*b)) for a in sizes for b in sizes]:
-        wanted = torch.einsum(
-            "bic,bcij,bjc->bij",
-            left.expand(shape).flatten(2),
-            matrices.expand(2, -1, -1, -1),
-            right.expand(shape).flatten(2),
-        )
-        for u, w in ((left, right), (left.expand(shape), right.expand(shape))):
-            found = operator.contract(u, w)
-            assert found.is_contiguous()
-            assert relative_error(found, wanted) <= EXACT
-            assert relative_error(generic.contract(operator, u, w), wanted) <= EXACT
-
-
 def test_gates_at_one_end_cost_one_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain passes on that a factor is common to all tokens."""
 
@@ -150,31 +111,6 @@ def test_gates_at_one_end_cost_one_matrix_product(monkeypatch: pytest.MonkeyPatc
         assert relative_error(chain.dense(), chain.dense(None).mean(1)) <= EXACT
     with pytest.raises(AssertionError, match="lag by lag"):
         Chain(gate, conv, gate).dense()
-
-
-def test_both_ways() -> None:
-    shape = Shape(2, 7, 3, 1)
-    ahead, back, gate = randn(3, 1, 7), randn(3, 1, 4), randn(*shape)
-    flip = Permute(torch.arange(6, -1, -1), shape)
-    operator = Chain(
-        Diagonal(gate, shape),
-        Sum(LongConv(ahead, shape), Chain(flip, LongConv(back, shape), flip)),
-    )
-    both = torch.cat([back.flip(-1), ahead], -1)
-    matrices = conv_matrices(both, [*range(-3, 1), *range(7)], shape)
-    matrices = gate.squeeze(-1).mT[..., None] * matrices
-    v = randn(*shape)
-    assert relative_error(operator.apply(v), times(matrices, v)) <= EXACT
-    assert relative_error(operator.transpose(v), times(matrices.mT, v)) <= EXACT
-    assert relative_error(operator.dense(), matrices.mean(1)) <= EXACT
-    assert relative_error(operator.dense(None), matrices) <= EXACT
-
-
-def test_a_kernel_is_frozen() -> None:
-    kernel = torch.randn(2, 1, 6, requires_grad=True)
-    operator = LongConv(kernel, Shape(1, 5, 2, 1))
-    assert not any(t.requires_grad for t in operator.tensors().values())
-    assert operator.tensors()["kernel"].shape == (2, 1, 5)
 
 
 @pytest.mark.parametrize(

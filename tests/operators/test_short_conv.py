@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from oracles import relative_error
 
 from captum_ssm.errors import OptionError
-from captum_ssm.operators import Chain, HeadCentering, Shape, ShortConv, generic
+from captum_ssm.operators import HeadCentering, Shape, ShortConv
 
 
-@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("kernel", [1, 4, 7])
+@pytest.mark.parametrize("tokens", [1, 5, 12])
 def test_causal_lags_are_a_left_padded_conv1d(kernel: int, tokens: int) -> None:
     weight = torch.randn(6, 1, kernel, dtype=torch.float64)
     bias = torch.randn(6, dtype=torch.float64)
@@ -45,27 +45,8 @@ def test_one_lag_twice() -> None:
     assert operator.dense()[0].tolist() == wanted
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 6])
-def test_taps_that_cross_both_ends(tokens: int) -> None:
-    """Looking ahead and back again loses what left the sequence on the way."""
-    shape = Shape(1, tokens, 1, 1)
-    ahead = ShortConv(torch.tensor([[[1.0, 7.0]]]).double(), shape, lags=[-2, 1])
-    back = ShortConv(torch.tensor([[[3.0, 11.0]]]).double(), shape, lags=[2, -1])
-    chain = Chain(back, ahead)
-    wanted = torch.zeros(tokens, tokens).double()
-    for outer, factor in ((2, 3.0), (-1, 11.0)):
-        for inner, weight in ((-2, 1.0), (1, 7.0)):
-            for t in range(tokens):
-                middle, source = t - outer, t - outer - inner
-                if 0 <= middle < tokens and 0 <= source < tokens:
-                    wanted[t, source] += factor * weight
-    assert torch.equal(chain.dense()[0], wanted)
-    one = torch.ones(1, 1, 1, 1).double()
-    assert torch.equal(generic.contract(chain, one, one)[0], wanted)
-
-
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-@pytest.mark.parametrize("size", [(1, 1), (1, 4), (4, 1), (2, 2), (3, 5)])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("size", [(1, 4), (4, 1), (3, 5)])
 def test_taps_over_a_map_are_a_padded_conv2d(kernel: int, size: tuple[int, int]) -> None:
     pad = kernel // 2
     weight = torch.randn(6, 1, kernel, kernel, dtype=torch.float64)

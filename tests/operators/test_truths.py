@@ -90,7 +90,7 @@ def test_a_processor_is_asked_at_once() -> None:
     assert read_together(call) == [False, False]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LatimFlow, ImplicitAttentionRollout])
 def test_a_model_that_is_not_finite_is_refused_in_the_same_words(
     device: StandIn, method: type

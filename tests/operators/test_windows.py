@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from operators.kinds import conv, diagonal
+from operators.kinds import scan as selective_scan
 from oracles import relative_error
 
-from captum_ssm.operators import Chain, Diagonal, Mixing
+from captum_ssm.operators import Chain, Diagonal, Mixing, Shape
 from captum_ssm.operators.reorder import Windowed, Windows
 
 #: Five tokens in three windows of two places.
@@ -40,9 +40,9 @@ def test_padding_does_not_hide_what_is_not_finite() -> None:
     assert not windows.cut(torch.full((1, 5, 1, 1), torch.nan)).flatten()[2].isnan()
 
 
-def test_restricting_keeps_what_padding_adds(make: Any) -> None:
+def test_restricting_keeps_what_padding_adds() -> None:
     windows, values = Windows(PLACES), torch.randn(6, 2, 5, 1).double()
-    scan = make.scan(2, batch=6).operator
+    scan = selective_scan()(Shape(6, 2, 5, 1)).operator
     gate = Diagonal(torch.randn(6, 2, 5, 1).double(), scan.shape, "gate")
     whole = Windowed(Chain(gate, scan), windows, windows.padding(values))
     left = whole.restrict({"scan"})
@@ -54,12 +54,9 @@ def test_restricting_keeps_what_padding_adds(make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "fixed", "controlled"])
-def test_mixing_is_that_within_windows(make: Any, name: str) -> None:
-    inner = {
-        "none": make.diagonal(2, 5, 1),
-        "fixed": make.conv(2, 5, 1),
-        "controlled": make.scan(2),
-    }[name].operator
+def test_mixing_is_that_within_windows(name: str) -> None:
+    kinds = {"none": diagonal(), "fixed": conv(0, 1), "controlled": selective_scan()}
+    inner = kinds[name](Shape(4, 2, 5, 1)).operator
     whole = Windowed(inner, Windows(torch.tensor([[0, 2], [3, 1]])))
     assert whole.mixing is Mixing(name)
     assert whole.mixes_tokens == (name != "none")

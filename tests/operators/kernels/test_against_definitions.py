@@ -349,7 +349,7 @@ def assert_same_gradients(found: Tensor, wanted: Tensor, leaves: Sequence[Tensor
         assert_close(one, other)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @drawn
 @given(SEEDS, st.integers(1, 70), COUNTS)
 def test_scan_backward(seed: int, tokens: int, batch: int) -> None:

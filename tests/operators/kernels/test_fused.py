@@ -77,7 +77,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, tuple[str, ...]
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("values", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,0 +1,449 @@
+"""Where numbers are extreme: long inputs, underflow, resets, weak decays, large exponents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import oracles
+import pytest
+import torch
+from operators.kinds import elementwise, randn, wkv
+from oracles import kernels as naive
+from oracles import relative_error, scan_matrices, times
+from torch import Tensor
+
+from captum_ssm.operators import (
+    WKV,
+    Chain,
+    Diagonal,
+    ElementwiseRecurrence,
+    SelectiveScan,
+    Shape,
+    ShortConv,
+)
+from captum_ssm.operators.kernels import pivot_strip, pivot_tree
+from captum_ssm.operators.kernels.arithmetic import (
+    exponential,
+    exponential_,
+    fading_log_sums,
+    fading_log_sums_at_once,
+    matmul,
+)
+from captum_ssm.operators.kernels.odd_even import FadingSteps
+from captum_ssm.operators.kernels.pivot_strip import from_pivot, strip_by_pivot
+from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
+from captum_ssm.operators.kernels.truths import all_finite
+from captum_ssm.operators.kernels.ut_transform import unit_lower_inverse
+from captum_ssm.operators.kernels.within_chunk import Decays, decayed_grams
+from captum_ssm.operators.recurrences import selective_scan
+
+# for any draw, of sums over up to 1024 tokens; typical is 3e-7
+FLOAT32 = 1e-5
+EXACT = 1e-12
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_as_exact_as_the_exponent_allows(dtype: torch.dtype) -> None:
+    x = -80 * torch.rand(3, 1001, dtype=dtype) ** 3
+    wanted = x.double().exp()
+    error = (exponential(x).double() - wanted).abs() / wanted
+    # one rounding of the exponent, and one of the power
+    assert bool((error <= (1 - 2 * x.double()) * torch.finfo(dtype).eps).all())
+
+
+def test_the_ends() -> None:
+    x = torch.tensor([0.0, -0.0, -1e30, -torch.inf])
+    assert torch.equal(exponential(x), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    assert exponential(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_in_place() -> None:
+    x = -torch.rand(5, 7).T
+    wanted = exponential(x)
+    assert exponential_(x) is x and torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 33])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_equals_the_product(columns: int, transposed: bool) -> None:
+    matrices = torch.randn(2, 1, 3, 7, 5, dtype=torch.float64)
+    if transposed:
+        matrices = matrices.mT.contiguous().mT
+    values = torch.randn(1, 4, 3, 5, columns, dtype=torch.float64)
+    found = matmul(matrices, values)
+    assert found.shape == (2, 4, 3, 7, columns)
+    wanted = (matrices[..., None] * values[..., None, :, :]).sum(-2)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_nothing_is_left_of_empty_ones() -> None:
+    assert matmul(torch.ones(2, 3, 0), torch.ones(2, 0, 1)).tolist() == [[[0.0]] * 3] * 2
+    assert matmul(torch.ones(2, 0, 3), torch.ones(2, 3, 1)).shape == (2, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(1,), (2, 67, 33)])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_one_bad_entry_anywhere_is_found(
+    dtype: torch.dtype, size: tuple[int, ...], bad: float
+) -> None:
+    x = torch.randn(size).to(dtype)
+    x.flatten()[0] = torch.finfo(dtype).max
+    assert all_finite(x)
+    for place in torch.randint(x.numel(), (20,)).tolist():
+        found = x.flatten().clone()
+        found[place] = bad
+        assert not all_finite(found.view(size))
+        assert not all_finite(found.view(size).movedim(0, -1))
+
+
+def test_repeated_and_absent_entries() -> None:
+    assert all_finite(torch.randn(3, 1).expand(3, 100))
+    assert not all_finite(torch.full((1, 1), torch.nan).expand(3, 100))
+    assert all_finite(torch.empty(2, 0))
+    assert all_finite(torch.tensor([True, False]))
+
+
+def test_reads_what_is_below_the_diagonal() -> None:
+    below = torch.randn(2, 32, 32, dtype=torch.float64).tril(-1) / 8
+    rest = torch.full_like(below, torch.nan).triu()
+    assert torch.equal(unit_lower_inverse(below + rest), unit_lower_inverse(below))
+
+
+def test_leaves_its_argument_as_it_is() -> None:
+    below = torch.randn(2, 32, 32).tril(-1) / 8
+    given = below.clone()
+    unit_lower_inverse(given)
+    assert torch.equal(given, below)
+
+
+@pytest.mark.parametrize("tokens", [17, 3000])
+@pytest.mark.parametrize("decay", [0.01, 1.0, 20.0])
+def test_fading_log_sums_at_once(tokens: int, decay: float) -> None:
+    """Relative to 1, for what matters are the exponentials of differences."""
+    scores = 10 * torch.randn(2, tokens, 5, dtype=torch.float64)
+    log_decay = -decay * torch.rand(5, dtype=torch.float64)
+    found, wanted = (f(scores, log_decay) for f in (fading_log_sums_at_once, naive.fading_log_sums))
+    assert float((found - wanted).abs().max()) <= 1e-15 * tokens * max(decay, 10)
+
+
+@pytest.mark.parametrize("log_sums", [fading_log_sums, fading_log_sums_at_once])
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_tokens_that_add_nothing(log_sums: Callable[..., Tensor], tokens: int) -> None:
+    """Before the first score there is nothing; later, what there was fades."""
+    scores = torch.randn(3, tokens, 4, dtype=torch.float64)
+    scores[0, : tokens // 2 + 1] = -torch.inf
+    scores[1, tokens // 3 :] = -torch.inf
+    scores[2] = -torch.inf
+    log_decay = -torch.rand(4, dtype=torch.float64)
+    found, wanted = log_sums(scores, log_decay), naive.fading_log_sums(scores, log_decay)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_a_distant_past_keeps_its_size() -> None:
+    """What no exponential could hold: one score, fading by 50 with every token."""
+    scores = torch.full((1, 100, 1), -torch.inf, dtype=torch.float64)
+    scores[:, 0] = 3.0
+    found = fading_log_sums(scores, torch.tensor([-50.0], dtype=torch.float64))
+    assert torch.equal(found[0, :, 0], 3.0 - 50.0 * torch.arange(100, dtype=torch.float64))
+
+
+# --- decays --------------------------------------------------------------------------------------
+
+
+def test_what_lies_ahead_is_no_larger_than_one() -> None:
+    """It is multiplied by zeros, which must not become anything else."""
+    between = Decays(torch.rand(4, 50, dtype=torch.float64)).between
+    assert float(between.abs().max()) <= 1
+
+
+def test_products_of_many_weak_decays_keep_their_precision() -> None:
+    logs = torch.full((1, 64, 1), -1e-3) * torch.rand(1, 64, 1)
+    one = torch.ones_like(logs)
+    found = decayed_grams(logs.exp(), [one], one).grams[0]
+    assert relative_error(found, naive.decays_between(logs.double().exp()[..., 0])) <= 2e-6
+
+
+def test_what_decays_to_nothing_stays_finite() -> None:
+    """No quotient of decays, and no sum of their logarithms, is ever formed."""
+    decay, x = torch.full((2, 300, 5), 1e-30), torch.randn(3, 2, 300, 5)
+    decay[:, ::7] = 1.0
+    found = torch.empty_like(x)
+    FadingSteps(lambda part: decay[:, part], decay, False)(x, slice(0, 300), found)
+    assert relative_error(found, naive.recurrence(decay.double(), x.double(), False)) <= 1e-6
+
+
+def drawn(
+    batch: int, tokens: int, lags: int, width: int = 3
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Decays with resets and without any decay among them, row factors, column factors by lag."""
+    decay = torch.rand(batch, tokens, width, dtype=torch.float64)
+    decay = decay.where(torch.rand_like(decay) > 0.1, torch.randint_like(decay, 2))
+    rows, *columns = torch.randn(lags + 1, batch, tokens, width, dtype=torch.float64)
+    return decay, rows, columns
+
+
+def strip_of(
+    factors: list[tuple[Tensor, Tensor, list[Tensor]]], rows: range, first_lag: int
+) -> Tensor:
+    """The rows by the tree, which overwrites copies."""
+    batch, tokens, _ = factors[0][0].shape
+    until, some = slice(rows.stop), slice(rows.start, rows.stop)
+    copies = (
+        (decay[:, until].clone(), u[:, some].clone(), [v[:, until].clone() for v in columns])
+        for decay, u, columns in factors
+    )
+    return semiseparable_strip(copies, batch, tokens, rows, first_lag).whole(tokens)
+
+
+@pytest.mark.parametrize("tokens", [255, 257])
+def test_semiseparable_matrices_in_float32(tokens: int) -> None:
+    decay, u, (v,) = drawn(1, tokens, 1, 16)
+    decay = 1 - decay * torch.logspace(-4, 0, 16).double()
+    decay, u, v = (x.float() for x in (decay, u, v))
+    wanted = naive.banded_semiseparable(decay.double(), u.double(), [v.double()], 0)
+    assert relative_error(strip_of([(decay, u, [v])], range(tokens), 0), wanted) <= 2e-6
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
+@pytest.mark.parametrize("batch, tokens", [(1, 128), (3, 193), (2, 300)])
+@pytest.mark.parametrize("first_lag, lags", [(0, 1), (-1, 4)])
+def test_what_is_forgotten(
+    batch: int, tokens: int, rate: float, first_lag: int, lags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large blocks meet near their pivots alone, and nothing is missing."""
+    fading = drawn(batch, tokens, lags)
+    fading[0].copy_((-rate * (0.8 + 0.4 * torch.rand_like(fading[0]))).exp())
+    lasting = drawn(batch, tokens, lags)
+    lasting[0].clamp_(min=0.999)
+    windows = []
+    near = pivot_tree._Tree.near
+
+    def noted(tree: pivot_tree._Tree, first: int, window: int) -> None:
+        windows.append(window)
+        near(tree, first, window)
+
+    monkeypatch.setattr(pivot_tree._Tree, "near", noted)
+    factors = [fading, lasting, fading]
+    wanted = sum(naive.banded_semiseparable(*f, first_lag) for f in factors)
+    assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
+    # of the three blocks of channels, those that fade fast enough
+    assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
+
+
+def test_needs_a_block() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        semiseparable_strip([], 1, 3, range(3))
+
+
+def test_rows_of_a_thousand_tokens_in_float32() -> None:
+    tokens = 1000
+    dt, a = 0.05 * torch.randn(1, tokens, 4).exp(), -torch.randn(4, 8).exp()
+    b, c = torch.randn(1, tokens, 8), torch.randn(1, tokens, 8)
+    exact = SelectiveScan(*(x.double() for x in (dt, a, b, c)))
+    one, rows = torch.ones(1, 1, 1, 1), range(700, tokens)
+    wanted = exact.dense("mean")[:, 700:]
+    found = SelectiveScan(dt, a, b, c).strip(one / 4, one, rows).whole(tokens)
+    assert found.dtype == torch.float32
+    assert oracles.relative_error(found, wanted) <= 2e-6
+
+
+@pytest.mark.parametrize("multiply", [False, True])
+@pytest.mark.parametrize("tokens, at", [(1, 0), (2, 0), (2, 1), (70, 0), (70, 35), (97, 96)])
+def test_sums_and_products_from_a_token(multiply: bool, tokens: int, at: int) -> None:
+    steps = torch.rand(2, tokens, 3)
+    kept = steps.clone()
+    found = from_pivot(steps, at, product=multiply)
+    assert found.dtype == torch.float64
+    combine = torch.prod if multiply else torch.sum
+    for t in range(tokens):
+        between = steps[:, min(t, at) + 1 : max(t, at) + 1].double()
+        torch.testing.assert_close(found[:, t], combine(between, 1), rtol=1e-13, atol=0)
+    assert torch.equal(steps, kept)
+
+
+@pytest.mark.parametrize("reset", range(8, 20, 3))
+def test_resets_while_a_band_writes(reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a column was sent before the reset is gone, and what it was sent after is not."""
+    monkeypatch.setattr(pivot_strip, "_COLUMNS", 4)
+    decay = torch.full((2, 30, 5), 0.9, dtype=torch.float64)
+    decay[:, reset] = 0
+    operator = ElementwiseRecurrence(decay)
+    left, band = randn(*operator.shape), {lag: randn(*operator.shape) for lag in (0, 2)}
+    above, columns = left[..., 0], [band.get(lag, 0 * left)[..., 0] for lag in range(3)]
+    wanted = naive.banded_semiseparable(decay, above, columns, 0)[:, 20:]
+    found = strip_by_pivot(operator, left, band, range(20, 30)).whole(30)
+    assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lags", [(63,), (64,), (100, 95), (140,)])
+def test_bands_that_reach_further_back_than_a_pivot_lies(lags: tuple[int, ...]) -> None:
+    case = elementwise(Shape(2, 150, 5, 1))
+    case.check(rows=[range(64, 70), range(120, 150)], lags=lags)
+
+
+# --- selective scans -----------------------------------------------------------------------------
+
+
+def check_everything(operator: SelectiveScan, tolerance: float) -> None:
+    alpha = scan_matrices(operator.dt, operator.a, operator.b, operator.c)
+    v = torch.randn(operator.shape).to(operator.dt)
+    found = {
+        "apply": (operator.apply(v), times(alpha, v)),
+        "transpose": (operator.transpose(v), times(alpha.mT, v)),
+        "dense": (operator.dense(), alpha.mean(1)),
+        "channels": (operator.dense(None), alpha),
+    }
+    for name, (is_, wanted) in found.items():
+        assert torch.isfinite(is_).all(), name
+        assert relative_error(is_, wanted) <= tolerance, name
+
+
+def test_by_hand() -> None:
+    """Three tokens, one channel, one state, decays of 1/2 and 1/4."""
+    half = torch.log(torch.tensor(2.0, dtype=torch.float64))
+    operator = SelectiveScan(
+        dt=torch.tensor([3.0, 1.0, 2.0]).double().view(1, 3, 1),
+        a=-half.view(1, 1),
+        b=torch.tensor([1.0, 2.0, -1.0]).double().view(1, 3, 1),
+        c=torch.tensor([10.0, 100.0, 1000.0]).double().view(1, 3, 1),
+    )
+    wanted = [[30, 0, 0], [150, 200, 0], [375, 500, -2000]]
+    torch.testing.assert_close(operator.dense()[0], torch.tensor(wanted).double())
+    torch.testing.assert_close(operator.rows([2])[0, 0], torch.tensor(wanted[2]).double())
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [0.0, 1e-6, 80.0, 1e4])
+def test_extreme_steps(step: float, dtype: torch.dtype, tokens: int) -> None:
+    """Steps of 80 forget everything before, and their decays underflow, without harm."""
+    operator = SelectiveScan(
+        torch.full((2, tokens, 3), step, dtype=dtype),
+        -torch.rand(3, 4, dtype=dtype) - 0.5,
+        torch.randn(2, tokens, 4, dtype=dtype),
+        torch.randn(2, tokens, 4, dtype=dtype),
+    )
+    if step == 0:
+        assert not operator.dense(None).any()
+        assert not operator.apply(torch.randn(operator.shape).to(dtype)).any()
+    check_everything(operator, 1e-12 if dtype == torch.float64 else FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_decay(dtype: torch.dtype) -> None:
+    """With A = 0 every earlier token is remembered in full."""
+    operator = SelectiveScan(
+        torch.rand(2, 23, 3, dtype=dtype),
+        torch.zeros(3, 2, dtype=dtype),
+        torch.randn(2, 23, 2, dtype=dtype),
+        torch.randn(2, 23, 2, dtype=dtype),
+    )
+    check_everything(operator, 1e-12 if dtype == torch.float64 else FLOAT32)
+
+
+def test_mixed_extremes() -> None:
+    """Steps from 0 to 1e3 and rates from 0 to 1e3 side by side."""
+    dt = torch.tensor([0.0, 1e-9, 1e-3, 1.0, 80.0, 1e3]).double()
+    dt = dt[torch.randint(6, (2, 50, 4))]
+    a = -torch.tensor([0.0, 1e-6, 1.0, 1e3]).double()[torch.randint(4, (4, 3))]
+    check_everything(SelectiveScan(dt, a, randn(2, 50, 3), randn(2, 50, 3)), 1e-12)
+
+
+def long_scan(tokens: int) -> tuple[list[Tensor], Tensor]:
+    """dt, A, B and C that remember a long time, in float32, and the exact matrices."""
+    dt = torch.exp(torch.empty(1, tokens, 3).uniform_(-7, -2))
+    a = -torch.exp(torch.empty(3, 2).uniform_(-2, 1))
+    b, c = torch.randn(1, tokens, 2), torch.randn(1, tokens, 2)
+    time = dt.double().cumsum(1).transpose(1, 2)  # (1, 3, L)
+    elapsed = (time[..., :, None] - time[..., None, :]).tril()
+    alpha = torch.zeros_like(elapsed)
+    for n in range(2):
+        decay = torch.exp(elapsed * a[:, n, None, None].double())
+        alpha += c[:, None, :, None, n].double() * decay * b[:, None, None, :, n].double()
+    return [dt, a, b, c], (alpha * dt.double().transpose(1, 2)[:, :, None]).tril()
+
+
+@pytest.mark.slow
+def test_float32_is_accurate_over_1024_tokens() -> None:
+    coefficients, alpha = long_scan(1024)
+    operator = SelectiveScan(*coefficients)
+    assert operator.dtype == torch.float32
+    assert relative_error(operator.dense(), alpha.mean(1)) <= FLOAT32
+    assert relative_error(operator.rows([1023, 500], None), alpha[:, :, [1023, 500]]) <= FLOAT32
+    v = torch.randn(operator.shape)
+    assert relative_error(operator.apply(v), times(alpha, v)) <= FLOAT32
+    assert relative_error(operator.transpose(v), times(alpha.mT, v)) <= FLOAT32
+    x = torch.randn(1, 1024)
+    mean = alpha.mean(1)
+    assert relative_error(operator.mean_matvec(x), x.double() @ mean[0].T) <= FLOAT32
+    assert relative_error(operator.mean_rmatvec(x), x.double() @ mean[0]) <= FLOAT32
+
+
+@pytest.mark.slow
+def test_float32_chain_is_accurate_over_1024_tokens() -> None:
+    coefficients, alpha = long_scan(1024)
+    shape = Shape(1, 1024, 3, 1)
+    gate, ratio, taps = torch.randn(shape), torch.rand(shape), torch.randn(3, 1, 4)
+    chain = Chain(
+        Diagonal(gate, shape),
+        SelectiveScan(*coefficients),
+        Diagonal(ratio, shape),
+        ShortConv(taps, shape),
+    )
+    core = gate.double()[..., 0].mT[..., None] * alpha * ratio.double()[..., 0].mT[..., None, :]
+    wanted = torch.zeros_like(core)
+    for lag in range(4):  # column j of the product collects column j + lag
+        weight = taps[:, :, lag, None].double()
+        wanted[..., : 1024 - lag] += core[..., lag:] * weight
+    assert relative_error(chain.dense(), wanted.mean(1)) <= FLOAT32
+    assert relative_error(chain.rows([1000], None), wanted[:, :, [1000]]) <= FLOAT32
+    assert relative_error(chain.contract(gate, ratio), contracted(gate, wanted, ratio)) <= FLOAT32
+
+
+def contracted(left: Tensor, alpha: Tensor, right: Tensor) -> Tensor:
+    left, right = left.double()[..., 0], right.double()[..., 0]
+    return torch.einsum("bic,bcij,bjc->bij", left, alpha, right)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+@pytest.mark.parametrize("groups", [0, 3])
+@pytest.mark.parametrize("elements", [1, 10**9])
+def test_the_ways_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, groups: int, elements: int
+) -> None:
+    """Odd-even reduction and products with chunks' matrices equal the loop over tokens."""
+    for name in ("_CHUNK_ELEMENTS", "_REDUCED_ELEMENTS"):
+        monkeypatch.setattr(selective_scan, name, elements)
+    vectors = (2, tokens, groups, 3) if groups else (2, tokens, 3)
+    dt, a = torch.rand(2, tokens, 6).double(), -torch.rand(6, 3).double()
+    scan = SelectiveScan(dt, a, randn(*vectors), randn(*vectors))
+    v = randn(7, *scan.shape)
+    for transposed, wanted in ((False, scan.apply(v)), (True, scan.transpose(v))):
+        for way in (selective_scan._by_products, selective_scan._by_reduction):
+            assert relative_error(way(scan, v, transposed), wanted) <= EXACT
+
+
+# --- WKV -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [200.0, 1e4])
+def test_wkv_with_keys_of_any_size(scale: float) -> None:
+    """Weights of a row are those of its softmax, as exact as the exponents."""
+    case = wkv(Shape(2, 70, 3, 1))
+    key, log_decay, bonus = case.coefficients.values()
+    wanted = case.matrices(key=scale * key, log_decay=log_decay, bonus=bonus)
+    found = WKV(scale * key, log_decay, bonus).dense(None)
+    rounding = 40 * torch.finfo(torch.float64).eps * scale * float(key.abs().max())
+    assert relative_error(found, wanted) <= rounding
+
+
+def test_keys_far_apart_stay_finite() -> None:
+    key = torch.tensor([-300.0, 300.0, 0.0, 290.0])[None, :, None]
+    operator = WKV(key, torch.tensor([-5.0]), torch.tensor([100.0]))
+    rows = operator.dense("mean").sum(-1)
+    torch.testing.assert_close(rows, torch.ones(1, 4))
