@@ -12,13 +12,13 @@ OPERATORS = (
         "a stream's adjoint in the order of the map",
         "ordered = streams if transposed else streams[::-1]",
         "ordered = streams[::-1]",
-        ("operators/test_streams.py", "attr/test_rollout.py"),
+        ("operators/test_streams.py", "operators/test_compositions.py", "attr/test_rollout.py"),
     ),
     Fault(
         "a chain's adjoint in the order of the map",
         "        for part in self.parts:\n            u = part.transpose(u)",
         "        for part in reversed(self.parts):\n            u = part.transpose(u)",
-        ("operators/test_random_chains.py",),
+        ("operators/test_random_chains.py", "operators/test_compositions.py"),
     ),
     Fault(
         "a short convolution's adjoint looks back",
@@ -42,31 +42,31 @@ OPERATORS = (
         "a scan's adjoint fades by the step of its own token",
         "after = 1 if self.transposed else 0",
         "after = 0",
-        ("operators/test_selective_scan.py",),
+        ("operators/test_selective_scan.py", "operators/test_contract.py"),
     ),
     Fault(
         "heads of a group read vectors in turn",
         "return x[:, :, torch.arange(heads, device=x.device)[part] // each]",
         "return x[:, :, torch.arange(heads, device=x.device)[part] % x.shape[2]]",
-        ("operators/test_grouped_scan.py",),
+        ("operators/test_grouped_scan.py", "operators/test_contract.py"),
     ),
     Fault(
-        "a decay's gradient without the token itself",
-        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1),',
-        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1) - (read - sent),',
-        ("operators/test_backward.py",),
+        "gradients of queries that heads share are not summed",
+        '"query": self._by_group(of_query),',
+        '"query": of_query,',
+        ("operators/test_backward.py", "operators/test_coefficients.py"),
     ),
     Fault(
         "a gated delta rule erases before it decays",
         "erase = key * (self._decays(part) if decays is None else decays)",
         "erase = key",
-        ("operators/test_backward.py", "operators/test_memory.py"),
+        ("operators/test_backward.py", "operators/test_coefficients.py"),
     ),
     Fault(
         "a reordering of rows undone instead",
         "return matrix.index_select(-2, self.order)",
         "return matrix.index_select(-2, self.inverse)",
-        ("operators/test_permute.py",),
+        ("operators/test_permute.py", "operators/test_compositions.py"),
     ),
     Fault(
         "a share of the channels off by one through rounding",
@@ -78,7 +78,7 @@ OPERATORS = (
         "heads summed where their mean is asked for",
         "part.contract_heads(one / per_head, one)",
         "part.contract_heads(one, one)",
-        ("operators/test_by_channel.py", "operators/test_reduction.py"),
+        ("operators/test_by_channel.py", "operators/test_contract.py"),
     ),
 )
 
@@ -300,7 +300,7 @@ METHODS = (
         "a batch in parts: examples counted from each part's first",
         "raise PaddedExampleError(self.part.start + error.example) from None",
         "raise PaddedExampleError(error.example) from None",
-        ("attr/test_padded_examples.py",),
+        ("attr/test_padded_examples.py", "attr/test_padding.py"),
     ),
     Fault(
         "the last token may be padding",
@@ -387,6 +387,12 @@ INSIDE = (
         ("inside/test_dictionary.py",),
     ),
     Fault(
+        "jumprelu without its threshold",
+        "(before > self.threshold)",
+        "(before > 0)",
+        ("inside/test_dictionary.py",),
+    ),
+    Fault(
         "a graph takes the other graphs off the list",
         '"graphs": [*others, metadata]',
         '"graphs": [metadata]',
@@ -414,6 +420,12 @@ METRICS = (
         "counts = (fractions.to(units.device) * units[:, None] + 1e-9).floor()",
         "counts = (fractions.to(units.device) * units[:, None]).floor()",
         ("metrics/test_text_perturbation.py", "metrics/test_image_perturbation.py"),
+    ),
+    Fault(
+        "relevance counts where the mask hides it",
+        'scores, _ = masked_scores(relevance, mask, "relevance")\n    positive',
+        'scores, _ = masked_scores(relevance, None, "relevance")\n    positive',
+        ("metrics/test_faithfulness.py",),
     ),
     Fault(
         "pixels without a label are counted",
@@ -447,6 +459,24 @@ PAGES = (
         "visible = character.isprintable() and ord(character) not in _INVISIBLE",
         "visible = True",
         ("viz/test_labels.py",),
+    ),
+    Fault(
+        "a report names the token behind the one that is read",
+        'f", predicted after token {place[0]}"',
+        'f", predicted after token {place[0] + 1}"',
+        ("viz/html/test_report.py",),
+    ),
+    Fault(
+        "each picture of a text has the scale of the first",
+        "limits = [together or scale(scores) for scores in found.values()]",
+        "limits = [scale(next(iter(found.values()))) for _ in found]",
+        ("viz/test_pictures.py", "viz/test_roles.py"),
+    ),
+    Fault(
+        "Insights: a page without a server lacks the likeliest class",
+        'for score in output.get("predicted", [])[:classes]:',
+        'for score in output.get("predicted", [])[1:classes]:',
+        ("insights/test_snapshot.py",),
     ),
     Fault(
         "Insights: other sites may ask",
@@ -503,7 +533,7 @@ COMMANDS = (
         "a model's own code run without being asked",
         '"trust_remote_code": self.trust_remote_code}',
         '"trust_remote_code": True}',
-        ("explain/test_loading.py",),
+        ("cli/test_explain.py",),
     ),
     Fault(
         "--dtype ignored",
