@@ -93,7 +93,7 @@ MIXERS = (
         "a convolution that padding leaks through without this constant",
         "constant = leaked if bias is None else leaked + bias",
         "constant = torch.zeros_like(leaked) if bias is None else bias",
-        ("mixers/test_mamba.py", "mixers/test_mamba2.py"),
+        ("attr/test_padding.py", "mixers/test_mamba.py"),
     ),
     Fault(
         "an activation's ratio is 0 at 0",
