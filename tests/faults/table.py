@@ -165,6 +165,20 @@ TRACING = (
         ("tracing/test_hooks.py", "tracing/test_clean.py"),
     ),
     Fault(
+        "changes stay if the model fails",
+        """    try:
+        yield
+    finally:
+        with _lock:
+            _, undo = _lasting.pop(key)
+            undo()""",
+        """    yield
+    with _lock:
+        _, undo = _lasting.pop(key)
+        undo()""",
+        ("tracing/test_changes.py", "tracing/test_hooks.py", "attr/test_results.py"),
+    ),
+    Fault(
         "hooks hear other threads",
         "return hook(*args) if threading.get_ident() == owner else None",
         "return hook(*args)",
@@ -301,6 +315,48 @@ METHODS = (
         "raise PaddedExampleError(self.part.start + error.example) from None",
         "raise PaddedExampleError(error.example) from None",
         ("attr/test_padded_examples.py", "attr/test_padding.py"),
+    ),
+    Fault(
+        "a batch in parts: the last examples left out",
+        "for start in range(0, batch, size):",
+        "for start in range(0, max(1, batch - size), size):",
+        ("attr/test_inputs.py", "attr/test_flow.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "a batch in parts: every part has the targets of the first",
+        "return target[self.part]",
+        "return target[: self.part.stop - self.part.start]",
+        ("attr/test_inputs.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "rule ignored",
+        'self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)',
+        'self.default_rule if rule is None or checks.choice("rule", rule, FAMILY) else rule',
+        ("attr/test_flow.py", "attr/test_decomposition.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "zero_bias ignored",
+        "        checks.flags(zero_bias=zero_bias, **more)",
+        "        checks.flags(zero_bias=zero_bias, **more)\n        zero_bias = False",
+        ("attr/test_mamba_lrp.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "the delta's sign",
+        "delta = found.delta + sums.to(found.output)",
+        "delta = found.delta - sums.to(found.output)",
+        ("attr/test_flow.py", "attr/test_latim_logit.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "relevance in float32 whatever the model",
+        "return [row.detach() for row in run.laid_out(rows, layout)]",
+        "return [row.detach().float() for row in run.laid_out(rows, layout)]",
+        ("attr/test_results.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "the mean of a query counts padding",
+        'query == "mean":\n        return keep',
+        'query == "mean":\n        return torch.ones_like(keep)',
+        ("attr/test_padding.py", "conformance/test_methods.py"),
     ),
     Fault(
         "the last token may be padding",
