@@ -118,6 +118,8 @@ def refusals(name: str, case: Case) -> dict[str, str]:
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name](monkeypatch)
     clauses = [each for each in CLAUSES if name not in WITH_ROUTERS or each not in INSIDE]
+    if name in TOWERS:  # patches of an image, whose number is not free
+        clauses = ["float32"]
     check_adapter(lambda: case.model, case.inputs, None, refusals(name, case), clauses)
     rows = rows_of(case.model).values()
     for ability, explain in EXPLAINS.items():
