@@ -47,6 +47,7 @@ REFUSES: dict[str, dict[str, str]] = {
     "striped hyena": ROUNDED | {"offload": "NotLinearError"},
     "xlstm large": {"bfloat16": "same dtype"},  # in which the model does not run
     "mamba_ssm_fused": {"LoRA": "change nothing"},
+    "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask
     "caduceus of one strand": {"LoRA": "off by"},
     "caduceus of both strands": {"LoRA": "off by", "offload": "meta tensor"},
