@@ -145,6 +145,11 @@ class _Subject:
         found: Tensor = LatimFlow(self.model).attribute(self.wide, self.target)
         return found
 
+    def is_padded(self, side: str) -> bool:
+        """Whether the mixers take a batch that is padded on this side."""
+        takes = self.inputs.dim() < 4 and _takes_mask(self.model)
+        return takes and f"{side} padding" not in self.refuses
+
     @property
     def places(self) -> list[tuple[str, bool]]:
         """Of blocks and mixers that run once: the input of the first of each class, and the last.
@@ -210,9 +215,8 @@ def _matrices(subject: _Subject) -> None:
     if subject.formula is None:
         return
     batches, covered = [subject.layers], 0
-    if _takes_mask(subject.model):
-        sides = [side for side in ("left", "right") if f"{side} padding" not in subject.refuses]
-        batches += [_padded(subject, side)[0] for side in sides]
+    sides = [side for side in ("left", "right") if subject.is_padded(side)]
+    batches += [_padded(subject, side)[0] for side in sides]
     for layer in (layer for layers in batches for layer in layers):
         call = layer.call
         wanted = subject.formula(layer.mixer.module, call.hidden_states, call.kwargs)
@@ -316,8 +320,9 @@ def _sums(subject: _Subject) -> None:
         found = LatimFlow(subject.model).decompose(subject.wide, subject.target, rule=rule)
         assert found.roles is not None
         _adds_up(f"LatimFlow, rule={rule!r}", found)
-        _close("the sum of all roles", torch.stack([*found.roles.values()]).sum(0), found.tokens)
-    if _takes_mask(subject.model) and "left padding" not in subject.refuses:
+        if subject.inputs.dim() < 4:  # an image's tokens are patches
+            _close("the sum of roles", torch.stack([*found.roles.values()]).sum(0), found.tokens)
+    if subject.is_padded("left"):
         _, mask, inputs = _padded(subject, "left")
         flow = LatimFlow(lambda x, m: _run(subject.model, x, m), subject.model)
         found = flow.decompose(inputs, subject.target, mask, roles=False)
@@ -381,7 +386,7 @@ def _at_heads(subject: _Subject) -> None:
 def _knock_out(subject: _Subject) -> None:
     """Cut edges, in a padded batch where the mixers take one."""
     layers, mask, inputs = subject.layers, None, subject.wide
-    if _takes_mask(subject.model) and "left padding" not in subject.refuses:
+    if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")
     sources, targets = slice(-4, -2), slice(-2, None)
     for layer in _kinds(layers):

@@ -265,4 +265,4 @@ def test_contract(name: str) -> None:
     def matrices(module: Any, hidden: Tensor, _: Any) -> Tensor:
         return TOYS[name].formula(module, hidden).alpha.detach()
 
-    contract.holds(make_toy(name), WIDTH, matrices)
+    contract.holds(make_toy(name), WIDTH, matrices, {"bfloat16": "got BFloat16"})

@@ -207,4 +207,5 @@ def test_contract(make: Callable[..., Made], options: dict[str, Any]) -> None:
         parts = formula(mixer, hidden, form, kwargs.get("attention_mask"))
         return {name: alpha(parts, name) for name in names}
 
-    contract.holds(mixer, 12, matrices, tokens=13)
+    leaks = contract.LEAKS if "bias" in options else {}
+    contract.holds(mixer, 12, matrices, leaks, tokens=13)

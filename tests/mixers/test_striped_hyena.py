@@ -163,7 +163,7 @@ def test_contract(kind: str) -> None:
     module, u = mixer(kind), torch.randn(2, 9, 18)
     wanted = torch.stack([dna.cascade(weights_of(module), each.double()) for each in u])
     assert relative_error(module(u), wanted) <= 1e-5
-    contract.holds(module, 18)
+    contract.holds(module, 18, refuses={"bfloat16": "off by"} if kind == "li" else {})
     made_of = cascade(module, Call((u,), {}, module(u))).operator.leaves()
     assert ("skip" in {leaf.component for leaf in made_of}) is (kind != "se")
 

@@ -29,7 +29,9 @@ from captum_ssm.testing.adapters import check_adapter
 pytestmark = pytest.mark.slow
 
 EXACT = 1e-11
-NO_MASK = dict.fromkeys(contract.PADDING, "takes no attention_mask")
+REFUSED = dict.fromkeys(contract.PADDING, "takes no attention_mask")
+#: The cells round to bfloat16 by themselves, or do not run with its weights in float32.
+REFUSED |= {"bfloat16": "off by|same dtype"}
 FLOAT32 = 1e-5  # for any draw
 MODELS: dict[str, Callable[[], Any]] = {
     "large": xlstm_cpu.large,
@@ -257,7 +259,7 @@ def test_every_layer_has_a_state() -> None:
 def test_contract(name: str) -> None:
     model = MODELS[name]()
     clauses = (*contract.CORE, "sums")
-    check_adapter(lambda: model, torch.randint(19, (2, 9)), None, NO_MASK, clauses)
+    check_adapter(lambda: model, torch.randint(19, (2, 9)), None, REFUSED, clauses)
     layers = hybrid.record(model, torch.randint(19, (2, 40)))
     assert [layer.mixer.module for layer in layers] == mixers(model)
     for layer in layers:
