@@ -130,13 +130,3 @@ def test_pixels_sum_to_patches(method, grid):
     assert pixels.shape == pictures.shape and patches.shape == (2, *grid)
     assert close(pixels.view(2, 3, grid[0], 4, grid[1], 3).sum((1, 3, 5)), patches)
     assert delta.abs().max() <= 1e-4
-
-
-def test_several_targets_take_one_run():
-    model, ids, runs = mamba_lm(), token_ids(), []
-    handle = model.register_forward_hook(lambda *_: runs.append(1))
-    found = LatimFlow(model).decompose_each(ids, [TARGET, (4, 2), [(1, 0), (3, 2)]])
-    handle.remove()
-    assert len(runs) == 1
-    for part, target in zip(found, [TARGET, (4, 2), [(1, 0), (3, 2)]], strict=True):
-        assert close(part.tokens, LatimFlow(model).attribute(ids, target))

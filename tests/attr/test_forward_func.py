@@ -93,25 +93,6 @@ def test_lora(method):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_chosen_layers(method):
-    model, ids = mamba_lm(), token_ids(2, 5)
-    names = ["backbone.layers.1.mixer", "backbone.layers.2.mixer"]
-    late = method(model, layers=names).attribute(ids, target=(3, 2))
-    for layers in ([model.backbone.layers[1].mixer, names[1]], names[::-1], tuple(names)):
-        found = method(model, layers=layers).attribute(ids, target=(3, 2))
-        torch.testing.assert_close(found, late, rtol=1e-5, atol=1e-6)
-
-
-def test_chosen_layers_of_a_wrapped_model(method):
-    model, ids = mamba_lm(), token_ids(2, 5)
-    layer = model.backbone.layers[1].mixer
-    expected = method(model, layers=[layer]).attribute(ids, target=(3, 2))
-    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
-        for layers in ([layer], ["backbone.layers.1.mixer"]):
-            found = method(wrapped, layers=layers).attribute(ids, target=(3, 2))
-            assert torch.equal(found, expected)
-
-
 class Returning(nn.Module):
     def __init__(self, model, form):
         super().__init__()

@@ -6,9 +6,15 @@ import pytest
 import torch
 from oracles import dense
 from oracles.dense import EXACT, REDUCTIONS, S6, UNIFIED, Run, channel_matrices, error, query_row
+from torch import nn
 from zoo.small import CHANNELS, falcon_lm, mamba_lm, token_ids
 
-from captum_ssm import ImplicitAttention, discard_smallest
+from captum_ssm import (
+    ImplicitAttention,
+    ImplicitAttentionRollout,
+    MambaAttribution,
+    discard_smallest,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -177,3 +183,31 @@ def test_raw_attention_with_a_function_as_reduction():
     alphas = Run(model, ids).alphas(UNIFIED, reduce=lambda alpha: alpha.square().sum(1).sqrt())
     found = ImplicitAttention(model).attribute(ids, query=5, reduce=lambda a: a.norm(dim=-1))
     assert error(found, query_row(sum(alphas) / 3, 5)) <= 1e-5
+
+
+# --- chosen layers -------------------------------------------------------------------------------
+
+folds = pytest.mark.parametrize(
+    "method", [ImplicitAttention, ImplicitAttentionRollout, MambaAttribution]
+)
+
+
+@folds
+def test_chosen_layers(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    names = ["backbone.layers.1.mixer", "backbone.layers.2.mixer"]
+    late = method(model, layers=names).attribute(ids, target=(3, 2))
+    for layers in ([model.backbone.layers[1].mixer, names[1]], names[::-1], tuple(names)):
+        found = method(model, layers=layers).attribute(ids, target=(3, 2))
+        torch.testing.assert_close(found, late, rtol=1e-5, atol=1e-6)
+
+
+@folds
+def test_chosen_layers_of_a_wrapped_model(method):
+    model, ids = mamba_lm(), token_ids(2, 5)
+    layer = model.backbone.layers[1].mixer
+    expected = method(model, layers=[layer]).attribute(ids, target=(3, 2))
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        for layers in ([layer], ["backbone.layers.1.mixer"]):
+            found = method(wrapped, layers=layers).attribute(ids, target=(3, 2))
+            assert torch.equal(found, expected)

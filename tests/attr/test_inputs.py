@@ -89,27 +89,10 @@ def test_parts_with_targets_of_every_form(target: str) -> None:
     in_parts(MambaAttribution, mamba_lm(), TARGETS[target])
 
 
-@pytest.mark.parametrize("form", [torch.tensor])
-@each_method
-def test_parts_with_a_class_for_each_example(method: Any, form: Any) -> None:
-    in_parts(method, classifier("mean"), form([3, 1, 0, 4, 2]))
-
-
 @pytest.mark.parametrize("query", [torch.tensor([[1, 2]] * 4 + [[0, 5]])])
 @each_of_queries
 def test_parts_with_queries(method: Any, query: Any) -> None:
     in_parts(method, mamba_lm(), (5, 1), query=query)
-
-
-@each_method
-def test_parts_with_masks(method: Any) -> None:
-    mask = torch.ones(5, 6).long()
-    mask[1, 4:] = 0
-    mask[3, :2] = 0
-    targets = [(5, 1), (3, 1), (5, 0), (5, 2), (4, 0)]
-    in_parts(method, mamba_lm(), targets, (mask, None))
-    early = [(3, 1), (1, 1), (3, 0), (2, 2), (0, 0)]
-    in_parts(method, mamba_lm(), early, (mask[1:2],))  # one for all
 
 
 class Scaled(nn.Module):

@@ -16,7 +16,7 @@ from zoo.small import classifier, images, mamba_lm, mixers_of, token_ids, vision
 
 from captum_ssm import LatimALTI, LatimLogit, trace
 from captum_ssm.attr.vectors.shares import ProjectionShares
-from captum_ssm.errors import GradientModeError, InputError
+from captum_ssm.errors import GradientModeError
 
 pytestmark = pytest.mark.slow
 
@@ -206,20 +206,6 @@ def test_attribute_is_the_sum_of_the_decomposition() -> None:
     assert relative_error(each[0], relevance) <= 1e-6
     assert relative_error(each[1], method.attribute(ids, target=(2, 1))) <= 1e-6
     assert not each[1][:, 3:].any()
-
-
-def test_the_delta_by_itself() -> None:
-    model, ids = mamba_lm(), token_ids(2, 7)
-    method, target = LatimLogit(model), TARGET["target"]
-    embedded = model.get_input_embeddings()(ids).detach()
-    for inputs in (ids, embedded):
-        found = method.attribute(inputs, target)
-        assert method.compute_convergence_delta(found, inputs, target).abs().max() <= 1e-4
-    wrong = method.compute_convergence_delta(method.attribute(ids, target) + 1, ids, target)
-    assert (wrong + ids.shape[1]).abs().max() <= 1e-3
-    maps = LatimLogit(vision()).attribute(images(1), 1)
-    with pytest.raises(InputError, match="return_convergence_delta"):
-        LatimLogit(vision()).compute_convergence_delta(maps, images(1), 1)
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo import architectures
 from zoo.attention import attention_model
 from zoo.mamba import padded_batch, transformers_model
-from zoo.small import classifier, mamba_lm, token_ids, vision
+from zoo.small import mamba_lm, token_ids, vision
 
 from captum_ssm import LatimNorm, trace
 from captum_ssm.errors import InputError, OptionError, QueryError
@@ -180,13 +180,6 @@ def test_attribute_is_the_mean_of_the_querys_rows(options: dict[str, Any]) -> No
     assert relative_error(each[1], maps[:, 1, 6].mean(0)) <= 1e-5
 
 
-def test_one_layer_by_name() -> None:
-    model, ids = mamba_lm(), token_ids(2, 5)
-    method = LatimNorm(model, layers=["backbone.layers.1.mixer"])
-    wanted = LatimNorm(model).maps(ids)[1][:, 4]
-    assert relative_error(method.attribute(ids, query="last"), wanted) <= 1e-6
-
-
 def test_branches_count_as_they_join_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     case = architectures.minimax(monkeypatch)
     with trace(case.model) as t:
@@ -219,18 +212,6 @@ def test_padded_tokens_have_no_rows_and_no_columns(make: Callable[[], Any], side
         assert layer[causal].all() and whole[:, 2, 1].all()
     rows = method.maps(ids, positions=torch.tensor([[6, 0], [0, 6]]), additional_forward_args=real)
     assert not rows[0][1, 0 if side == "left" else 1].any()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_relevance_of_a_padded_batch(side: str) -> None:
-    model = classifier("last")
-    ids, mask = padded_batch([8, 5, 1])
-    mask = mask if side == "left" else mask.flip(1)
-    found = LatimNorm(model).attribute(ids, 2, mask)
-    assert not found[mask == 0].any()
-    for row in range(3):
-        alone = LatimNorm(model).attribute(ids[row : row + 1, mask[row].bool()], 2)
-        assert relative_error(found[row : row + 1, mask[row].bool()], alone) <= 1e-5
 
 
 # --- decomposition error ------------------------------------------------------------------------

@@ -108,12 +108,6 @@ def test_discard_smallest_channels():
     assert error(found, expected) <= 1e-5
 
 
-def test_discard_ratio_zero_changes_nothing():
-    model, ids = mamba_lm(), token_ids(2, 7)
-    method = ImplicitAttentionRollout(model)
-    assert torch.equal(method.attribute(ids), method.attribute(ids, discard_ratio=0.0))
-
-
 def test_normalized_rows_sum_to_one():
     model, ids = mamba_lm().double(), token_ids(2, 7)
     method = ImplicitAttentionRollout(model)
