@@ -12,6 +12,7 @@ from zoo.small import vision
 from captum_ssm import MambaAttribution
 from captum_ssm.errors import CaptumSSMError, InputError, NonFiniteError, OptionError, TargetError
 from captum_ssm.metrics import black, blurred, change_order, image_perturbation, pixel_relevance
+from captum_ssm.metrics.curve import changed
 from captum_ssm.metrics.fills import filled
 
 
@@ -147,6 +148,11 @@ def test_pixel_relevance():
     grid = torch.randn(2, 4, 3)
     expected = F.interpolate(grid[:, None], scale_factor=2, mode="bilinear")[:, 0]
     torch.testing.assert_close(pixel_relevance(grid, (8, 6)), expected)
+
+
+def test_shares_count_whole_units():
+    order = torch.arange(90)[None]  # 0.7 * 90 is a little below 63 in binary
+    assert changed(order, torch.tensor([0.7], dtype=torch.float64)).sum() == 63
 
 
 def test_order_of_ties():
