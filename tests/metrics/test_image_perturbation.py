@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from captum_ssm.errors import InputError, NonFiniteError, OptionError, TargetError
 from captum_ssm.metrics import black, blurred, change_order, image_perturbation, pixel_relevance
+from captum_ssm.metrics.curve import changed
 from captum_ssm.metrics.fills import filled
 
 
@@ -96,6 +97,11 @@ def test_pixel_relevance():
     grid = torch.randn(2, 4, 3)
     expected = F.interpolate(grid[:, None], scale_factor=2, mode="bilinear")[:, 0]
     torch.testing.assert_close(pixel_relevance(grid, (8, 6)), expected)
+
+
+def test_shares_count_whole_units():
+    order = torch.arange(90)[None]  # 0.7 * 90 is a little below 63 in binary
+    assert changed(order, torch.tensor([0.7], dtype=torch.float64)).sum() == 63
 
 
 def test_order_of_ties():

@@ -97,6 +97,10 @@ def test_unknown_name() -> None:
         load_bundled("other")
 
 
+def test_models_are_in_evaluation_mode() -> None:
+    assert not any(module.training for module in load_bundled()[0].modules())
+
+
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r'pip install "captum-ssm\[hf\]"'):
