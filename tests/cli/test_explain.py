@@ -90,6 +90,7 @@ def test_numbers_are_those_of_the_methods(
             check_sum(example, method.name, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_two_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "numbers.json"
     arguments = ["explain", "recall-mamba", "--text", PROMPT, "--target", "lamp", "--method"]
@@ -172,6 +173,7 @@ def test_pictures(tmp_path: Path) -> None:
         assert float(pixels.std()) > 0.02  # not an empty page
 
 
+@pytest.mark.slow
 def test_a_folder_of_transformers(tmp_path: Path, language_model: Path) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("anna owns the $5", encoding="utf-8")
@@ -222,6 +224,7 @@ def test_vision_mamba(tmp_path: Path, vim: Path, picture: Path, labels: Path) ->
     assert (tmp_path / "out-2.png").exists()
 
 
+@pytest.mark.slow
 def test_a_classifier_of_sentences(tmp_path: Path, bert: Path) -> None:
     arguments = [str(bert), "--text", "good film", "--target", "good", "--method", "LatimFlow"]
     (example,) = explained(tmp_path / "sentence.json", *arguments, "--quiet")

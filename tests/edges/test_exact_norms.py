@@ -87,6 +87,7 @@ def test_norms_called_one_by_one(norm: Any) -> None:
         assert close(effects.matrix(number), expected) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm])
 def test_behind_the_last_mixer_they_are_the_truth(norm: Any) -> None:
     model, ids = model_with(norm), torch.randint(15, (2, 8))

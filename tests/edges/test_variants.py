@@ -48,7 +48,8 @@ def one_by_one(model: Any, x: Tensor, target: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("make", [hyenadna, pytest.param(caduceus, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hyenadna, caduceus])
 def test_mutagenesis_is_a_run_for_each(make: Any) -> None:
     model, x = make(), sequences()
     wanted = one_by_one(model, x, 1)

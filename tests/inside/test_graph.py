@@ -359,6 +359,7 @@ def test_what_nodes_write_is_taken_off():
     torch.testing.assert_close(outputs[1] - outputs[0], lost, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_behind_the_last_layer_but_a_norm_the_truth_is_linear():
     """Of what the head alone reads, without its norm, the effect is exact."""
     model, ids = mamba_lm(), token_ids(1, 5)
@@ -439,6 +440,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named():
     model, ids = mamba_lm(), token_ids(1, 5)
     for options, error, words in REFUSED:

@@ -337,6 +337,7 @@ def own_heads(model: Any, ids: Tensor) -> Tensor:
     return value[..., None]
 
 
+@pytest.mark.slow
 def test_what_is_no_baseline_of_a_layer() -> None:
     explain, ids = LayerLatimFlow(mamba_lm(), BLOCK), token_ids()
     for wrong in ("zero", True, float("nan"), torch.zeros(2, 5), torch.zeros(2, 11).long(), [1, 2]):

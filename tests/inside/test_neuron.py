@@ -122,6 +122,7 @@ def test_selectors() -> None:
     assert close(given, wanted - found.bias, 1e-4)
 
 
+@pytest.mark.slow
 def test_what_selects_no_neuron() -> None:
     explain, ids = NeuronLatimFlow(mamba_lm(), BLOCK), token_ids()
     whole = r"=2 is no neuron of layer 'backbone.layers.1'.*\(2, 11, 10\).*2 ind"

@@ -209,6 +209,7 @@ def test_messages_that_cannot_be_cut():
         assert said in error
 
 
+@pytest.mark.slow
 def test_examples_of_long_ago_are_forgotten():
     """So that a page that is left open does not fill the memory."""
     api = Api(table(torch.nn.Linear(3, 5), [numbers(*[0] * 100)]))

@@ -69,6 +69,7 @@ def test_several_inputs_share_the_relevance():
         assert sum(abs(share) for share in shares) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_a_language_model_begins_with_the_method_that_is_recommended():
     model, ids = mamba_lm(), token_ids(2, 6)
     visualizer = prompts(model, ids)
@@ -90,9 +91,8 @@ def prompts(model, ids):
     return AttributionVisualizer(model, words, feature, [Batch(ids, None)])
 
 
-@pytest.mark.parametrize(
-    ("word", "baselines"), [("0", 0.0), pytest.param("mean", "mean", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "baselines"), [("0", 0.0), ("mean", "mean")])
 def test_the_words_of_a_text_by_role(word, baselines):
     model, ids = mamba_lm(), token_ids(2, 6)
     visualizer = prompts(model, ids)

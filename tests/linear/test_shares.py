@@ -287,6 +287,7 @@ def test_a_mixer_without_live_factors_is_content_alone_and_is_named(rule: str) -
         assert oracles.relative_error(before.inputs, frozen.inputs) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", DIVIDING)
 def test_parts_of_a_batch_and_contrasts(rule: str) -> None:
     model, ids = mamba2_models.make_model("mamba2").double(), torch.randint(15, (3, 9))

@@ -119,6 +119,7 @@ def test_k_above_the_number_of_units():
     assert precision_at_k(scores, gold, 3, nothing).isnan().all()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
 def test_bounds_order_and_direction(units):
     scores = torch.tensor([[float(s) for s, _ in units]])

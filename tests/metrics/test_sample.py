@@ -110,6 +110,7 @@ def test_errors():
             sampled(torch.randn(2)).interval(**options)
 
 
+@pytest.mark.slow
 def test_area_by_trapezoids():
     curve = Curve(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([[1.0, 0.0, 0.6], [2.0, 2.0, 2.0]]))
     torch.testing.assert_close(curve.area(normalized=False), torch.tensor([0.14, 0.8]))

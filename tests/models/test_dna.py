@@ -148,6 +148,7 @@ def test_pools() -> None:
         assert torch.equal(found, read[pool] @ model.score.weight.T)
 
 
+@pytest.mark.slow
 def test_caduceus_is_read_off_its_weights(tmp_path: Path) -> None:
     for options in (*KINDS, {"rms_norm": False}, {"bias": True, "d_conv": 3}):
         model, ids = small(**options), some_ids()

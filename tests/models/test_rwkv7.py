@@ -133,6 +133,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert relative_error(found, wanted) <= (1e-1 if dtype is torch.bfloat16 else 2e-2)
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_weight() -> None:
     """Those of the mixing are held to differences."""
     mixer = RWKV7TimeMix(

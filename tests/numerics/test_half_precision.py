@@ -21,13 +21,15 @@ HALF = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", HALF)
 def test_operators_are_their_modules(dtype: torch.dtype, family: str) -> None:
     factor = 5 if dtype is torch.float16 else 30
-    model = enlarged(language_model(family), factor).to(dtype)
-    with trace(model) as record:
-        logits = model(token_ids()).logits
-    assert torch.isfinite(logits).all()
-    assert record.layers[0].values.abs().max() > factor / 2
-    found = median(layer.reconstruction_error() for layer in record.layers)
-    assert found <= TOLERANCES[dtype]
+    errors = []
+    for _ in range(3):
+        model = enlarged(language_model(family), factor).to(dtype)
+        with trace(model) as record:
+            logits = model(token_ids()).logits
+        assert torch.isfinite(logits).all()
+        assert record.layers[0].values.abs().max() > factor / 2
+        errors += [layer.reconstruction_error() for layer in record.layers]
+    assert median(errors) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize(

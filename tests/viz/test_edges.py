@@ -52,6 +52,7 @@ def test_an_arc_goes_from_its_source_to_its_target_and_shows_size_and_sign() -> 
     assert said == ["speaks for the output", "speaks against it"]
 
 
+@pytest.mark.slow
 def test_arcs_that_meet_at_a_word_do_not_cross() -> None:
     both_ways = [*itertools.product(range(5), repeat=2)]
     edges = [edge(i, j, 1.0, layer) for layer in range(2) for i, j in both_ways]
@@ -80,6 +81,7 @@ def test_a_row_for_each_layer() -> None:
     assert [text.get_text() for text in alone.texts] == ["layer 3: +8", "layer 7: −2"]
 
 
+@pytest.mark.slow
 def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
     tokens = [f"w{i}" for i in range(300)]
     figure, (axis,) = plot_edges(tokens, [edge(20, 250, 1.0), edge(100, 250, -1.0)])
@@ -97,6 +99,7 @@ def test_of_a_long_text_words_far_from_edges_are_left_out() -> None:
         assert abs(stops - at["w250"]) < 1
 
 
+@pytest.mark.slow
 def test_awkward_tokens_and_the_edges_of_a_real_model() -> None:
     figure, _ = plot_edges(AWKWARD, [edge(0, len(AWKWARD) - 1, 0.0)])
     draw(figure)

@@ -89,6 +89,7 @@ def flow() -> Graph:
     return attribution_graph(model.double(), ids, target, nodes=blocks, keep=None, tokens=words)
 
 
+@pytest.mark.slow
 def test_lines_of_a_flow_are_as_wide_as_exact_parts() -> None:
     """What flows into a node adds up to what is there, and all words and biases to the logit."""
     found = flow()
@@ -113,6 +114,7 @@ def test_the_least_influential_are_left_out():
     assert {text.get_text() for text in axis.texts} == {"a thing", "kite"}
 
 
+@pytest.mark.slow
 def test_long_and_awkward_texts_and_refusals():
     draw(plot_graph(graph(tuple(AWKWARD)))[0])
     figure, axis = plot_graph(graph(tuple(f"word{i}" for i in range(300))), most=4)

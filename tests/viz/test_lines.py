@@ -31,6 +31,7 @@ def test_profiles_are_drawn_by_layer() -> None:
         plot_layers({"a": torch.rand(2, 2)})
 
 
+@pytest.mark.slow
 def test_decomposition_errors_of_a_real_model() -> None:
     model, ids = mamba_lm(), token_ids()
     errors = {
@@ -71,6 +72,7 @@ def test_one_example_has_no_band_and_one_share_no_area() -> None:
     draw(figure)
 
 
+@pytest.mark.slow
 def test_perturbed_has_a_panel_each() -> None:
     found = Perturbed(curve(), curve(), curve())
     figure, axes = plot_perturbed({"flow": found, "rollout": Perturbed(*found)}, title="$")

@@ -141,6 +141,7 @@ def test_channels_are_laid_out_in_a_grid() -> None:
         plot_channels(matrix[0, 0])
 
 
+@pytest.mark.slow
 def test_contributions_have_a_row_for_each_target() -> None:
     found = torch.randn(3, 5, dtype=torch.float64)
     figure, axis = plot_contributions(found, AWKWARD[:5], ["x", "y", "$z$"], title="$t")

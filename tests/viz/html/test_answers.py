@@ -60,6 +60,7 @@ def test_every_prediction_has_its_own_relevance(path: Path, rule: Any) -> None:
     np.testing.assert_allclose(difference, exact, atol=1e-4 * float(exact.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_contrast_of_the_users_own_is_all_that_is_explained(path: Path) -> None:
     options = {LatimFlow.get_name(): {"contrast": "mean"}}
     methods = [LatimFlow, MambaLRP]

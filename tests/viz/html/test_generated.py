@@ -27,6 +27,7 @@ def rows(page: ReadPage, block: str, words: int) -> np.ndarray:
     return steps / 32767 * largest[:, None]
 
 
+@pytest.mark.slow
 def test_it_holds_what_the_method_says_of_each_word(tmp_path: Path) -> None:
     model, vocabulary = load_bundled()
     path = tmp_path / "new" / "answers.html"

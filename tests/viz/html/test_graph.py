@@ -89,6 +89,7 @@ def test_the_graph_is_of_the_blocks(path: Path, count: int) -> None:
         assert adds == [step["adds"] for step in found["path"]]
 
 
+@pytest.mark.slow
 def test_what_flows_into_a_node_adds_up_to_it(path: Path) -> None:
     """Words, activations and constants; and all words with all constants are the logit."""
     model, ids = mamba_lm().double(), token_ids(1, 8)
@@ -123,6 +124,7 @@ class OneMixer(nn.Module):
         return self.head(x + self.mixer(x))
 
 
+@pytest.mark.slow
 def test_mixers_are_rows_where_blocks_cannot_be(path: Path) -> None:
     model, ids, name = OneMixer(), token_ids(1, 7), "mixer"
     (found,) = drawn(path, model, ids, target=(-1, 4), graph=EVERYTHING)

@@ -144,6 +144,7 @@ def test_images_have_patches(path: Path, cls: str | None) -> None:
         assert example["maps"][0]["layers"][0]["size"] == len(example["tokens"])
 
 
+@pytest.mark.slow
 def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
     model, picture = vision("head", (3, 5)), images(1, (3, 5))
     report(model, picture, [LatimFlow, MambaAttribution, Saliency], target=1, path=path)
@@ -163,6 +164,7 @@ def test_pixels_are_there_where_a_method_tells_them_apart(path: Path) -> None:
         np.testing.assert_allclose(values(method)[model.patch_tokens()], patches, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(1, 9)
     methods = {"content": LatimFlow, "cause": LatimFlow, "lrp": MambaLRP(model)}
@@ -183,6 +185,7 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
         np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
 
 
+@pytest.mark.slow
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     model, vocabulary = load_bundled()
     texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
@@ -205,6 +208,7 @@ def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     assert found["$5"] == pytest.approx(float(chances[7]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_awkward_tokens_are_spelled(path: Path) -> None:
     report(mamba_lm(), token_ids(1, len(AWKWARD)), [LatimFlow], tokens=AWKWARD, path=path)
     (example,) = read_page(path).facts["examples"]
@@ -291,6 +295,7 @@ def test_edges_that_are_not_listed_or_cannot_be_estimated(path: Path) -> None:
         report(model, ids, METHODS, edges=-1, path=path)
 
 
+@pytest.mark.slow
 def test_refusals(path: Path) -> None:
     model, ids = mamba_lm(), token_ids(2, 5)
     with pytest.raises(OptionError, match="matrices='all'"):
