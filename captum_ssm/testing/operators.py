@@ -6,6 +6,7 @@ beside the same question to the matrices.  A failure names the clause, the dtype
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -397,9 +398,10 @@ class _Check:
 
     def all(self, clauses: Iterator[Clause], plain: _Plain, size: _Plain, q: _Inputs) -> None:
         """Compare the answers to some clauses."""
-        exact = q.map(lambda x: x.double().cpu())
+        exact = q.map(lambda x: x.detach().cpu().double().clone())
         largest = exact.map(torch.Tensor.abs)
-        clause = "nothing"
+        given = _tensors(q)
+        kept, clause = [x.clone() for x in given], "nothing"
         while True:
             try:
                 with self.setting():
@@ -409,13 +411,9 @@ class _Check:
             except Exception as error:
                 about = self._about(f"after {clause}")
                 raise AssertionError(f"{about}, the next question raised {error!r}.") from error
+            same = all(map(torch.equal, given, kept))
+            self.true(f"after {clause}, values and factors are as they were", same)
             self.close(clause, found, wanted(plain, exact), wanted(size, largest))
-        for name in ("u", "v", "stack", "x"):
-            same = torch.equal(getattr(q, name).double().cpu(), getattr(exact, name))
-            self.true("values stay as they are", same)
-        pairs = zip(q.factors, exact.factors, strict=True)
-        same = all(torch.equal(x.double().cpu(), y) for p in pairs for x, y in zip(*p, strict=True))
-        self.true("factors stay as they are", same)
 
     def close(
         self, clause: str, found: Tensor, wanted: Tensor, size: Tensor, looser: float = 1.0
@@ -431,7 +429,10 @@ class _Check:
             )
         if not found.numel():
             return
-        allowed = looser * self.rtol[found.dtype] * float(size.detach().max())
+        largest = float(size.detach().max())
+        if not math.isfinite(largest):
+            raise AssertionError(f"{about}: the matrices or their bound are not finite.")
+        allowed = looser * self.rtol[found.dtype] * largest
         error = (found.detach().double().cpu() - wanted.detach()).abs()
         worst = float(error.max())
         if not worst <= allowed:  # NaN is wrong, too
@@ -569,6 +570,15 @@ def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
 def _unit_rows(m: _Plain, q: _Inputs) -> Tensor:
     rows = [matrix[:, :, at] for matrix, at in zip(m.matrices, q.each, strict=True)]
     return torch.stack(rows).permute(3, 0, 4, 1, 2) * q.weight  # (Q, B, L, H, P)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return _tensors([*x.values()])
+    return [y for each in x for y in _tensors(each)] if isinstance(x, list | tuple) else []
 
 
 def _largest(channels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def layers_of(model: Any, *args: Any, **kwargs: Any) -> list[Layer]:
     return list(t.layers)
 
 
+def masked(model: Any) -> Callable[..., Tensor]:
+    """The model, whose second argument is the mask."""
+    return lambda ids, mask: model(ids, attention_mask=mask).logits
+
+
 def of_real(vectors: Tensor, mask: Tensor) -> Tensor:
     """The norms of vectors (B, L, L, E) whose tokens are no padding."""
     keep = mask.to(vectors)
@@ -68,7 +74,8 @@ def test_mamba_2_with_groups_and_norms(family: str, activation: str) -> None:
     model = mamba2.make_model(family).double()
     ids, mask = padded_batch([6, 3])
     names = mamba2.mixer_names(model)
-    found = LatimNorm(model, activation=activation).maps(ids, additional_forward_args=mask)
+    method = LatimNorm(masked(model), model, activation=activation)
+    found = method.maps(ids, additional_forward_args=mask)
     for layer, one in zip(layers_of(model, ids, attention_mask=mask), found, strict=True):
         if layer.name not in names:
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.every_method import each_method
+from helpers.every_method import each_method, each_of_queries
 from torch import nn
 from transformers import DynamicCache
 from zoo.small import (
@@ -198,7 +198,8 @@ INPUTS = {
 def test_inputs(case):
     make, fragments = INPUTS[case]
     model = mamba_lm()
-    check(lambda: LatimFlow(model).attribute(make(), target=(-1, 3)), ValueError, fragments)
+    method = ImplicitAttention(model)
+    check(lambda: method.attribute(make(), target=(-1, 3)), ValueError, fragments)
 
 
 @each_method
@@ -248,7 +249,7 @@ def test_sequences_that_became_fewer_tokens(method):
     torch.testing.assert_close(found[:, ::2], read, rtol=1e-4, atol=1e-6)
 
 
-@each_method
+@each_of_queries
 def test_examples_that_are_not_explained_by_themselves(method):
     """The model makes another batch of its input: each image in two crops, say."""
     model, ids = mamba_lm(), token_ids(2, 6)

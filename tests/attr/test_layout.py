@@ -10,7 +10,7 @@ from helpers.every_method import each_method
 from torch import Tensor, nn
 from zoo.small import GRID, WIDTH, images, vision
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaLRP
 from captum_ssm.errors import InputError
 
 
@@ -48,7 +48,7 @@ class OfARow(nn.Module):
         return self.inner.head(self.inner.norm(x).mean(1))
 
 
-@each_method
+@pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
 def test_patches_in_a_row_are_no_grid(method: Any) -> None:
     with pytest.raises(InputError, match="no 2-D convolution before its first mixer"):
         method(OfARow().eval()).attribute(images(2), target=1, per_token=True)

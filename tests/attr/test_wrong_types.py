@@ -48,6 +48,7 @@ MORE: dict[str, tuple[list[Any], list[Any]]] = {
     **dict.fromkeys(
         ("residual", "roles", "features", "simplified"), ([*_FLAG.refused], [True, *_FLAG.same])
     ),
+    "heads": ([*_NO_LISTS, [], [HEADS], [0, 0, 1], [0, -HEADS]], [None, *_LISTS]),
     "channels": ([*_NO_LISTS, None, [], [HEADS]], _LISTS),
     "layers": ([*_NO_LISTS, [LAYERS]], [None, *_LISTS]),
     "positions": ([*_NO_LISTS, [], [TOKENS], torch.ones(1, 1, 1).long()], [None, *_LISTS]),

@@ -117,7 +117,7 @@ def manner(page: Page, name: str) -> None:
 
 def seen(page: Page, holder: str, path: Path) -> np.ndarray:
     """What is seen of the image, (H, W, 3) in 0 to 1."""
-    page.hover(f"{holder} canvas")  # which scrolls to it
+    page.scroll_to(f"{holder} canvas")
     page.leave()
     page.drawn()
     box = page.box(f"{holder} canvas")

@@ -14,8 +14,6 @@ from zoo.small import mamba_lm
 
 from captum_ssm import EdgeEffects, Edges, knock_out
 from captum_ssm.cli import main
-from captum_ssm.errors import OptionError
-from captum_ssm.explain.knockout import read_tokens
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import load_bundled
 from captum_ssm.viz.html.pictures import png
@@ -175,27 +173,6 @@ def test_classifiers_of_sentences_and_of_images(
     edge = told("--top", "1")["edges"][0]
     lost = named["before"] - number(Edges(edge["layer"], edge["source"], edge["target"]))
     assert edge["true"] == pytest.approx(lost, rel=1e-2, abs=1e-5)
-
-
-def test_words_and_positions() -> None:
-    names, text = ["▁the", "the", " red", " la", "mp", " lamp post", "the"], "the red lamp"
-
-    def read(*given: str) -> Any:
-        return read_tokens("--from", given, names[1:6], text)
-
-    assert read("red", "-1", "red", "the") == [1, -1, 0]
-    assert read("lamp") == [2, 3]  # two tokens
-    assert read("1:-2") == slice(1, -2)
-    assert read(":") == slice(None)
-    with pytest.raises(OptionError, match=r"--from the: the text has it 2 times, at 1 and 6"):
-        read_tokens("--from", ["the"], names, text)
-    with pytest.raises(OptionError, match="--from blue: the text has no such word"):
-        read("blue")
-    with pytest.raises(OptionError, match="a slice stands alone"):
-        read("red", "1:")
-    # letters of several words make none that the text does not have
-    with pytest.raises(OptionError, match="no such word"):
-        read_tokens("--to", ["ab"], ["a", "b"], "a b")
 
 
 @pytest.mark.parametrize(

@@ -181,22 +181,6 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def test_no_code_beside_the_weights_runs_unless_asked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, cache = folder / "made", "transformers.dynamic_module_utils.HF_MODULES_CACHE"
-    monkeypatch.setattr(cache, str(folder / "cache"))
-    settings = json.loads((folder / "config.json").read_text())
-    settings["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "own.py").write_text(f"open({str(made)!r}, 'w').close()\n")
-    load(Source(str(folder)))
-    assert not made.exists()
-    with pytest.raises(Exception):  # noqa: B017  # the trap is a real one, with no class in it
-        load(Source(str(folder), trust_remote_code=True))
-    assert made.exists()
-
-
 def test_no_code_of_pickled_weights_runs(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     made = folder / "made"

@@ -12,13 +12,13 @@ OPERATORS = (
         "a stream's adjoint in the order of the map",
         "ordered = streams if transposed else streams[::-1]",
         "ordered = streams[::-1]",
-        ("operators/test_streams.py", "attr/test_rollout.py"),
+        ("operators/test_streams.py", "operators/test_compositions.py", "attr/test_rollout.py"),
     ),
     Fault(
         "a chain's adjoint in the order of the map",
         "        for part in self.parts:\n            u = part.transpose(u)",
         "        for part in reversed(self.parts):\n            u = part.transpose(u)",
-        ("operators/test_random_chains.py",),
+        ("operators/test_random_chains.py", "operators/test_compositions.py"),
     ),
     Fault(
         "a short convolution's adjoint looks back",
@@ -42,31 +42,31 @@ OPERATORS = (
         "a scan's adjoint fades by the step of its own token",
         "after = 1 if self.transposed else 0",
         "after = 0",
-        ("operators/test_selective_scan.py",),
+        ("operators/test_selective_scan.py", "operators/test_contract.py"),
     ),
     Fault(
         "heads of a group read vectors in turn",
         "return x[:, :, torch.arange(heads, device=x.device)[part] // each]",
         "return x[:, :, torch.arange(heads, device=x.device)[part] % x.shape[2]]",
-        ("operators/test_grouped_scan.py",),
+        ("operators/test_grouped_scan.py", "operators/test_contract.py"),
     ),
     Fault(
-        "a decay's gradient without the token itself",
-        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1),',
-        '"log_decay": (read - sent).flip(1).cumsum(1).flip(1) - (read - sent),',
-        ("operators/test_backward.py",),
+        "gradients of queries that heads share are not summed",
+        '"query": self._by_group(of_query),',
+        '"query": of_query,',
+        ("operators/test_backward.py", "operators/test_coefficients.py"),
     ),
     Fault(
         "a gated delta rule erases before it decays",
         "erase = key * (self._decays(part) if decays is None else decays)",
         "erase = key",
-        ("operators/test_backward.py", "operators/test_memory.py"),
+        ("operators/test_backward.py", "operators/test_coefficients.py"),
     ),
     Fault(
         "a reordering of rows undone instead",
         "return matrix.index_select(-2, self.order)",
         "return matrix.index_select(-2, self.inverse)",
-        ("operators/test_permute.py",),
+        ("operators/test_permute.py", "operators/test_compositions.py"),
     ),
     Fault(
         "a share of the channels off by one through rounding",
@@ -78,7 +78,7 @@ OPERATORS = (
         "heads summed where their mean is asked for",
         "part.contract_heads(one / per_head, one)",
         "part.contract_heads(one, one)",
-        ("operators/test_by_channel.py", "operators/test_reduction.py"),
+        ("operators/test_by_channel.py", "operators/test_contract.py"),
     ),
 )
 
@@ -93,7 +93,7 @@ MIXERS = (
         "a convolution that padding leaks through without this constant",
         "constant = leaked if bias is None else leaked + bias",
         "constant = torch.zeros_like(leaked) if bias is None else bias",
-        ("mixers/test_mamba.py", "mixers/test_mamba2.py"),
+        ("attr/test_padding.py", "mixers/test_mamba.py"),
     ),
     Fault(
         "an activation's ratio is 0 at 0",
@@ -163,6 +163,20 @@ TRACING = (
         "return lasting(lambda: register(own, **options).remove)",
         "return lasting(lambda: (register(own, **options), lambda: None)[1])",
         ("tracing/test_hooks.py", "tracing/test_clean.py"),
+    ),
+    Fault(
+        "changes stay if the model fails",
+        """    try:
+        yield
+    finally:
+        with _lock:
+            _, undo = _lasting.pop(key)
+            undo()""",
+        """    yield
+    with _lock:
+        _, undo = _lasting.pop(key)
+        undo()""",
+        ("tracing/test_changes.py", "tracing/test_hooks.py", "attr/test_results.py"),
     ),
     Fault(
         "hooks hear other threads",
@@ -300,7 +314,49 @@ METHODS = (
         "a batch in parts: examples counted from each part's first",
         "raise PaddedExampleError(self.part.start + error.example) from None",
         "raise PaddedExampleError(error.example) from None",
-        ("attr/test_padded_examples.py",),
+        ("attr/test_padded_examples.py", "attr/test_padding.py"),
+    ),
+    Fault(
+        "a batch in parts: the last examples left out",
+        "for start in range(0, batch, size):",
+        "for start in range(0, max(1, batch - size), size):",
+        ("attr/test_inputs.py", "attr/test_flow.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "a batch in parts: every part has the targets of the first",
+        "return target[self.part]",
+        "return target[: self.part.stop - self.part.start]",
+        ("attr/test_inputs.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "rule ignored",
+        'self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)',
+        'self.default_rule if rule is None or checks.choice("rule", rule, FAMILY) else rule',
+        ("attr/test_flow.py", "attr/test_decomposition.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "zero_bias ignored",
+        "        checks.flags(zero_bias=zero_bias, **more)",
+        "        checks.flags(zero_bias=zero_bias, **more)\n        zero_bias = False",
+        ("attr/test_mamba_lrp.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "the delta's sign",
+        "delta = found.delta + sums.to(found.output)",
+        "delta = found.delta - sums.to(found.output)",
+        ("attr/test_flow.py", "attr/test_latim_logit.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "relevance in float32 whatever the model",
+        "return [row.detach() for row in run.laid_out(rows, layout)]",
+        "return [row.detach().float() for row in run.laid_out(rows, layout)]",
+        ("attr/test_results.py", "conformance/test_methods.py"),
+    ),
+    Fault(
+        "the mean of a query counts padding",
+        'query == "mean":\n        return keep',
+        'query == "mean":\n        return torch.ones_like(keep)',
+        ("attr/test_padding.py", "conformance/test_methods.py"),
     ),
     Fault(
         "the last token may be padding",
@@ -387,6 +443,12 @@ INSIDE = (
         ("inside/test_dictionary.py",),
     ),
     Fault(
+        "jumprelu without its threshold",
+        "(before > self.threshold)",
+        "(before > 0)",
+        ("inside/test_dictionary.py",),
+    ),
+    Fault(
         "a graph takes the other graphs off the list",
         '"graphs": [*others, metadata]',
         '"graphs": [metadata]',
@@ -414,6 +476,12 @@ METRICS = (
         "counts = (fractions.to(units.device) * units[:, None] + 1e-9).floor()",
         "counts = (fractions.to(units.device) * units[:, None]).floor()",
         ("metrics/test_text_perturbation.py", "metrics/test_image_perturbation.py"),
+    ),
+    Fault(
+        "relevance counts where the mask hides it",
+        'scores, _ = masked_scores(relevance, mask, "relevance")\n    positive',
+        'scores, _ = masked_scores(relevance, None, "relevance")\n    positive',
+        ("metrics/test_faithfulness.py",),
     ),
     Fault(
         "pixels without a label are counted",
@@ -447,6 +515,24 @@ PAGES = (
         "visible = character.isprintable() and ord(character) not in _INVISIBLE",
         "visible = True",
         ("viz/test_labels.py",),
+    ),
+    Fault(
+        "a report names the token behind the one that is read",
+        'f", predicted after token {place[0]}"',
+        'f", predicted after token {place[0] + 1}"',
+        ("viz/html/test_report.py",),
+    ),
+    Fault(
+        "each picture of a text has the scale of the first",
+        "limits = [together or scale(scores) for scores in found.values()]",
+        "limits = [scale(next(iter(found.values()))) for _ in found]",
+        ("viz/test_pictures.py", "viz/test_roles.py"),
+    ),
+    Fault(
+        "Insights: a page without a server lacks the likeliest class",
+        'for score in output.get("predicted", [])[:classes]:',
+        'for score in output.get("predicted", [])[1:classes]:',
+        ("insights/test_snapshot.py",),
     ),
     Fault(
         "Insights: other sites may ask",
@@ -503,7 +589,7 @@ COMMANDS = (
         "a model's own code run without being asked",
         '"trust_remote_code": self.trust_remote_code}',
         '"trust_remote_code": True}',
-        ("explain/test_loading.py",),
+        ("cli/test_explain.py",),
     ),
     Fault(
         "--dtype ignored",

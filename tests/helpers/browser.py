@@ -162,6 +162,11 @@ class Page:
         """Give the focus to the first element found."""
         self._tab.focus(selector)
 
+    def scroll_to(self, selector: str) -> None:
+        """Move the first element found into the middle of the window."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+
     def hover(self, selector: str) -> None:
         """Move the mouse onto the first element found."""
         self._tab.hover(selector)

@@ -7,9 +7,8 @@ import base64
 import numpy as np
 import pytest
 import torch
-from captum.attr import FeatureAblation, IntegratedGradients, Saliency
+from captum.attr import IntegratedGradients, Saliency
 from helpers.insights_examples import CLASSES, cnn, softmax, table_model
-from torch import nn
 from zoo.small import classifier, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution
@@ -21,7 +20,7 @@ from captum_ssm.insights import (
     FilterConfig,
     ImageFeature,
 )
-from captum_ssm.insights.calculation import AttributionCalculation, shares_of
+from captum_ssm.insights.calculation import AttributionCalculation
 from captum_ssm.insights.dataset import Example
 from captum_ssm.viz.html.pictures import heat
 
@@ -89,18 +88,6 @@ def test_classes_that_are_too_few_are_named():
         calculation(cnn()).transformed(example(torch.rand(1, 3), torch.rand(1, 3)))
 
 
-def test_captums_methods_get_baselines_targets_and_arguments():
-    model, image = cnn(), torch.rand(1, 3, 6, 6)
-    of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
-    options = {"n_steps": 7, "method": "riemann_left"}
-    (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
-    wanted = IntegratedGradients(model).attribute(
-        image, baselines=torch.full_like(image, 0.3), target=2, **options
-    )
-    torch.testing.assert_close(found, wanted)
-    assert not found.requires_grad
-
-
 OURS = [
     (lambda: mamba_lm(), lambda: token_ids(1, 6), (-1, 3)),
     (lambda: classifier("mean"), lambda: token_ids(1, 6), 3),
@@ -151,27 +138,6 @@ def test_captums_methods_read_the_logits_of_transformers():
             torch.testing.assert_close(found[0, i], lost, rtol=1e-5, atol=1e-5)
 
 
-def test_several_inputs_and_further_arguments():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image, self.numbers = cnn(), table_model()
-
-        def forward(self, image, numbers, factor, word):
-            return self.image(image) * factor + self.numbers(numbers) * len(word)
-
-    model, image, numbers = Both(), torch.rand(1, 3, 6, 6), torch.rand(1, 3)
-    additional = (torch.rand(1, 1), "word")
-    of = calculation(model, EmptyFeature(), EmptyFeature())
-    for name, method in [("Saliency", Saliency), ("Feature Ablation", FeatureAblation)]:
-        found = of.relevance(model, (image, numbers), additional, 2, name, {})
-        wanted = method(model).attribute(
-            (image, numbers), target=2, additional_forward_args=additional
-        )
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 def test_a_model_of_one_number_has_no_target():
     model, numbers = table_model(classes=1), torch.rand(1, 3)
     of = calculation(model, classes=["no", "yes"], use_label_for_attr=False)
@@ -191,7 +157,13 @@ def test_what_does_not_fit_or_is_no_argument_is_named():
         of.relevance(model, (numbers,), (), 1, "Integrated Gradients", {"n_steps": 0})
 
 
-def test_the_share_of_each_feature():
-    found = shares_of([torch.tensor([[1.0, 2.0]]), torch.tensor([[[-1.0]]]), torch.zeros(1, 2)])
-    assert found == [0.75, -0.25, 0.0]
-    assert shares_of([torch.zeros(1, 2), torch.zeros(1, 3)]) == [0.0, 0.0]
+def test_captums_methods_get_baselines_targets_and_arguments():
+    model, image = cnn(), torch.rand(1, 3, 6, 6)
+    of = calculation(model, ImageFeature("photo", [lambda x: x * 0 + 0.3], None))
+    options = {"n_steps": 7, "method": "riemann_left"}
+    (found,) = of.relevance(model, (image,), (), 2, "Integrated Gradients", options)
+    wanted = IntegratedGradients(model).attribute(
+        image, baselines=torch.full_like(image, 0.3), target=2, **options
+    )
+    torch.testing.assert_close(found, wanted)
+    assert not found.requires_grad

@@ -11,7 +11,6 @@ import pytest
 import torch
 from zoo.small import CLASSES, classifier, token_ids, vision
 
-from captum_ssm import MambaAttribution
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.errors import OptionError
 from captum_ssm.insights import register_with_captum
@@ -109,36 +108,6 @@ def test_every_method_explains_with_what_the_page_sends(config, name):
     wanted = method(model).attribute(ids, target=int(output.active_index))[0]
     percent = 100 * wanted / wanted.abs().max()
     assert output.feature_outputs[0].modified == pytest.approx(percent.tolist(), abs=1e-3)
-
-
-@needs_captum08
-def test_images_and_changed_arguments(config):
-    from captum.insights.attr_vis.features import ImageFeature
-
-    register_with_captum()
-    model, images = vision(), torch.rand(2, 3, 12, 12)
-    feature = ImageFeature("photo", None, None)
-    arguments = offered(config, "MambaAttribution") | {
-        "clamp": "abs",
-        "normalize_rows": "yes",
-        "heads": "0 3",
-        "start_layer": 1,
-        "query": "last",
-    }
-    seen = []
-    feature.visualize = lambda attribution, data, share: seen.append(attribution)
-    visualizer(model, feature, images, "MambaAttribution", **arguments).visualize()
-    for image, found in zip(images.split(1), seen, strict=True):
-        wanted = MambaAttribution(model).attribute(
-            image,
-            target=int(model(image).argmax()),
-            clamp="abs",
-            normalize_rows=True,
-            heads=(0, 3),
-            start_layer=1,
-            query="last",
-        )
-        torch.testing.assert_close(found, wanted)
 
 
 def shown_by(script: str, package: str) -> list[list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ import torch
 
 from captum_ssm.errors import InputError
 from captum_ssm.insights import Batch
-from captum_ssm.insights.dataset import KEPT, Stream, examples_of
+from captum_ssm.insights.dataset import Stream, examples_of
 
 
 def batches(*sizes: int) -> list[Batch]:
@@ -89,14 +89,6 @@ def test_an_empty_dataset_ends():
         assert stream.first() is None
         for again in (False, True, False):
             assert seen(stream.page(again)) == [] and stream.ended
-
-
-def test_of_a_long_generator_the_last_examples_are_kept():
-    total = KEPT + 50
-    stream = Stream(iter(batches(total)))
-    assert seen(stream.page()) == list(range(total))
-    assert seen(stream.page()) == list(range(50, total))
-    assert [e.number for e in stream.page()] == list(range(51, total + 1))
 
 
 def test_a_dataset_without_end_is_read_no_further_than_asked():

@@ -87,16 +87,6 @@ def test_relevance_is_centred_at_zero_and_its_scale_spares_the_few_largest():
     assert np.abs(pixels(shown(torch.rand(1, 3, 10, 10), relevance).modified) - expected).max() <= 1
 
 
-def test_an_image_is_transformed_before_it_is_shown():
-    def undone(image):
-        assert image.shape == (1, 3, 4, 4)
-        return image * 0 + 1
-
-    feature = ImageFeature("photo", None, None, visualization_transform=undone)
-    found = feature.visualize(torch.rand(1, 3, 4, 4), torch.rand(1, 3, 4, 4), 1.0)
-    assert (pixels(found.base) == 255).all()
-
-
 def test_inputs_that_cannot_be_shown_are_named():
     for shape in ((1, 3), (2, 3, 4, 4), (1, 3, 0, 4)):
         with pytest.raises(InputError, match="cannot be shown as an image"):
@@ -140,3 +130,13 @@ def test_numbers_by_category():
     assert nothing.modified == [0.0, 0.0] and nothing.base == ["width: 1.00", "height: 2.00"]
     empty = EmptyFeature().visualize(torch.rand(1, 2), torch.rand(1, 2), 0.5)
     assert empty == ("empty", None, None, "empty", 0.5)
+
+
+def test_an_image_is_transformed_before_it_is_shown():
+    def undone(image):
+        assert image.shape == (1, 3, 4, 4)
+        return image * 0 + 1
+
+    feature = ImageFeature("photo", None, None, visualization_transform=undone)
+    found = feature.visualize(torch.rand(1, 3, 4, 4), torch.rand(1, 3, 4, 4), 1.0)
+    assert (pixels(found.base) == 255).all()

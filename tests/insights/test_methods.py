@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from zoo.small import classifier, mamba_lm, token_ids
+from zoo.small import mamba_lm, token_ids
 
 from captum_ssm.attr.engine.method import SSMAttribution
 from captum_ssm.insights.config import ContrastConfig, NumberConfig, StrEnumConfig
@@ -74,16 +74,3 @@ def test_occluding_windows_suit_the_inputs():
         assert found == {"sliding_window_shapes": window, "strides": stride}
         both = suggest((torch.zeros(shape), torch.zeros(1, 2)))
         assert both == {"sliding_window_shapes": (window, (1,)), "strides": (stride, (1,))}
-
-
-def test_a_windowed_token_of_a_classifier_is_all_its_features():
-    model = classifier("mean")
-    embeddings = model.backbone.embeddings(token_ids(1, 4)).detach()
-    method = ATTRIBUTION_NAMES_TO_METHODS["Occlusion"]
-    suggested = DEFAULTS_FROM_INPUTS["Occlusion"]((embeddings,))
-
-    def run(x):
-        return model(inputs_embeds=x)
-
-    found = method(run).attribute(embeddings, target=1, **suggested)
-    torch.testing.assert_close(found, found[..., :1].expand_as(found))

@@ -31,10 +31,6 @@ from captum_ssm.insights import (
 from captum_ssm.insights.dataset import MOST_SEARCHED
 
 
-def labels_of(shown) -> list[list[str]]:
-    return [[output.predicted[0].label for output in outputs] for outputs in shown]
-
-
 def test_an_example_as_captum_insights_shows_it():
     model, images, labels = cnn(), torch.rand(3, 3, 6, 6), torch.tensor([4, 0, 2])
     visualizer = photos(model, [Batch(images, labels)])
@@ -131,15 +127,6 @@ def test_under_no_grad_and_with_a_model_in_training(seed):
     assert model.training and all(p.grad is None for p in model.parameters())
 
 
-def test_of_two_models_those_that_pass_are_shown():
-    visualizer = table([Always(1), Always(3)], [numbers(3, 1, 2)])
-    visualizer.config = FilterConfig(prediction="correct")
-    shown = visualizer.visualize()
-    assert [[output.model_index for output in outputs] for outputs in shown] == [[1], [0]]
-    visualizer.config = FilterConfig(prediction="incorrect", classes=["bee"])
-    assert [[o.model_index for o in outputs] for outputs in visualizer.visualize()] == [[0], [0]]
-
-
 def test_a_method_may_fit_one_model_and_not_the_other():
     ids = token_ids(1, 5)
     words = [f"w{i}" for i in range(VOCABULARY)]
@@ -206,14 +193,6 @@ def test_the_filter_is_by_prediction_and_by_class():
         visualizer = table(Always(1), dataset)
         visualizer.config = FilterConfig(**options)
         assert [o.actual.index for (o,) in visualizer.visualize()] == wanted, options
-
-
-def test_without_labels_examples_are_shown_and_none_is_right_or_wrong():
-    visualizer = table(Always(1), [numbers(None, None)])
-    assert labels_of(visualizer.visualize()) == [["bee"], ["bee"]]
-    for prediction in ("correct", "incorrect"):
-        visualizer.config = FilterConfig(prediction=prediction)
-        assert visualizer.visualize() == []
 
 
 def test_an_empty_dataset_shows_nothing():

@@ -12,7 +12,7 @@ from helpers.pictures import AWKWARD, draw
 from zoo.small import images, mamba_lm, token_ids, vision
 
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
-from captum_ssm.errors import InputError, OptionError
+from captum_ssm.errors import OptionError
 from captum_ssm.viz import captum_image, captum_text, image_arrays
 
 METHODS = ["heat_map", "blended_heat_map", "original_image", "masked_image", "alpha_scaling"]
@@ -87,10 +87,3 @@ def test_text_reaches_captum_escaped_and_in_range() -> None:
     assert tags <= {"table", "tr", "th", "td", "text", "b", "mark", "font", "div", "span"}
     words = re.findall(r'<font color="black"> (.*?)\s*</font>', page)
     assert words == [w.rstrip() for w in record.raw_input_ids]
-
-
-def test_text_without_relevance() -> None:
-    record = captum_text(["a", "b"], torch.zeros(1, 2))
-    assert record.word_attributions.tolist() == [0, 0]
-    with pytest.raises(InputError, match="2 numbers for 1 tokens"):
-        captum_text(["a"], torch.zeros(2))

@@ -98,16 +98,6 @@ def test_matrices_say_what_they_are() -> None:
 
 
 @pytest.mark.slow
-def test_absolute_matrices_are_stretched_like_the_papers() -> None:
-    matrix = torch.randn(6, 6)
-    _, axes = plot_matrices([matrix, torch.zeros(3, 3)], absolute=True)
-    size = matrix.abs()
-    expected = (size - size.min()) / (size.max() - size.min())
-    np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
-    assert not axes[1].images[0].get_array().any()
-
-
-@pytest.mark.slow
 def test_labels_of_long_texts_do_not_collide() -> None:
     tokens = (AWKWARD * 20)[:200]
     figure, axes = plot_matrices([torch.rand(200, 200)], tokens)
@@ -166,3 +156,13 @@ def test_contributions_have_a_row_for_each_target() -> None:
         plot_contributions(found, targets=["x", "y"])
     with pytest.raises(InputError, match="pass \\(targets, sources\\)"):
         plot_contributions(torch.rand(4))
+
+
+@pytest.mark.slow
+def test_absolute_matrices_are_stretched_like_the_papers() -> None:
+    matrix = torch.randn(6, 6)
+    _, axes = plot_matrices([matrix, torch.zeros(3, 3)], absolute=True)
+    size = matrix.abs()
+    expected = (size - size.min()) / (size.max() - size.min())
+    np.testing.assert_allclose(axes[0].images[0].get_array(), expected.numpy(), rtol=1e-6)
+    assert not axes[1].images[0].get_array().any()

@@ -11,7 +11,7 @@ SelectiveScan          token_loop       pivot_tree,      pivot_tree      scan_ba
                                         pivot_strip
 ScalarDecayHeads       chunks,          chunk_tree,      chunk_tree      chunks,
                        within_chunk     pivot_tree                       within_chunk
-VectorDecayHeads       chunks,          chunk_tree,      chunk_tree,     vector_decay_backward
+VectorDecayHeads       chunks,          chunk_tree,      chunk_tree,     attention_backward
                        within_chunk,    chunks,          chunks,
                        odd_even         within_chunk,    within_chunk
                                         pivot_tree,
@@ -30,7 +30,7 @@ gradients of ScalarDecayHeads, fused_delta for maps of a DeltaRule, and fused_fa
 ElementwiseRecurrence and from chunk to chunk; without Triton, odd_even serves in place of the
 first, and chunks for many vectors.  With it, short convolutions of one tap for each token back are
 fused_taps.  Where a DeltaRule has a decay for each key channel, its gradients take
-vector_decay_backward in place of within_chunk.  Other operators need none of these: diagonals and
+attention_backward in place of within_chunk.  Other operators need none of these: diagonals and
 short convolutions are bands, long convolutions fast Fourier transforms, and given matrices
 products.
 
@@ -52,7 +52,7 @@ chunk_tree             assembly of hierarchically semiseparable matrices from ch
 pivot_tree             assembly of semiseparable matrices from blocks of low rank
 pivot_strip            rows of semiseparable matrices by the state at a pivot
 scan_backward          Mamba's scan whose backward computes the states again, by chunks
-vector_decay_backward  the SSD algorithm with a decay for each channel of the state
+attention_backward     gradients of linear attention whose decays differ by channel
 =====================  ====================================================================
 
 They share :mod:`.arithmetic`, :mod:`.truths` (checks that are read from a device together),

@@ -23,12 +23,15 @@ from torch import Tensor
 from ..base import Operator, Role, Shape
 from ..kernels import fused_delta
 from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
+from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, Steps, in_chunks
 from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
 from .base import ChunkedHeads
 from .scalar_decay import ScalarDecayHeads
-from .vector_decay import VectorDecayHeads
+
+#: Queries with the gradients of what they read, or keys with what is written to them.
+Pair = tuple[Tensor, Tensor]
 
 
 class Correction(NamedTuple):
@@ -153,51 +156,65 @@ class DeltaRule(ChunkedHeads):
         decays = self._decays() if late else None
         key, erase, taken = self.corrections(decays=decays)
         ahead = shift_tokens(erase, -1)  # each is asked by what the token before would read
-        found = shift_tokens(self.at({"query": ahead}).apply(values), 1)
+        answers = shift_tokens(self.at({"query": ahead}).apply(values), 1)
         asked = self.transpose(gradient)
         if self.erase_step is None:
-            erased, writes = asked, [(key, values - found)]
+            erased, writes = asked, [(key, values - answers)]
         else:
             along = DeltaRule(
                 self.query, taken, torch.ones_like(self.beta), self.log_decay,
                 self.shape.per_head, None, erase, self.erase_step,
             )  # fmt: skip
-            erased, writes = along.transpose(gradient), [(key, values), (taken, -found)]
+            erased, writes = along.transpose(gradient), [(key, values), (taken, -answers)]
         # linear attention of what is written, once by what is read and once by what is erased
         reads = [(self.query, gradient), (ahead, -shift_tokens(erased, -1))]
-        each = [[self._attention(q, k).backward(x, g)[1] for k, x in writes] for q, g in reads]
-        of_query, of_ahead = (sum_tensors(one["query"] for one in row) for row in each)
-        of_key, *of_taken = (
-            sum_tensors(one["key"] for one in column) for column in zip(*each, strict=True)
-        )
+        of_queries, of_keys, of_logs = self._attended(reads, writes)
+        (of_query, of_ahead), (of_key, *of_taken) = of_queries, of_keys
         of_erase = shift_tokens(of_ahead, 1)
-        gradients = {
+        found = {
             "query": of_query,
             "key": of_key * self.beta[..., None],
             "beta": (of_key * self.key).sum(-1),
         }
         if self.log_decay is not None:
-            gradients["log_decay"] = sum_tensors(one["log_decay"] for row in each for one in row)
+            found["log_decay"] = of_logs
         if self.erase_step is not None:
-            gradients["erase_step"] = of_taken[0] * erase
+            found["erase_step"] = of_taken[0] * erase
             of_erase = of_erase + of_taken[0] * self.erase_step
         if self.erase is not None:
-            gradients["erase"] = of_erase
+            found["erase"] = of_erase
         elif decays is None:
-            gradients["key"] += of_erase
+            found["key"] += of_erase
         else:
-            gradients["key"].addcmul_(of_erase, decays)
-            of_log, bent = gradients["log_decay"], of_erase * erase
+            found["key"].addcmul_(of_erase, decays)
+            of_log, bent = found["log_decay"], of_erase * erase
             of_log += bent if of_log.dim() == 4 else bent.sum(-1)
-        return asked, gradients
+        return asked, found
 
-    def _attention(self, query: Tensor, key: Tensor) -> ScalarDecayHeads | VectorDecayHeads:
-        """Linear attention with the same decays."""
-        logs = self.log_decay
-        if logs is not None and logs.dim() == 4:
-            return VectorDecayHeads(query, key, logs, self.shape.per_head)
-        logs = torch.zeros_like(self.beta) if logs is None else logs
-        return ScalarDecayHeads(query, key, logs, None, self.shape.per_head)
+    def _attended(
+        self, reads: Sequence[Pair], writes: Sequence[Pair]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
+        """The gradients of linear attention with the same decays: of queries, keys and decays.
+
+        Args:
+            reads: queries, and the gradients of what they read.
+            writes: keys, and what is written to them.
+        """
+        logs = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
+        (queries, outer), (keys, sent) = (zip(*pairs, strict=True) for pairs in (reads, writes))
+        if logs.dim() == 4:
+            found = gradients(queries, keys, logs, sent, outer)
+            return found.queries, found.keys, found.log_decay
+        each = [
+            [
+                ScalarDecayHeads(q, k, logs, None, self.shape.per_head).backward(x, g)[1]
+                for k, x in writes
+            ]
+            for q, g in reads
+        ]
+        of_queries = [sum_tensors(one["query"] for one in row) for row in each]
+        of_keys = [sum_tensors(one["key"] for one in column) for column in zip(*each, strict=True)]
+        return of_queries, of_keys, sum_tensors(one["log_decay"] for row in each for one in row)
 
     # --- reads, writes, carry --------------------------------------------------------------
 

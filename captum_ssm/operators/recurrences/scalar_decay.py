@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Operator, Role, Shape
 from ..kernels import fused_heads
-from ..kernels.arithmetic import exponential, with_graphs
+from ..kernels.arithmetic import doubled, exponential, with_graphs
+from ..kernels.bands import shift_tokens
 from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.pivot_tree import semiseparable_strip
@@ -111,17 +113,23 @@ class ScalarDecayHeads(ChunkedHeads):
         query, key = self.query, self.key
         if self._shared:
             query, key = (vectors_of_heads(x, self.shape.heads) for x in (query, key))
-        # each gradient is linear attention again, with queries, keys and values changed about
-        swapped = ScalarDecayHeads(gradient, written, self.log_decay, None, key.shape[-1])
-        plain = ScalarDecayHeads(query, key, self.log_decay, None, self.shape.per_head)
-        of_query, of_key = swapped.apply(key), swapped.transpose(query)
-        of_written = plain.transpose(gradient)
+        # each gradient is linear attention again, with queries, keys and values changed about: here
+        # of what each token reads of those before it, as what it reads of itself owes to no decay
+        decay = exponential(self.log_decay)[..., None]
+        ahead, asked = (shift_tokens(decay * x, -1) for x in (gradient, query))
+        swapped = ScalarDecayHeads(ahead, written, self.log_decay, None, key.shape[-1])
+        plain = ScalarDecayHeads(asked, key, self.log_decay, None, self.shape.per_head)
+        of_query = shift_tokens(swapped.apply(key), 1)
+        of_key = swapped.transpose(shift_tokens(query, -1))
+        of_written = plain.transpose(shift_tokens(gradient, -1))
         # each decay stands between all that is read from it on and all that was written before it
         read, sent = (query * of_query).sum(-1), (written * of_written).sum(-1)
+        own = (gradient * written).sum(-1, keepdim=True)
+        of_written = of_written + (query * key).sum(-1, keepdim=True) * gradient
         found = {
-            "query": self._by_group(of_query),
-            "key": self._by_group(of_key),
-            "log_decay": (read - sent).flip(1).cumsum(1).flip(1),
+            "query": self._by_group(of_query + own * key),
+            "key": self._by_group(of_key + own * query),
+            "log_decay": doubled(read - sent).flip(1).cumsum(1).flip(1).to(read),
         }
         if self.scale is None:
             return of_written, found
@@ -178,6 +186,8 @@ class ScalarDecayHeads(ChunkedHeads):
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        if rows.start:
+            return self._cut_at_rows(left, right, rows)
         if not self._shared:
             return super()._sum_of_heads(left, right, rows)
         batch, tokens, *_ = self.shape
@@ -195,6 +205,31 @@ class ScalarDecayHeads(ChunkedHeads):
                 into, decays = (x[:, some, :columns] for x in (out, strip.entries))
                 into.addcmul_(q[:, part] @ k[..., :columns], decays)
         return out
+
+    def _cut_at_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Rows that begin after other tokens, in memory of these rows.
+
+        Whatever reaches them from further back passes the token before them: its entries are what
+        the rows read with all decays since then, times what is left there of what columns wrote.
+        """
+        out = self._zeros(self.shape.batch, len(rows), rows.stop)
+        own, past = slice(rows.start, rows.stop), slice(0, rows.start)
+        near = self._of_tokens(own)
+        out[..., own] = near._sum_of_heads(left[:, own], right[:, own], range(len(rows)))
+        until = exponential(F.pad(self.log_decay[:, 1 : rows.start], (0, 0, 0, 1)))
+        sent = right[:, past] * until.flip(1).cumprod(1).flip(1)
+        sent = sent if self.scale is None else sent * self.scale[:, past]
+        read = left[:, own] * exponential(self.log_decay[:, own]).cumprod(1)
+        for group, heads in enumerate(self._groups()):
+            decays = read[..., heads] @ sent[..., heads].mT  # (B, R, L')
+            out[..., past] += decays.mul_(self.query[:, own, group] @ self.key[:, past, group].mT)
+        return out
+
+    def _of_tokens(self, part: slice) -> ScalarDecayHeads:
+        """The same over neighbouring tokens alone."""
+        rows = self.query[:, part], self.key[:, part], self.log_decay[:, part]
+        scale = None if self.scale is None else self.scale[:, part]
+        return ScalarDecayHeads(*rows, scale, self.shape.per_head, self.component, self.rate)
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
         """Of each group the sum of decays with factors, times the products of q and k."""

@@ -18,12 +18,12 @@ from ..chain import Chain
 from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..kernels.arithmetic import Scratch, exponential, with_graphs
+from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import at_a_time, evenly, parts
 from ..kernels.rows import sum_strips
-from ..kernels.vector_decay_backward import vector_decay
 from ..kernels.within_chunk import decayed
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
@@ -96,13 +96,10 @@ class VectorDecayHeads(ChunkedHeads):
         return VectorDecayHeads(*rows, self.shape.per_head, self.bonus, self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.enable_grad():
-            given = self.query, self.key, self.log_decay, values
-            leaves = [x.detach().requires_grad_() for x in given]
-            query, key, logs, v = leaves
-            out = vector_decay(query, key, logs, v, self.bonus)
-            *found, of_values = torch.autograd.grad(out, leaves, gradient)
-        return of_values, dict(zip(self.roles, found, strict=True))
+        rows = [self.query], [self.key], self.log_decay
+        found = gradients(*rows, [values], [gradient], self.bonus)
+        of_rows = *found.queries, *found.keys, found.log_decay
+        return found.values[0], dict(zip(self.roles, of_rows, strict=True))
 
     # --- reads, writes, carry --------------------------------------------------------------
 

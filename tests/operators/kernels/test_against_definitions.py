@@ -22,6 +22,7 @@ from captum_ssm.operators.kernels import (
     ut_transform,
 )
 from captum_ssm.operators.kernels.arithmetic import fading_log_sums
+from captum_ssm.operators.kernels.attention_backward import attend
 from captum_ssm.operators.kernels.bands import convolve_band
 from captum_ssm.operators.kernels.chunks import Chunk, ChunkSteps, runs_of_chunks
 from captum_ssm.operators.kernels.odd_even import FadingSteps
@@ -30,7 +31,6 @@ from captum_ssm.operators.kernels.portions import Heads
 from captum_ssm.operators.kernels.rows import Strip
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
-from captum_ssm.operators.kernels.vector_decay_backward import vector_decay
 from captum_ssm.operators.kernels.within_chunk import Decays, decayed
 
 SEEDS = st.integers(0, 2**31)
@@ -367,13 +367,13 @@ def test_scan_backward(seed: int, tokens: int, batch: int) -> None:
 
 @drawn
 @given(SEEDS, st.integers(1, 40), COUNTS, st.booleans())
-def test_vector_decay_backward(seed: int, tokens: int, batch: int, has_bonus: bool) -> None:
+def test_attention_backward(seed: int, tokens: int, batch: int, has_bonus: bool) -> None:
     torch.manual_seed(seed)
     query, key = randn(2, batch, tokens, 2, 3).requires_grad_()
     logs, v = decays(batch, tokens, 2, 3).log().requires_grad_(), randn(batch, tokens, 2, 5)
     bonus = randn(2, 3) if has_bonus else None
     leaves = [query, key, logs, v.requires_grad_()]
-    found = vector_decay(query, key, logs, v, bonus)
+    found = attend(*(x[:, :, None] for x in (query, key, v)), logs, bonus)[:, :, 0]
     plain = SimpleNamespace(query=query, key=key, log_decay=logs, bonus=bonus)
     wanted = token_loops.vector_decay(plain, v)
     assert_close(found, wanted)

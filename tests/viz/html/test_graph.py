@@ -15,7 +15,6 @@ from zoo.small import classifier, images, mamba_lm, token_ids, vision
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, attribution_graph, report
 from captum_ssm.errors import OptionError
 from captum_ssm.inside import Graph
-from captum_ssm.viz.html import graph as of_report
 
 BLOCKS = [f"backbone.layers.{i}" for i in range(3)]
 EVERYTHING = 1000
@@ -108,14 +107,6 @@ def test_what_flows_into_a_node_adds_up_to_it(path: Path) -> None:
     relevance = LatimFlow(model).attribute(ids, (-1, 4))[0]
     by_word = {node["position"]: node["value"] for node in nodes if node["kind"] == "token"}
     assert [by_word[i] for i in range(8)] == pytest.approx(relevance.tolist(), abs=1e-5)
-
-
-def test_long_texts_have_fewer_rows_or_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_report, "_LARGEST", 30)
-    (found,) = drawn(path, mamba_lm(), token_ids(1, 10), graph=3)
-    assert found["rows"] == [BLOCKS[1], BLOCKS[2]]
-    (found,) = drawn(path, mamba_lm(), token_ids(1, 16), graph=3)
-    assert found == EMPTY | {"obstacle": "The text has 16 tokens, and at most 15 are drawn."}
 
 
 class OneMixer(nn.Module):

@@ -12,7 +12,6 @@ import torch
 from captum.attr import Saliency
 from helpers.pages import read_page
 from helpers.pictures import AWKWARD
-from torch import nn
 from zoo.language import word_tokenizer
 from zoo.small import CLASSES, VOCABULARY, classifier, images, mamba_lm, token_ids, vision
 
@@ -184,20 +183,6 @@ def test_roles_stand_where_a_rule_tells_some(path: Path) -> None:
         np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
 
 
-@pytest.mark.slow
-def test_roles_of_padded_texts_and_of_images(path: Path) -> None:
-    model, ids, mask = classifier("mean"), token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
-    report(model, ids, [MambaLRP], target=1, additional_forward_args=mask, path=path)
-    for example, length in zip(read_page(path).facts["examples"], [9, 6], strict=True):
-        (method,) = example["methods"]
-        assert all(len(values) == length for values in method["roles"].values())
-        total = np.sum(list(method["roles"].values()), axis=0)
-        np.testing.assert_allclose(total, method["values"], atol=1e-4 * np.abs(total).max())
-    report(vision("head", (3, 5)), images(1, (3, 5)), [MambaLRP], target=1, path=path)
-    assert read_page(path).facts["examples"][0]["methods"][0]["roles"] == {}
-
-
 def test_tokenizers_of_transformers_and_a_given_target(path: Path) -> None:
     model, vocabulary = load_bundled()
     texts = ["anna owns the lamp . ? anna owns the", "bob owns the kite . ? bob owns the red kite"]
@@ -261,30 +246,6 @@ def test_little_room_keeps_the_strongest(path: Path) -> None:
             exact[row, strongest],
             atol=np.abs(exact[row]).max() / 254 * 1.01,
         )
-
-
-class Regressor(nn.Module):
-    """One number per sequence, from embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = classifier("last")
-
-    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        return self.model(inputs_embeds=embeddings)[:, 0]
-
-
-@pytest.mark.slow
-def test_one_number_from_embeddings(path: Path) -> None:
-    model, embeddings = Regressor(), torch.randn(1, 6, 10)
-    report(model, embeddings, METHODS, path=path)
-    (example,) = read_page(path).facts["examples"]
-    number = float(model(embeddings).detach())
-    assert example["explained"] == f"the model's output, {number:.4g}"
-    assert example["predictions"] == []
-    assert example["tokens"] == [str(i) for i in range(6)]
-    found = LatimFlow(model).attribute(embeddings, per_token=True)[0]
-    np.testing.assert_allclose(values(example["methods"][0]), found.numpy(), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -20,11 +20,9 @@ from captum_ssm import (
     LatimFlow,
     LatimLogit,
     MambaAttribution,
-    SSMLLMAttribution,
     compare,
 )
 from captum_ssm.attr import Comparison
-from captum_ssm.models import load_bundled
 
 WORDS = ["anna", "owns", "<script>", "lamp", "."]
 
@@ -92,16 +90,6 @@ def test_what_says_nothing_says_so(tmp_path: Path) -> None:
     (example,) = written(Comparison(rows), tmp_path)["examples"]
     silent = ["says nothing" in row["note"] for row in example["rows"]]
     assert silent == [True, False, True]
-
-
-def test_answers_show_themselves(tmp_path: Path) -> None:
-    model, vocabulary = load_bundled()
-    explain = SSMLLMAttribution(LatimFlow(model), vocabulary)
-    prompt = "anna owns the lamp . ? anna owns the"
-    found = explain.attribute(prompt, "lamp .")
-    (example,) = written(found, tmp_path)["examples"]
-    assert example["prompt"]["labels"] == prompt.split()
-    assert example["constants"] is None
 
 
 def test_notebooks_show_a_frame_that_is_whole_by_itself() -> None:
