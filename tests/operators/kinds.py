@@ -572,9 +572,11 @@ def total(*kinds: Kind) -> Kind:
 
 
 def beside(first: Kind, second: Kind) -> Kind:
-    """Each on heads of its own."""
+    """Each on heads of its own; of one head there is the second alone."""
 
     def build(shape: Shape) -> Case:
+        if shape.heads == 1:
+            return second(shape)
         shapes = shape._replace(heads=1), shape._replace(heads=shape.heads - 1)
         return _combined(
             lambda parts: DirectSum(*parts),
@@ -604,7 +606,8 @@ def windowed(kind: Kind, more: int = 1) -> Kind:
         def make(**z: Tensor) -> Operator:
             own = inner.make(**z)
             windows = Windows(places.to(own.device))
-            values = padding.to(own.device, own.dtype)
+            # reorderings have no coefficients, and pass on values of every dtype
+            values = padding.to(own.device, own.dtype if own.tensors() else padding.dtype)
             return Windowed(own, windows, windows.padding(values))
 
         def placed(blocks: Tensor) -> Tensor:
