@@ -514,6 +514,39 @@ def centering(shape: Shape) -> Case:
     return Case(make, matrices, {"centred": centred})
 
 
+# --- an operator that leaves everything to be derived --------------------------------------------
+
+
+class RunningSum(Operator):
+    """The least that a custom operator defines."""
+
+    component = "scan"
+
+    def __init__(self, weight: Tensor, per_head: int) -> None:
+        self.weight = weight.detach()
+        batch, tokens, heads = weight.shape
+        self.shape = Shape(batch, tokens, heads, per_head)
+
+    def apply(self, v: Tensor) -> Tensor:
+        return (self.weight[..., None] * v).cumsum(-3)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    def select(self, heads: Sequence[int]) -> Operator:
+        return RunningSum(self.weight[:, :, list(heads)], self.shape.per_head)
+
+
+def running_sum(shape: Shape) -> Case:
+    tokens = shape.tokens
+
+    def matrices(weight: Tensor) -> Tensor:
+        return by_channel(torch.ones(tokens, tokens).tril() * weight.mT[:, :, None], shape)
+
+    weight = randn(*shape[:3])
+    return Case(lambda weight: RunningSum(weight, shape.per_head), matrices, {"weight": weight})
+
+
 # --- products and sums ---------------------------------------------------------------------------
 
 
@@ -572,9 +605,11 @@ def total(*kinds: Kind) -> Kind:
 
 
 def beside(first: Kind, second: Kind) -> Kind:
-    """Each on heads of its own."""
+    """Each on heads of its own; of one head there is the second alone."""
 
     def build(shape: Shape) -> Case:
+        if shape.heads == 1:
+            return second(shape)
         shapes = shape._replace(heads=1), shape._replace(heads=shape.heads - 1)
         return _combined(
             lambda parts: DirectSum(*parts),
@@ -604,7 +639,8 @@ def windowed(kind: Kind, more: int = 1) -> Kind:
         def make(**z: Tensor) -> Operator:
             own = inner.make(**z)
             windows = Windows(places.to(own.device))
-            values = padding.to(own.device, own.dtype)
+            # reorderings have no coefficients, and pass on values of every dtype
+            values = padding.to(own.device, own.dtype if own.tensors() else padding.dtype)
             return Windowed(own, windows, windows.padding(values))
 
         def placed(blocks: Tensor) -> Tensor:
@@ -652,6 +688,7 @@ LEAVES: dict[str, Kind] = {
     "long conv": long_conv(),
     "long conv shared by heads": long_conv(shared=True, extra=5),
     "long conv of a short kernel": long_conv(extra=-4),
+    "running sum": running_sum,
     "permute": permute,
     "flip": flip,
     "given": given,

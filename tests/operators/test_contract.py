@@ -19,7 +19,15 @@ from captum_ssm.operators import Operator, Shape
 #: Those that plain pytest tries: one of every class, and compositions as mixers have them.
 QUICK = [
     *("diagonal", "diagonal per channel", "conv both ways", "conv over a map"),
-    *("long conv", "permute", "given", "softmax", "scalar decay of groups", "vector decay, bonus"),
+    *(
+        "long conv",
+        "running sum",
+        "permute",
+        "given",
+        "softmax",
+        "scalar decay of groups",
+        "vector decay, bonus",
+    ),
     *("delta rule, decay of channels", "delta product, decay", "scored by scalar decay"),
     *("scan", "elementwise", "wkv", "feedback", "centering"),
     *("mamba", "both ways", "heads in a mixer", "long conv in gates", "core between convs"),
