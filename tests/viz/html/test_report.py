@@ -370,5 +370,9 @@ def test_an_unusable_path_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         report(
-            lambda x: 1 / 0, token_ids(), METHODS, model=mamba_lm(), path=tmp_path / "file" / "r"
+            lambda x: 1 / 0,
+            token_ids(),
+            METHODS,
+            model=mamba_lm(),
+            path=tmp_path / "file" / "r.html",
         )
