@@ -27,6 +27,9 @@ from ..tracing.record import look_past
 from .cut import Cut, Donor, Kind, Replacement, read_replacement
 from .pairs import KINDS, Edges
 
+#: What edges are named by.
+_NAMED = ("layers", "sources", "targets", "heads", "component")
+
 
 @contextmanager
 def knock_out(
@@ -62,8 +65,8 @@ def knock_out(
         Nothing.
 
     Raises:
-        OptionError: for arguments of other kinds, components or heads that a layer does not have,
-            and edges that cut one message in two ways.
+        OptionError: for arguments of other kinds, edges that name nothing, components or heads
+            that a layer does not have, and edges that cut one message in two ways.
         QueryError: for positions that the tokens do not have, or edges that no message can take,
             for the layer reads earlier tokens alone.
         InputError: when tokens cannot be followed to a layer, or the other run differs in size.
@@ -85,6 +88,12 @@ def knock_out(
     for one in edges:
         if not isinstance(one, Edges):
             raise OptionError(f"edges holds {one!r}. Pass Edges(layers, sources, targets).")
+        if all(getattr(one, name) is None for name in _NAMED):
+            raise OptionError(
+                "Edges() names nothing, and would cut everything that every mixer writes. Name "
+                "layers, sources, targets, heads or a component; Edges(layers=slice(None)) is "
+                "every layer."
+            )
     module = find_model(model)
     verify = checks.tolerance("verify", verify)
     cut = _KnockOut(module, edges, read_replacement(replace), verify)

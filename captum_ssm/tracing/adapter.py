@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AdapterError, CaptumSSMError
+from ..errors import AdapterError, CaptumSSMError, InputError
 from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, class_path
 from ..operators import Operator
@@ -29,13 +29,32 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
     Raises:
         AdapterError: when the adapter fails, or returns what cannot be the mixer.
     """
-    with _blaming(mixer, "raised"):
-        found: Any = mixer.linearize(mixer.module, call)
+    try:
+        with _blaming(mixer, "raised"):
+            found: Any = mixer.linearize(mixer.module, call)
+    except AdapterError as error:
+        other = _of_another_batch(call)
+        if other is None:
+            raise
+        batch, shape = len(call.hidden_states), tuple(other.shape)
+        raise InputError(
+            f"Layer {mixer.name!r} reads {batch} examples, and beside them a tensor of shape "
+            f"{shape}. Does forward_func hold a mask of the whole batch, and is "
+            "internal_batch_size smaller? Pass it as additional_forward_args, which are cut alike."
+        ) from error
     complaint = _complaint(found, call)
     if complaint is not None:
         raise _error(mixer, complaint)
     linear: LinearMixer = found
     return replace(linear, project=_guarded(mixer, linear, call.output_tensor.shape[-1]))
+
+
+def _of_another_batch(call: Call) -> Tensor | None:
+    """A tensor among a call's arguments that has the sequence's tokens and other examples."""
+    batch, tokens = call.hidden_states.shape[:2]
+    given = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+    of_tokens = (x for x in given if x.dim() >= 2 and tokens in x.shape[1:])
+    return next((x for x in of_tokens if len(x) not in (1, batch)), None)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ All factors are products of decays, never quotients or differences of sums of lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +144,19 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     return rows @ columns.mT
 
 
+class _Normal(torch.autograd.Function):
+    """Zeros in place of denormal numbers, in values and in gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.hardshrink(x, torch.finfo(x.dtype).tiny)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return F.hardshrink(grads[0], torch.finfo(grads[0].dtype).tiny)
+
+
 def normal(x: Tensor) -> Tensor:
     """The same with zeros in place of denormal numbers, with which processors are slow."""
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny)
+    found: Tensor = _Normal.apply(x)  # type: ignore[no-untyped-call]
+    return found

@@ -27,6 +27,8 @@ from .page import page
 
 #: Beside maps so many edges are listed, and so many nodes of the graph followed.
 _EDGES, _NODES = 10, 24
+#: What the file of a page ends in.
+_PAGES = (".html", ".htm")
 
 
 def report(
@@ -120,7 +122,8 @@ def report(
             Default: 0.
         names: what the examples are called. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
-        path: the file to write; its folder is made if it is missing. Default: ``"report.html"``.
+        path: the file to write, which ends in .html; its folder is made if it is missing.
+            Default: ``"report.html"``.
         show_progress: show progress bars. Default: False.
 
     Returns:
@@ -146,6 +149,12 @@ def report(
         True
     """
     file = Path(path)
+    if file.suffix.lower() not in _PAGES:
+        raise OptionError(
+            f"path={str(path)!r}: report() writes a page, so that path ends in "
+            f"{' or '.join(_PAGES)}. The command captum-ssm explain --out writes .json and .png; "
+            "captum_ssm.compare() returns the numbers."
+        )
     make_folder(file.parent)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
     if generate is not None:

@@ -320,6 +320,6 @@ def test_refusals(path: Path) -> None:
         report(model, ids, METHODS, target=(-1, VOCABULARY), path=path)
     assert not path.exists()
     path.parent.parent.joinpath("file").write_text("")
-    unusable = path.parent.parent / "file" / "r"
+    unusable = path.parent.parent / "file" / "r.html"
     with pytest.raises(OSError, match="file"):  # before the work
         report(lambda x: 1 / 0, ids, METHODS, model=model, path=unusable)
