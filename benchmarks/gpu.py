@@ -52,6 +52,9 @@ MARK = "ROW "
 
 Row = dict[str, Any]
 Call = Callable[[nn.Module, Tensor], Any]
+#: Yields a case's rows; it is told whether this is a rehearsal, and whether it is run for another
+#: captum_ssm.
+Run = Callable[[bool, bool], Iterator[Row]]
 
 
 # --- cases ---------------------------------------------------------------------------------------
@@ -62,7 +65,7 @@ class Case:
     """What one process runs.
 
     Attributes:
-        run: yields the rows; it is told whether this is a rehearsal.
+        run: yields the rows.
         limit: seconds after which it is stopped.
         needs: packages without which it is left out.
         together: the number of a group of cases that run at the same time, as they time nothing.
@@ -70,7 +73,7 @@ class Case:
         before: whether it is run for the other ``captum_ssm`` as well. Default: False.
     """
 
-    run: Callable[[bool], Iterator[Row]]
+    run: Run
     limit: float
     needs: tuple[str, ...] = ()
     together: int | None = None
@@ -98,19 +101,17 @@ SIZE_130M = Size(layers=24, width=768, tokens=1024)
 SIZE_2_8B = Size(layers=64, width=2560, tokens=2048)
 
 
-def timed(
-    kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None = None
-) -> Callable[[bool], Iterator[Row]]:
+def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None = None) -> Run:
     """A case that times calls on a model of random weights.
 
     Args:
         kind: of :data:`MODELS`.
         size: of the model.
         dtype: of its weights.
-        names: of the calls. Default: None, all.
+        names: of the calls. Default: None, all; of another captum_ssm, those of LatimFlow.
     """
 
-    def run(rehearse: bool) -> Iterator[Row]:
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
         own = TINY if rehearse else size
         device = "cpu" if rehearse else "cuda"
         torch.manual_seed(0)
@@ -120,7 +121,7 @@ def timed(
         unit = measured(lambda: gradient(model, ids), device)
         yield {**about, "call": "f+b", **unit, **ratios(unit, unit), "says": ""}
         for name, call in calls().items():
-            if names is not None and name not in names:
+            if name not in (_OF_FLOW[:2] if before else names or [name]):
                 continue
             try:
                 with alarm(20):
@@ -136,10 +137,10 @@ def timed(
     return run
 
 
-def agreement(kind: str) -> Callable[[bool], Iterator[Row]]:
+def agreement(kind: str) -> Run:
     """A case that holds small models on the device to float64 on the host, by another package."""
 
-    def run(rehearse: bool) -> Iterator[Row]:
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
         size, device = (TINY, "cpu") if rehearse else (SMALL, "cuda")
         torch.manual_seed(0)
         with torch.no_grad():
@@ -154,7 +155,7 @@ def agreement(kind: str) -> Callable[[bool], Iterator[Row]]:
     return run
 
 
-def trained(rehearse: bool) -> Iterator[Row]:
+def trained(rehearse: bool, before: bool) -> Iterator[Row]:
     """Models that the package ships, on the device, held to float64 of the same weights."""
     from captum_ssm.models import load_bundled
 
@@ -169,10 +170,10 @@ def trained(rehearse: bool) -> Iterator[Row]:
             yield from compared(name, dtype, there, half.double(), ids.to(there.device))
 
 
-def of_fla(family: str) -> Callable[[bool], Iterator[Row]]:
+def of_fla(family: str) -> Run:
     """A case that holds a model of flash-linear-attention to its references on the host."""
 
-    def run(rehearse: bool) -> Iterator[Row]:
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
         import pytest
         from zoo import fla_cpu
 
@@ -192,7 +193,7 @@ def of_fla(family: str) -> Callable[[bool], Iterator[Row]]:
     return run
 
 
-def tests(rehearse: bool) -> Iterator[Row]:
+def tests(rehearse: bool, before: bool) -> Iterator[Row]:
     """The tests marked gpu, but for the kernels that the other cases run."""
     command = ["-m", "pytest", "-x", "-q", "-m", "gpu", "tests/conformance/test_cuda.py"]
     command += ["-k", "not fused_kernels", *(["--collect-only"] if rehearse else [])]
@@ -490,9 +491,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="of all cases")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small size")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--of-another", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        _be(options.case, options.rehearse)
+        _be(options.case, options.rehearse, options.of_another)
         return
     if not options.rehearse and not torch.cuda.is_available():
         parser.error(
@@ -518,11 +520,11 @@ def main() -> None:
     raise SystemExit(page.failed)
 
 
-def _be(name: str, rehearse: bool) -> None:
+def _be(name: str, rehearse: bool, before: bool) -> None:
     """Run a case in this process, and print its rows."""
     sys.path.insert(0, str(ROOT / "tests"))  # for models on a processor
     torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
-    for row in CASES[name].run(rehearse):
+    for row in CASES[name].run(rehearse, before):
         print(MARK + json.dumps(row), flush=True)
 
 
@@ -617,6 +619,7 @@ class Running:
         self._page, self._limit = page, CASES[name].limit
         self._title = name if before is None else f"{name}, before"
         command = [sys.executable, "-m", "benchmarks.gpu", "--case", name]
+        command += ["--rehearse"] * rehearse + ["--of-another"] * (before is not None)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # what autotuning has found is kept for the cases that follow
         more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_CACHE_AUTOTUNING": "1"}
@@ -624,7 +627,7 @@ class Running:
             more["TRITON_F32_DEFAULT"] = "ieee"
         self._began = time.monotonic()
         self._process = subprocess.Popen(
-            [*command, *(["--rehearse"] if rehearse else [])],
+            command,
             cwd=ROOT if before is None else before,  # where -m looks for captum_ssm first
             env={**os.environ, **more},
             stdout=subprocess.PIPE,
