@@ -129,7 +129,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
         real: what its module returned, in the same shape.
     """
     differences = rebuilt - real.to(rebuilt)
-    signs = _signs(_DRAWS, *real.shape[:2], real.device).to(rebuilt)
+    signs = _signs(_DRAWS, *real.shape[:2], rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
     if are_noted(real):
         return Errors(*_ratios(real, differences, sums))
@@ -148,13 +148,12 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     if linear.end_to_end or not own:  # or a token's channels are not its own
         return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
-    drawn = _signs(1, batch, tokens, real.device)[0]
-    signs = drawn.to(linear.values)
+    signs = _signs(1, batch, tokens, linear.values)[0]
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
     found, rest = combined.flatten(1) @ project.weight, project.rest
     if rest is not None and rest.dim() < 3:  # the same for all tokens
-        found = torch.addcmul(found, drawn.sum(1, keepdim=True).to(signs), rest)
+        found = torch.addcmul(found, signs.sum(1, keepdim=True), rest)
     elif rest is not None:
         found = found + (signs[..., None] * rest).sum(1)
     off = torch.baddbmm(found[:, None], signs[:, None], real.to(signs), alpha=-1)
@@ -197,7 +196,7 @@ def _size(x: Tensor) -> Tensor:
     return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
 
 
-def _signs(draws: int, batch: int, tokens: int, device: torch.device) -> Tensor:
+def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
     """1 or -1 for each token, by a hash of its place, once in a call.
 
     No random numbers of anybody else are touched, and nothing is brought to the device.
@@ -205,11 +204,11 @@ def _signs(draws: int, batch: int, tokens: int, device: torch.device) -> Tensor:
 
     def hashed() -> Tensor:
         first, second = _FACTORS  # integers wrap around
-        x = torch.arange(1, 1 + draws * batch * tokens, device=device) * first
+        x = torch.arange(1, 1 + draws * batch * tokens, device=like.device) * first
         x = torch.bitwise_xor(x, x >> 31) * second
-        return ((x >> 40) & 1).mul_(2).sub_(1).view(draws, batch, tokens)
+        return ((x >> 40) & 1).mul_(2).sub_(1).view(draws, batch, tokens).to(like.dtype)
 
-    return read_once(("signs", draws, batch, tokens, device), hashed)
+    return read_once(("signs", draws, batch, tokens, like.device, like.dtype), hashed)
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:

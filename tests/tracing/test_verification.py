@@ -126,7 +126,7 @@ def test_what_is_said_of_another_output() -> None:
 
 def test_signs_are_drawn_as_if_at_random() -> None:
     """Balanced, and without a pattern that errors could follow."""
-    signs = _signs(4, 2, 512, torch.device("cpu"))
+    signs = _signs(4, 2, 512, torch.ones(1))
     assert signs.shape == (4, 2, 512) and set(signs.unique().tolist()) == {-1, 1}
     series = signs.flatten().double()
     alike = [float((series[lag:] * series[: len(series) - lag]).mean()) for lag in range(1, 65)]
