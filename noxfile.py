@@ -18,8 +18,8 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 EVERYTHING = "not gpu and not interpreter and not timm"
 #: Tests that other versions of packages are asked, too.
 CONTRACTS = (
-    *("tests/conformance/test_protocol.py", "tests/conformance/test_tools.py", "tests/mixers"),
-    "tests/insights/test_captum08.py",
+    *("tests/conformance/test_methods.py", "tests/conformance/test_tools.py"),
+    *("tests/mixers/test_contract.py", "tests/insights/test_captum08.py"),
 )
 #: Two processes with one thread each, by pytest-xdist.
 PARALLEL = ("-n", "2", "--dist", "worksteal", "--disable-warnings")
@@ -60,9 +60,9 @@ def install_mambapy(session: nox.Session) -> None:
     install(session, "--no-deps", "mambapy", "deeptab")
 
 
-def install_axe(session: nox.Session) -> None:
-    """axe-core, of a package whose driver of browsers is not needed."""
-    install(session, "--no-deps", "axe-playwright-python")
+def install_browser(session: nox.Session) -> None:
+    """Playwright, which drives the Chromium that is there, and axe-core."""
+    install(session, "axe-playwright-python")
 
 
 def folder_of(session: nox.Session) -> Path:
@@ -122,7 +122,7 @@ def tests_full(session: nox.Session) -> None:
     install(session, "-e", ".[test]", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
-    install_axe(session)
+    install_browser(session)
     others = ("--ignore", "tests/insights/test_captum08.py")  # `oldest` runs these
     pytest(session, "-m", EVERYTHING, *others, CAPTUM_SSM_NO_SKIPS="1")
 
@@ -157,12 +157,18 @@ def interpreter(session: nox.Session) -> None:
 
 
 @nox.session
+def constraints(session: nox.Session) -> None:
+    """Write constraints.txt; lines that are deleted before get the newest version."""
+    session.run("python", "tools/constraints.py", "python3.10", "python3.11", external=True)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """How much all tests run, with the special packages; setup.cfg sets the least."""
     install(session, "-e", ".[test]", "coverage", "pytest-xdist", *SPECIAL)
     install_mamba_ssm(session)
     install_mambapy(session)
-    install_axe(session)
+    install_browser(session)
     env = {**ONE_THREAD}
     env["COVERAGE_FILE"] = str(folder_of(session) / "coverage")
     session.run("coverage", "erase", env=env)
@@ -179,7 +185,7 @@ def timm(session: nox.Session) -> None:
     install_mamba_ssm(session)
     install(session, "--no-deps", "timm", "torchvision", "mambavision")
     mixers = ("tests/mixers/test_timm_attention.py", "tests/mixers/test_mambavision.py")
-    files = (*mixers, "tests/mixers/test_table.py", "tests/fuzz/test_vision_mixers.py")
+    files = (*mixers, "tests/mixers/test_contract.py", "tests/fuzz/test_vision_mixers.py")
     pytest(session, "-m", "timm", files=files, CAPTUM_SSM_NO_SKIPS="1")
 
 
@@ -224,11 +230,10 @@ def docs(session: nox.Session) -> None:
     folder = folder_of(session)
     command = ("sphinx-build", "-W", "--keep-going", "-q", "-c", "docs")
     session.run(*command, "-d", f"{folder}/doctrees", ".", f"{folder}/site", env=ONE_THREAD)
-    install_axe(session)
+    install_browser(session)
     session.run("python", "tools/check_site.py", f"{folder}/site")
     pytest(session, "--nbmake", "--nbmake-timeout=180", "tutorials")
     pytest(session, "--doctest-modules", "captum_ssm")
-    session.run("python", "tools/check_docstrings.py")
 
 
 @nox.session

@@ -196,6 +196,7 @@ def row(counts: Counts) -> Row:
     return {
         "launches": counts.launches,
         "synchronisations": counts.synchronisations,
+        "uploads": counts.uploads,
         "bytes": counts.bytes,
         "flops": counts.flops,
     }

@@ -71,7 +71,7 @@ class Counts:
         bytes: read and written.
         flops: products and sums of floating-point numbers, and one for each number that any other
             operation writes, those inside kernels among them.
-        uploads: copies from the host.
+        uploads: copies from the host, which it waits for as well: its memory is pageable.
         wide: launches that write float64.
         waits: where the host waited for the device, by file and line.
         by_name: launches of each operation.
@@ -89,6 +89,11 @@ class Counts:
     def synchronisations(self) -> int:
         """How often the host waited."""
         return len(self.waits)
+
+    @property
+    def questions(self) -> int:
+        """How often it waited for an answer of the device."""
+        return len(self.waits) - self.uploads
 
     def add(
         self,
@@ -126,6 +131,11 @@ class Counts:
         self.launches += 1
         self.bytes += sum(size_of(x) for x in (*read, *results) if isinstance(x, Tensor))
         self.wide += any(x.dtype == torch.float64 for x in results)
+
+    def uploaded(self, place: str) -> None:
+        """Count a copy from the host, which waits until it is done."""
+        self.uploads += 1
+        self.waits.append(f"{place} upload")
 
     def synchronised(self, func: Any, place: str) -> None:
         """Count a wait of the host."""

@@ -1,139 +1,668 @@
-"""All that needs a GPU, by one command, on one page.
+"""What a GPU that is there for minutes can tell, the most useful first.
 
     python -m benchmarks.gpu --out gpu
+    python -m benchmarks.gpu --out gpu --before old
     python -m benchmarks.gpu --rehearse --out rehearsal
 
-builds the kernels that are missing, runs the tests marked gpu, holds operators to fused kernels,
-measures the tables of docs/speed.md and a model of the size of Mamba 2.8B, and writes ``gpu.md``:
-the device, its driver, versions, what each step printed and whether it passed.  With several GPUs
-the tests of models that are spread over two are run, too.  The exit status is 1 if a step failed;
-no step stops the others.  ``--rehearse`` runs the same steps on a CPU, at small size.
+runs cases, each in a process of its own that is stopped at its limit, and prints and writes every
+row as it comes: ``gpu.jsonl`` and ``gpu.md`` hold the rows, ``gpu.log`` all else that was printed.
+Nothing is installed and no kernel is built: a case whose package is missing is left out.  What a
+call takes is told in units of ``f+b``, the model's own forward and backward pass in the same
+process.  ``--before`` names a folder that holds another ``captum_ssm`` alone, such as that of an
+earlier commit, for which some cases are run as well.  ``--rehearse`` runs one case of each kind on
+a CPU, at small size.  The exit status is 1 if a case failed; a method that refuses a model has a
+row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import copy
+import importlib
+import json
+import os
+import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.measure import versions
 from benchmarks.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    *("torch", "triton", "transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention"),
-    *("accelerate", "captum", "captum_ssm"),
+    *("torch", "triton", "transformers", "mamba-ssm", "causal-conv1d", "fla-core"),
+    *("captum", "captum_ssm"),
 )
-#: Modules without which kernels are missing.
-KERNELS = ("mamba_ssm", "selective_scan_cuda", "causal_conv1d", "fla", "accelerate")
-#: What the 2.8B row consists of.
-CALLS = ("LatimFlow", "ImplicitAttentionRollout")
-#: Lines of a step's output on the page; all of it is in a file of its own.
-LINES = 400
+WORD = 5
+#: What a row begins with in what a case prints.
+MARK = "ROW "
+
+Row = dict[str, Any]
+Call = Callable[[nn.Module, Tensor], Any]
+#: Yields a case's rows; it is told whether this is a rehearsal, and whether it is run for another
+#: captum_ssm.
+Run = Callable[[bool, bool], Iterator[Row]]
+
+
+# --- cases ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Step:
-    """One command.
+class Case:
+    """What one process runs.
 
     Attributes:
-        name: of the step, and of the file with its output.
-        arguments: of Python.
+        run: yields the rows.
+        limit: seconds after which it is stopped.
+        needs: packages without which it is left out.
+        together: the number of a group of cases that run at the same time, as they time nothing.
+            Default: None, it runs alone.
+        before: whether it is run for the other ``captum_ssm`` as well. Default: False.
     """
 
-    name: str
-    arguments: tuple[str, ...]
+    run: Run
+    limit: float
+    needs: tuple[str, ...] = ()
+    together: int | None = None
+    before: bool = False
 
-    @property
-    def command(self) -> str:
-        """What a user would type."""
-        return f"python {shlex.join(self.arguments)}"
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its input.
+
+    Attributes:
+        layers, width, tokens, vocabulary: how many.
+    """
+
+    layers: int
+    width: int
+    tokens: int
+    vocabulary: int = 50280
+
+
+#: What a rehearsal runs in place of every size.
+TINY = Size(layers=2, width=16, tokens=9, vocabulary=19)
+SMALL = Size(layers=2, width=64, tokens=100, vocabulary=64)
+SIZE_130M = Size(layers=24, width=768, tokens=1024)
+SIZE_2_8B = Size(layers=64, width=2560, tokens=2048)
+
+
+def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None = None) -> Run:
+    """A case that times calls on a model of random weights.
+
+    Args:
+        kind: of :data:`MODELS`.
+        size: of the model.
+        dtype: of its weights.
+        names: of the calls. Default: None, all; of another captum_ssm, those of LatimFlow.
+    """
+
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+        own = TINY if rehearse else size
+        device = "cpu" if rehearse else "cuda"
+        torch.manual_seed(0)
+        model = MODELS[kind](own, device, dtype).eval().requires_grad_(False)
+        ids = torch.randint(own.vocabulary, (1, own.tokens), device=device)
+        about = {"model": f"{kind}, {own.layers} x {own.width}", "dtype": short(dtype)}
+        unit = measured(lambda: gradient(model, ids), device)
+        yield {**about, "call": "f+b", **unit, **ratios(unit, unit), "says": ""}
+        for name, call in calls().items():
+            if name not in (_OF_FLOW[:2] if before else names or [name]):
+                continue
+            try:
+                with alarm(20):
+                    found = measured(lambda call=call: call(model, ids), device)
+                yield {**about, "call": name, **found, **ratios(found, unit), "says": ""}
+            except (Exception, Interrupted) as error:
+                nothing = dict.fromkeys(unit)
+                yield {
+                    **about, "call": name, **nothing, **ratios(nothing, unit),
+                    "says": first_line(error),
+                }  # fmt: skip
+
+    return run
+
+
+def agreement(kind: str) -> Run:
+    """A case that holds small models on the device to float64 on the host, by another package."""
+
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+        size, device = (TINY, "cpu") if rehearse else (SMALL, "cuda")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model = MODELS[kind](size, device, torch.float32).eval().requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        ids = torch.randint(size.vocabulary, (1, size.tokens), device=device)
+        for dtype in (torch.float32, torch.bfloat16):
+            there = copy.deepcopy(model).to(dtype)
+            yield from compared(kind, dtype, there, twin(kind, size, there), ids)
+
+    return run
+
+
+def trained(rehearse: bool, before: bool) -> Iterator[Row]:
+    """Models that the package ships, on the device, held to float64 of the same weights."""
+    from captum_ssm.models import load_bundled
+
+    for name in TRAINED[:1] if rehearse else TRAINED:
+        model, _ = load_bundled(name)
+        model.requires_grad_(False)
+        torch.manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (1, 9 if rehearse else 40))
+        for dtype in (torch.float32, torch.bfloat16):
+            half = copy.deepcopy(model).to(dtype)
+            there = copy.deepcopy(half).to("cpu" if rehearse else "cuda")
+            yield from compared(name, dtype, there, half.double(), ids.to(there.device))
+
+
+def of_fla(family: str) -> Run:
+    """A case that holds a model of flash-linear-attention to its references on the host."""
+
+    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+        import pytest
+        from zoo import fla_cpu
+
+        with pytest.MonkeyPatch.context() as patch:
+            made = fla_cpu.install(patch) if rehearse else fla_cpu.as_it_is()
+            torch.manual_seed(0)
+            sizes = {"hidden_size": 16 if rehearse else 64, "fuse_norm": True}
+            heads = {} if rehearse else FLA[family]
+            host = made.model(family, **sizes | heads).requires_grad_(False)
+            ids = torch.randint(19, (1, 9 if rehearse else 100))
+            there = copy.deepcopy(host).to("cpu" if rehearse else "cuda")
+            found = answers(there, ids.to(next(there.parameters()).device))
+        with pytest.MonkeyPatch.context() as patch:
+            fla_cpu.install(patch)
+            yield from errors(f"fla {family}", torch.float32, found, answers(host, ids))
+
+    return run
+
+
+def tests(rehearse: bool, before: bool) -> Iterator[Row]:
+    """The tests marked gpu, but for the kernels that the other cases run."""
+    command = ["-m", "pytest", "-x", "-q", "-m", "gpu", "tests/conformance/test_cuda.py"]
+    command += ["-k", "not fused_kernels", *(["--collect-only"] if rehearse else [])]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr, flush=True)
+    yield {"tests": "marked gpu", "says": done.stdout.strip().splitlines()[-1]}
+    if done.returncode:
+        raise SystemExit(1)
+
+
+#: Models that the package ships.
+TRAINED = ("recall-mamba", "pairs-mamba2", "pairs-gated-deltanet")
+#: Options of fla's models that their kernels take on a device.
+FLA: dict[str, dict[str, Any]] = {
+    "GatedDeltaNet": {"num_heads": 2, "head_dim": 32},
+    "GLA": {"num_heads": 2},
+    "RetNet": {"num_heads": 2},
+    "HGRN2": {"expand_ratio": 32},
+    "RWKV7": {"head_dim": 32},
+}
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def _mamba_ssm(layer: str) -> Callable[[Size, str, torch.dtype], nn.Module]:
+    """mamba_ssm's language model with its own defaults; its references stand in on a processor."""
+
+    def build(size: Size, device: str, dtype: torch.dtype) -> nn.Module:
+        if device == "cpu":
+            import pytest
+            from zoo import mamba_ssm_cpu
+
+            mamba_ssm_cpu.install(pytest.MonkeyPatch(), causal_conv1d=True)
+        package = importlib.import_module("mamba_ssm")
+        small = {"headdim": 16} if size is TINY and layer == "Mamba2" else {}
+        config = importlib.import_module("mamba_ssm.models.config_mamba").MambaConfig(
+            d_model=size.width,
+            n_layer=size.layers,
+            vocab_size=size.vocabulary,
+            ssm_cfg={"layer": layer, **small},
+        )
+        model: nn.Module = package.MambaLMHeadModel(config, device=device, dtype=dtype)
+        return model
+
+    return build
+
+
+def _gpt_neox(size: Size, device: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(1, size.width // 64),
+        intermediate_size=4 * size.width,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device(device):
+        return GPTNeoXForCausalLM(config).to(dtype)
+
+
+MODELS: dict[str, Callable[[Size, str, torch.dtype], nn.Module]] = {
+    "mamba-ssm Mamba": _mamba_ssm("Mamba1"),
+    "mamba-ssm Mamba-2": _mamba_ssm("Mamba2"),
+    "GPT-NeoX": _gpt_neox,
+}
+
+
+def twin(kind: str, size: Size, model: nn.Module) -> nn.Module:
+    """transformers' model of the same weights as mamba_ssm's, in float64 on the host."""
+    import transformers
+
+    sizes = {
+        "vocab_size": model.lm_head.weight.shape[0],
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "tie_word_embeddings": True,
+    }
+    mixer = model.backbone.layers[0].mixer
+    if kind.endswith("2"):
+        more = {"num_heads": mixer.nheads, "head_dim": mixer.headdim, "n_groups": mixer.ngroups}
+        config = transformers.Mamba2Config(**sizes, **more, state_size=mixer.d_state, chunk_size=32)
+        made: nn.Module = transformers.Mamba2ForCausalLM(config)
+    else:
+        config = transformers.MambaConfig(**sizes, state_size=mixer.d_state)
+        made = transformers.MambaForCausalLM(config)
+    state = {k.replace("embedding.", "embeddings."): v for k, v in model.state_dict().items()}
+    made.load_state_dict(state)
+    return made.double().cpu().eval().requires_grad_(False)
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def calls() -> dict[str, Call]:
+    """Every method of the catalogue at the last token, and the rules that cost something else."""
+    from captum_ssm import LatimFlow
+    from captum_ssm.attr.catalogue import METHODS
+
+    def ask(method: Any, **options: Any) -> Call:
+        return lambda model, ids: method(model).attribute(ids, target=(-1, WORD), **options)
+
+    rule = {"LatimFlow, centred": ask(LatimFlow, rule="centred")}
+    every = {entry.name: ask(entry.method) for entry in METHODS}
+    order = ("LatimFlow", "LatimFlow, centred", "ImplicitAttentionRollout", "MambaAttribution")
+    known = rule | every
+    return {name: known[name] for name in dict.fromkeys((*order, *every))}
+
+
+def gradient(model: nn.Module, ids: Tensor) -> Tensor:
+    """One forward and backward pass: the target's gradient with respect to the embeddings."""
+    table = next(x for x in model.modules() if isinstance(x, nn.Embedding))
+    begun: list[Tensor] = []
+
+    def begin(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        begun.append(out.detach().requires_grad_())
+        return begun[-1]
+
+    hook = table.register_forward_hook(begin)
+    try:
+        number = model(ids).logits[0, -1, WORD]
+    finally:
+        hook.remove()
+    return torch.autograd.grad(number, begun[0])[0]
+
+
+def answers(model: nn.Module, ids: Tensor) -> dict[str, Tensor | str]:
+    """What every call finds, or by what words it refuses the model."""
+    found: dict[str, Tensor | str] = {}
+    for name, call in calls().items():
+        try:
+            with alarm(60):
+                found[name] = call(model, ids).detach().double().cpu()
+        except (Exception, Interrupted) as error:
+            found[name] = first_line(error)
+    return found
+
+
+def compared(
+    kind: str, dtype: torch.dtype, there: nn.Module, host: nn.Module, ids: Tensor
+) -> Iterator[Row]:
+    """The rows of a model on the device beside one on the host."""
+    yield from errors(kind, dtype, answers(there, ids), answers(host, ids.cpu()))
+
+
+def errors(
+    kind: str,
+    dtype: torch.dtype,
+    found: dict[str, Tensor | str],
+    wanted: dict[str, Tensor | str],
+) -> Iterator[Row]:
+    """How far each answer is from the one that is wanted: max|a - b| / max|b|."""
+    for name, right in wanted.items():
+        row = {"model": kind, "dtype": short(dtype), "call": name, "error": None, "says": ""}
+        own = found[name]
+        if isinstance(own, Tensor) and isinstance(right, Tensor):
+            row["error"] = float((own - right).abs().max() / right.abs().max())
+        elif isinstance(own, str) and isinstance(right, str) and own == right:
+            row["says"] = f"both refuse: {own}"
+        else:
+            row["says"] = f"there: {_outcome(own)}; on the host: {_outcome(right)}"
+        yield row
+
+
+def _outcome(found: Tensor | str) -> str:
+    return found if isinstance(found, str) else "runs"
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """A call has taken too long."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise :class:`Interrupted` if the ``with`` takes longer."""
+
+    def ring(*_: Any) -> None:
+        raise Interrupted(f"more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measured(call: Callable[[], Any], device: str, repeats: int = 5) -> Row:
+    """Wall and device milliseconds, peak MiB, copies to the host and waits of a call.
+
+    The wall time is the median of calls after the first, as many as fit in three seconds.
+    """
+    on_device = device == "cuda"
+    wait = torch.cuda.synchronize if on_device else (lambda: None)
+    call()
+    wait()
+    if on_device:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < 3:
+        began = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - began)
+    row: Row = {"wall ms": 1e3 * statistics.median(times)}
+    row |= dict.fromkeys(("device ms", "peak MiB", "to host", "from host", "waits", "launches"))
+    if on_device:
+        row["peak MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        row |= _profiled(call)
+    return row
+
+
+def _profiled(call: Callable[[], Any]) -> Row:
+    """What the device did in a call."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    busy, names = 0.0, []
+    for event in profile.profiler.kineto_results.events():
+        names.append(event.name())
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            busy += event.duration_ns() / 1e6
+    return {
+        "device ms": busy,
+        "to host": sum("Memcpy DtoH" in name for name in names),
+        "from host": sum("Memcpy HtoD" in name for name in names),
+        "waits": sum(name in ("cudaStreamSynchronize", "cudaEventSynchronize") for name in names),
+        "launches": sum("LaunchKernel" in name for name in names),
+    }
+
+
+def ratios(found: Row, unit: Row) -> Row:
+    """A call in units of f+b: by the clock, on the device, and at its peak."""
+    keys = {"wall": "wall ms", "device": "device ms", "peak": "peak MiB"}
+    return {f"{name} / f+b": _ratio(found[key], unit[key]) for name, key in keys.items()}
+
+
+def _ratio(found: float | None, unit: float | None) -> float | None:
+    return None if found is None or not unit else found / unit
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+_SSM, _FLA = ("mamba_ssm", "triton"), ("fla", "triton")
+_OF_FLOW = ("LatimFlow", "LatimFlow, centred", "ImplicitAttentionRollout")
+_LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
+_NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
+CASES: dict[str, Case] = {
+    "Mamba agrees": Case(agreement("mamba-ssm Mamba"), 90, _SSM, together=1),
+    "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 120, _SSM, together=1),
+    "trained models agree": Case(trained, 90, ("transformers",), together=1, before=True),
+    **{
+        f"{kind} 130M {short(dtype)}": Case(
+            timed(f"mamba-ssm {kind}", SIZE_130M, dtype), 90, _SSM, before=dtype == torch.bfloat16
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+        for kind in ("Mamba", "Mamba-2")
+    },
+    "Mamba 2.8B bfloat16": Case(_LARGE, 75, _SSM, before=True),
+    "GPT-NeoX 130M float32": Case(_NEOX, 60, ("transformers",)),
+    **{f"fla {family}": Case(of_fla(family), 120, _FLA, together=2) for family in FLA},
+    "tests": Case(tests, 180, ("transformers",), together=2),
+}
+#: One of each kind.
+REHEARSED = (
+    *("Mamba-2 agrees", "trained models agree", "Mamba 130M bfloat16", "GPT-NeoX 130M float32"),
+    *("fla GLA", "tests"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.md and the rest")
+    parser.add_argument("--out", type=Path, help="folder for what is found")
+    parser.add_argument("--before", type=Path, help="folder that holds another captum_ssm alone")
+    parser.add_argument("--minutes", type=float, default=9, help="after which no case is begun")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="of all cases")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small size")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--of-another", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.case is not None:
+        _be(options.case, options.rehearse, options.of_another)
+        return
     if not options.rehearse and not torch.cuda.is_available():
         parser.error(
             f"no CUDA device was found by torch {torch.__version__} (built for CUDA "
             f"{torch.version.cuda}). Run this on a machine with an NVIDIA GPU and a torch built "
-            "for its CUDA, or pass --rehearse to run every step on the CPU, at small size."
+            "for its CUDA, or pass --rehearse to run every case on the CPU, at small size."
         )
-    folder = options.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, sections = [], []
-    for step in small(folder) if options.rehearse else real(folder):
-        print(f"{step.name}: {step.command}", flush=True)
-        row, section = run(step, folder)
-        rows.append(row)
-        sections.append(section)
-    title = "# A rehearsal on a CPU\n" if options.rehearse else "# Measured on a GPU\n"
-    facts = [f"- {name}: {value}" for name, value in about().items()]
-    page = folder / "gpu.md"
-    page.write_text("\n".join([title, *facts, "", markdown(rows), "", *sections]) + "\n")
-    print(f"{markdown(rows)}\n\nwritten to {page}")
-    raise SystemExit(any(row["result"] != "passed" for row in rows))
+    if options.out is None:
+        parser.error("--out is wanted: a folder for what is found")
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = Page(options.out, options.rehearse)
+    until = time.monotonic() + 60 * options.minutes
+    for group in _groups(options.only or (REHEARSED if options.rehearse else list(CASES))):
+        running = [
+            Running(name, before, page, options.rehearse)
+            for name in group
+            for before in _packages(name, options.before)
+            if _is_wanted(name, page, until)
+        ]
+        for each in running:
+            each.wait(until + 20)
+    print(f"\nwritten to {options.out}", flush=True)
+    raise SystemExit(page.failed)
 
 
-def real(folder: Path) -> Iterator[Step]:
-    """The steps on a GPU."""
-    if not all(map(find_spec, KERNELS)):
-        wanted = ("-e", ".[test,sharded,cuda]", "flash-linear-attention")
-        yield Step("build", ("-m", "pip", "install", "--no-build-isolation", *wanted))
-    yield Step("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests"))
-    yield Step("fused kernels", ("-m", "benchmarks.fused_paths"))
-    on_gpu = ("-m", "benchmarks", "--device", "cuda", "--out", str(folder))
-    yield Step("speed", on_gpu)
-    large = ("--families", "Mamba 2.8B", "--layers", "64", "--lengths", "2048")
-    yield Step("2.8B", (*on_gpu[:-1], str(folder / "2.8B"), *large, *_calls()))
+def _be(name: str, rehearse: bool, before: bool) -> None:
+    """Run a case in this process, and print its rows."""
+    sys.path.insert(0, str(ROOT / "tests"))  # for models on a processor
+    torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
+    for row in CASES[name].run(rehearse, before):
+        print(MARK + json.dumps(row), flush=True)
 
 
-def small(folder: Path) -> Iterator[Step]:
-    """The same on a CPU: the tests are collected and skipped, and the rest is small."""
-    yield Step("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/conformance/test_cuda.py"))
-    yield Step(
-        "fused kernels", ("-m", "benchmarks.fused_paths", "--device", "cpu", "--length", "9")
-    )
-    on_cpu = ("-m", "benchmarks", "--lengths", "16", "--layers", "1", "--out", str(folder))
-    yield Step("speed", (*on_cpu, "--families", "Mamba", "GLA"))
-    yield Step("2.8B", (*on_cpu[:-1], str(folder / "2.8B"), "--families", "Mamba 2.8B", *_calls()))
+def _groups(names: Sequence[str]) -> Iterator[list[str]]:
+    """Cases that run at the same time, in their order."""
+    group: list[str] = []
+    for name in names:
+        number = CASES[name].together
+        if group and (number is None or number != CASES[group[-1]].together):
+            yield group
+            group = []
+        group.append(name)
+    yield group
 
 
-def _calls() -> tuple[str, ...]:
-    return "--dtype", "bfloat16", "--calls", *CALLS
+def _packages(name: str, before: Path | None) -> list[Path | None]:
+    """Which captum_ssm a case is run for: this one is None."""
+    return [None, before] if CASES[name].before and before is not None else [None]
 
 
-def run(step: Step, folder: Path) -> tuple[dict[str, object], str]:
-    """Run a step: its row of the summary, and its section of the page."""
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *step.arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    (folder / f"{step.name}.log").write_text(done.stdout)
-    result = "passed" if done.returncode == 0 else f"FAILED ({done.returncode})"
-    row = {"step": step.name, "seconds": time.perf_counter() - began, "result": result}
-    printed = done.stdout.strip().splitlines()[-LINES:]
-    is_table = any(line.startswith("|") for line in printed)
-    told = (
-        [line for line in printed if line.startswith("|")] if is_table else ["```", *printed, "```"]
-    )
-    command = step.command.replace(str(folder), folder.name)  # pages are sent to others
-    return row, "\n".join([f"## {step.name}\n", f"`{command}`: {result}\n", *told, ""])
+def _is_wanted(name: str, page: Page, until: float) -> bool:
+    missing = [package for package in CASES[name].needs if find_spec(package) is None]
+    if missing:
+        page.say(f"{name}: left out, for {', '.join(missing)} is not installed")
+    elif time.monotonic() > until:
+        page.say(f"{name}: left out, for the time is over")
+        page.failed = True
+    return not missing and time.monotonic() <= until
+
+
+class Page:
+    """What is found, printed and written as it comes.
+
+    Args:
+        folder: where it is written.
+        rehearse: whether this is a rehearsal.
+
+    Attributes:
+        failed: whether a case did not end as it should.
+    """
+
+    def __init__(self, folder: Path, rehearse: bool) -> None:
+        self.failed = False
+        self._folder = folder
+        self._title = "# A rehearsal on a CPU" if rehearse else "# Measured on a GPU"
+        self._lock = threading.Lock()
+        self._tables: dict[str, list[Row]] = {}
+        self._said = [f"- {name}: {value}" for name, value in about().items()]
+        for name in ("gpu.jsonl", "gpu.log"):
+            (folder / name).write_text("")
+        print("\n".join(self._said), flush=True)
+
+    def row(self, name: str, row: Row) -> None:
+        """Take a row of a case."""
+        with self._lock:
+            rows = self._tables.setdefault(name, [])
+            rows.append(row)
+            print(markdown([row], header=len(rows) == 1), flush=True)
+            with (self._folder / "gpu.jsonl").open("a") as file:
+                file.write(json.dumps({"case": name, **row}) + "\n")
+            self._write()
+
+    def say(self, line: str) -> None:
+        """Take a line about a case."""
+        with self._lock:
+            print(line, flush=True)
+            self._said.append(f"- {line}")
+            self._write()
+
+    def log(self, name: str, line: str) -> None:
+        """Take a line that a case has printed."""
+        with self._lock, (self._folder / "gpu.log").open("a") as file:
+            file.write(f"{name}: {line}")
+
+    def _write(self) -> None:
+        tables = [f"## {name}\n\n{markdown(rows)}\n" for name, rows in self._tables.items()]
+        text = "\n".join([self._title, "", *self._said, "", *tables])
+        (self._folder / "gpu.md").write_text(text + "\n")
+
+
+class Running:
+    """The process of a case.
+
+    Args:
+        name: of the case.
+        before: a folder that holds another captum_ssm; None for this one.
+        page: takes its rows.
+        rehearse: whether this is a rehearsal.
+    """
+
+    def __init__(self, name: str, before: Path | None, page: Page, rehearse: bool) -> None:
+        self._page, self._limit = page, CASES[name].limit
+        self._title = name if before is None else f"{name}, before"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--case", name]
+        command += ["--rehearse"] * rehearse + ["--of-another"] * (before is not None)
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        # what autotuning has found is kept for the cases that follow
+        more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_CACHE_AUTOTUNING": "1"}
+        if CASES[name].together is not None:  # else float32 is multiplied with 10 bits
+            more["TRITON_F32_DEFAULT"] = "ieee"
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT if before is None else before,  # where -m looks for captum_ssm first
+            env={**os.environ, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self._page.row(self._title, json.loads(line.removeprefix(MARK)))
+            else:
+                self._page.log(self._title, line)
+
+    def wait(self, until: float) -> None:
+        """Wait for its end, which comes at its limit.
+
+        Args:
+            until: when it comes at the latest, by the monotonic clock.
+        """
+        end = min(self._began + self._limit, until)
+        try:
+            status = self._process.wait(max(0.0, end - time.monotonic()))
+            result = "done" if status == 0 else f"FAILED ({status}), see gpu.log"
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            status, result = self._process.wait(), "FAILED: stopped at its limit"
+        self._reader.join(10)
+        self._page.failed |= status != 0
+        self._page.say(f"{self._title}: {result} after {time.monotonic() - self._began:.0f} s")
 
 
 def about() -> dict[str, str]:

@@ -273,7 +273,7 @@ class StandIn(TorchDispatchMode):
         if func._overloadpacket is aten.copy_ and not there[0]:
             self.counts.synchronised(func, place())
         elif any(not is_there and x.dim() for x, is_there in zip(given, there, strict=True)):
-            self.counts.uploads += 1
+            self.counts.uploaded(place())
 
     # --- kernels -------------------------------------------------------------------------------
 
@@ -393,7 +393,8 @@ class StandIn(TorchDispatchMode):
         if sent == _HOST:
             self.counts.synchronised(aten._to_copy.default, place())
         elif now == _HOST:
-            self.counts.uploads += 1
+            if not kwargs.get("non_blocking"):
+                self.counts.uploaded(place())
         elif torch.is_grad_enabled() and x.requires_grad:
             out: Tensor = _Sent.apply(self, x, sent)  # type: ignore[no-untyped-call]
             return _built_in.to(out, **kwargs)
@@ -417,7 +418,7 @@ class StandIn(TorchDispatchMode):
                 finally:
                     self._making = before
                 if name == "new_tensor" and self.holds(args[0]):
-                    self.counts.uploads += 1
+                    self.counts.uploaded(place())
                     self._put(out, self._number(args[0]))
                 return out
             there = self._number_of(device)
@@ -432,7 +433,8 @@ class StandIn(TorchDispatchMode):
                 self._making = before
             if there != _HOST:
                 self._put(out, there)
-                self.counts.uploads += name in _READING
+                if name in _READING:
+                    self.counts.uploaded(place())
             else:
                 self._there.pop(out.untyped_storage()._cdata, None)
             return out

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators.kernels.truths import all_finite, may_hold_any
+from ..operators.kernels.truths import may_hold_any
 
 #: Receives a constant's gradient, its value, and the name of the module that added it.
 Entry = Callable[[Tensor, Tensor, str], None]
@@ -188,8 +188,6 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         >>> contribution(torch.ones(1, 4, 3), bias).tolist()
         [[[4.0, 8.0, 12.0]]]
     """
-    if not all_finite(constant):
-        return torch.where(gradient == 0, torch.zeros_like(gradient), gradient * constant)
     ahead = gradient.dim() - constant.dim()
     common = [
         dim
@@ -197,4 +195,6 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         if dim < ahead or (constant.shape[dim - ahead] == 1 and gradient.shape[dim] > 1)
     ]
     # summed first: a bias common to all tokens is not spread over them
-    return (gradient.sum(common, keepdim=True) if common else gradient) * constant
+    summed = gradient.sum(common, keepdim=True) if common else gradient
+    # no device is asked whether anything is infinite: this runs on a thread of autograd's
+    return (summed * constant).masked_fill_(summed == 0, 0)

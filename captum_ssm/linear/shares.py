@@ -186,7 +186,9 @@ class _Outer:
         """How gradients go back at the nodes, found once for several passes."""
         if self._known:
             return self._known[0]
-        nodes = x.new_tensor(_NODES).view(-1, *(1,) * x.dim())
+        # made on the device: numbers of the host would be waited for
+        ends = torch.linspace(*_NODES, len(_NODES), dtype=x.dtype, device=x.device)
+        nodes = ends.view(-1, *(1,) * x.dim())
         _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
         if self.labels.several:
             self._known.append(back)

@@ -22,7 +22,7 @@ from ..mixers.base import Call, LinearMixer
 from ..mixers.registry import HOW_TO, Architecture
 from ..operators import Chain, Operator, Sum
 from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, autocast_dtype, sum_tensors
-from ..operators.kernels.truths import Ratio, are_noted, at_most, largest
+from ..operators.kernels.truths import Ratio, are_noted, at_most, largest, read_once
 from .find import Mixer
 from .projection import projection_of
 
@@ -45,6 +45,9 @@ _TOKENS, _MOST = 1024, 1e-3
 #: How much less is accepted of sums with random signs than of single numbers, and how many draws of
 #: signs are looked at where each costs next to nothing.
 _STRICTER, _DRAWS = 4, 4
+#: Of a hash of 64 bits (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators,
+#: 2014), as integers with a sign.
+_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 
 
 def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
@@ -126,7 +129,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
         real: what its module returned, in the same shape.
     """
     differences = rebuilt - real.to(rebuilt)
-    signs = _signs(_DRAWS, *real.shape[:2]).to(rebuilt)
+    signs = _signs(_DRAWS, *real.shape[:2], rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
     if are_noted(real):
         return Errors(*_ratios(real, differences, sums))
@@ -145,13 +148,12 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     if linear.end_to_end or not own:  # or a token's channels are not its own
         return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
-    drawn = _signs(1, batch, tokens)[0]
-    signs = drawn.to(linear.values)
+    signs = _signs(1, batch, tokens, linear.values)[0]
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
     found, rest = combined.flatten(1) @ project.weight, project.rest
     if rest is not None and rest.dim() < 3:  # the same for all tokens
-        found = torch.addcmul(found, drawn.sum(1, keepdim=True).to(signs), rest)
+        found = torch.addcmul(found, signs.sum(1, keepdim=True), rest)
     elif rest is not None:
         found = found + (signs[..., None] * rest).sum(1)
     off = torch.baddbmm(found[:, None], signs[:, None], real.to(signs), alpha=-1)
@@ -194,10 +196,19 @@ def _size(x: Tensor) -> Tensor:
     return x.abs().max() if x.device.type == "cpu" else torch.linalg.vector_norm(x, math.inf)
 
 
-def _signs(draws: int, batch: int, tokens: int) -> Tensor:
-    """1 or -1 for each token, drawn without touching the random numbers of anybody else."""
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(0, 2, (draws, batch, tokens), generator=generator) * 2 - 1
+def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
+    """1 or -1 for each token, by a hash of its place, once in a call.
+
+    No random numbers of anybody else are touched, and nothing is brought to the device.
+    """
+
+    def hashed() -> Tensor:
+        first, second = _FACTORS  # integers wrap around
+        x = torch.arange(1, 1 + draws * batch * tokens, device=like.device) * first
+        x = torch.bitwise_xor(x, x >> 31) * second
+        return ((x >> 40) & 1).mul_(2).sub_(1).view(draws, batch, tokens).to(like.dtype)
+
+    return read_once(("signs", draws, batch, tokens, like.device, like.dtype), hashed)
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def checked(*numbers: float) -> list[bool]:
 def test_all_checks_are_one_wait(device: StandIn) -> None:
     device.counts = Counts()
     assert read_together(lambda: checked(1.0, 2.0)) == [True] * 4
-    assert device.counts.synchronisations == 1
+    assert device.counts.questions == 1
 
 
 @pytest.mark.parametrize("number", [-1.0, 10.0, float("inf"), float("nan")])
@@ -122,7 +122,7 @@ def test_what_is_off_per_size_is_read_later(device: StandIn, number: float, with
     device.counts = Counts()
     read_together(call)
     assert len(calls) == (1 if within else 2)
-    assert device.counts.synchronisations == 1
+    assert device.counts.questions == 1
 
 
 def test_what_is_read_once_is_known_until_the_call_ends(device: StandIn) -> None:
@@ -152,7 +152,7 @@ def test_tokens_that_look_back_are_looked_for_twice(device: StandIn) -> None:
     device.counts = Counts()
     found = read_together(lambda: [reached(row) for row in rows])
     assert found == [range(3, 4), range(1, 4), range(4), range(4)]
-    assert device.counts.synchronisations == 3
+    assert device.counts.questions == 3
 
 
 def test_what_was_asked_may_be_reached_again(device: StandIn) -> None:
@@ -161,7 +161,7 @@ def test_what_was_asked_may_be_reached_again(device: StandIn) -> None:
     device.counts = Counts()
     found = read_together(lambda: [reached(row) for row in rows])
     assert found == [range(3, 4), range(1, 2), range(4)]
-    assert device.counts.synchronisations == 3
+    assert device.counts.questions == 3
 
 
 def test_another_question_may_be_asked_of_later_tokens(device: StandIn) -> None:
@@ -172,7 +172,7 @@ def test_another_question_may_be_asked_of_later_tokens(device: StandIn) -> None:
 
     device.counts = Counts()
     assert read_together(ask)[2:] == [range(4, 5), range(3, 5), range(5)]
-    assert device.counts.synchronisations == 5
+    assert device.counts.questions == 5
 
 
 def test_what_the_host_has_put_together_is_not_looked_for(device: StandIn) -> None:
@@ -182,7 +182,7 @@ def test_what_the_host_has_put_together_is_not_looked_for(device: StandIn) -> No
 
     device.counts = Counts()
     assert read_together(ask) == [range(3, 4), range(1, 4), range(4)]
-    assert device.counts.synchronisations == 2
+    assert device.counts.questions == 2
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -197,7 +197,7 @@ def test_whether_tokens_look_ahead_is_asked_once(ahead: bool, device: StandIn) -
 
     device.counts = Counts()
     assert read_together(ask) == [range(3, 4), *[range(6 if ahead else 4)] * 2]
-    assert device.counts.synchronisations == 3 - ahead
+    assert device.counts.questions == 3 - ahead
 
 
 def test_tokens_that_look_ahead_may_reach_all(device: StandIn) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from benchmarks import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,18 +29,45 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert "no CUDA device was found" in result.stderr and "--rehearse" in result.stderr
 
 
+def row_of(name: str, before: Path | None, folder: Path) -> str:
+    """What the page says of a case."""
+    page = gpu.Page(folder, rehearse=True)
+    gpu.Running(name, before, page, rehearse=True).wait(time.monotonic() + 120)
+    assert page.failed
+    return (folder / "gpu.md").read_text()
+
+
 @pytest.mark.slow
-def test_a_step_that_fails_is_on_the_page(tmp_path: Path) -> None:
-    steps = [("good", ("-c", "print('| a |')")), ("bad", ("-c", "1/0"))]
-    program = f"""
-import sys
-from benchmarks import gpu
-gpu.small = lambda folder: [gpu.Step(*step) for step in {steps!r}]
-sys.argv = ["gpu", "--rehearse", "--out", {str(tmp_path)!r}]
-gpu.main()
-"""
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
-    page = (tmp_path / "gpu.md").read_text()
-    assert result.returncode == 1
-    assert "| good |" in page and "| passed |" in page and "FAILED (1)" in page
-    assert "| a |" in page and "ZeroDivisionError" in page and "- torch: " in page
+def test_a_case_that_fails_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.CASES, "unknown", gpu.Case(gpu.tests, limit=120))
+    text = row_of("unknown", None, tmp_path)
+    assert "unknown: FAILED (2)" in text and "- torch: " in text
+    assert "invalid choice" in (tmp_path / "gpu.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_case_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.CASES, "tests", gpu.Case(gpu.tests, limit=0.1))
+    assert "tests: FAILED: stopped at its limit" in row_of("tests", None, tmp_path)
+
+
+@pytest.mark.slow
+def test_another_package_is_measured_in_its_place(tmp_path: Path) -> None:
+    other = tmp_path / "old" / "captum_ssm"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit(7)")
+    text = row_of("trained models agree", other.parent, tmp_path)
+    assert "trained models agree, before: FAILED (7)" in text
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
+    page = gpu.Page(tmp_path, rehearse=True)
+    page.row("one", {"call": "f+b", "wall ms": 2.0})
+    found = (tmp_path / "gpu.jsonl").read_text()
+    assert json.loads(found) == {"case": "one", "call": "f+b", "wall ms": 2.0}
+    assert "| f+b | 2 |" in (tmp_path / "gpu.md").read_text() and not page.failed
+
+
+def test_a_call_that_takes_too_long_is_stopped() -> None:
+    with pytest.raises(gpu.Interrupted, match="more than 0 s"), gpu.alarm(0.05):
+        time.sleep(5)
