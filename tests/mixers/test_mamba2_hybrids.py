@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.contract import CORE, LEAKS
-from helpers.versions import VERSION_4, not_in_4
+from helpers.versions import VERSION_4, not_in_4, transformers5
 from oracles import relative_error
 from oracles.mamba2_formula import alpha, form_of, mamba2_parts
 from torch import Tensor
