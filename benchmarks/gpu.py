@@ -1,14 +1,14 @@
 """What a GPU that is there for minutes can tell, the most useful first.
 
     python -m benchmarks.gpu --out gpu
-    python -m benchmarks.gpu --out gpu --before old
+    python -m benchmarks.gpu --out gpu --beside old
     python -m benchmarks.gpu --rehearse --out rehearsal
 
 runs cases, each in a process of its own that is stopped at its limit, and prints and writes every
 row as it comes: ``gpu.jsonl`` and ``gpu.md`` hold the rows, ``gpu.log`` all else that was printed.
 Nothing is installed and no kernel is built: a case whose package is missing is left out.  What a
 call takes is told in units of ``f+b``, the model's own forward and backward pass in the same
-process.  ``--before`` names a folder that holds another ``captum_ssm`` alone, such as that of an
+process.  ``--beside`` names folders that hold another ``captum_ssm`` alone, such as that of an
 earlier commit, for which some cases are run as well.  ``--rehearse`` runs one case of each kind on
 a CPU, at small size.  The exit status is 1 if a case failed; a method that refuses a model has a
 row that says so.
@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
@@ -70,14 +70,14 @@ class Case:
         needs: packages without which it is left out.
         together: the number of a group of cases that run at the same time, as they time nothing.
             Default: None, it runs alone.
-        before: whether it is run for the other ``captum_ssm`` as well. Default: False.
+        beside: whether it is run for another ``captum_ssm`` as well. Default: False.
     """
 
     run: Run
     limit: float
     needs: tuple[str, ...] = ()
     together: int | None = None
-    before: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None
         names: of the calls. Default: None, all; of another captum_ssm, those of LatimFlow.
     """
 
-    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+    def run(rehearse: bool, other: bool) -> Iterator[Row]:
         own = TINY if rehearse else size
         device = "cpu" if rehearse else "cuda"
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None
         unit = measured(lambda: gradient(model, ids), device)
         yield {**about, "call": "f+b", **unit, **ratios(unit, unit), "says": ""}
         for name, call in calls().items():
-            if name not in (_OF_FLOW[:2] if before else names or [name]):
+            if name not in (_OF_FLOW[:2] if other else names or [name]):
                 continue
             try:
                 with alarm(20):
@@ -140,7 +140,7 @@ def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None
 def agreement(kind: str) -> Run:
     """A case that holds small models on the device to float64 on the host, by another package."""
 
-    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+    def run(rehearse: bool, other: bool) -> Iterator[Row]:
         size, device = (TINY, "cpu") if rehearse else (SMALL, "cuda")
         torch.manual_seed(0)
         with torch.no_grad():
@@ -155,7 +155,7 @@ def agreement(kind: str) -> Run:
     return run
 
 
-def trained(rehearse: bool, before: bool) -> Iterator[Row]:
+def trained(rehearse: bool, other: bool) -> Iterator[Row]:
     """Models that the package ships, on the device, held to float64 of the same weights."""
     from captum_ssm.models import load_bundled
 
@@ -173,7 +173,7 @@ def trained(rehearse: bool, before: bool) -> Iterator[Row]:
 def of_fla(family: str) -> Run:
     """A case that holds a model of flash-linear-attention to its references on the host."""
 
-    def run(rehearse: bool, before: bool) -> Iterator[Row]:
+    def run(rehearse: bool, other: bool) -> Iterator[Row]:
         import pytest
         from zoo import fla_cpu
 
@@ -193,7 +193,7 @@ def of_fla(family: str) -> Run:
     return run
 
 
-def tests(rehearse: bool, before: bool) -> Iterator[Row]:
+def tests(rehearse: bool, other: bool) -> Iterator[Row]:
     """The tests marked gpu, but for the kernels that the other cases run."""
     command = ["-m", "pytest", "-x", "-q", "-m", "gpu", "tests/conformance/test_cuda.py"]
     command += ["-k", "not fused_kernels", *(["--collect-only"] if rehearse else [])]
@@ -328,11 +328,27 @@ def answers(model: nn.Module, ids: Tensor) -> dict[str, Tensor | str]:
     found: dict[str, Tensor | str] = {}
     for name, call in calls().items():
         try:
-            with alarm(60):
+            with alarm(60), by_torch() if ids.device.type == "cpu" else nullcontext():
                 found[name] = call(model, ids).detach().double().cpu()
         except (Exception, Interrupted) as error:
             found[name] = first_line(error)
     return found
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """Let transformers' functions be its own, which else are kernels that know no processor."""
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("transformers.models."):
+                continue
+            for key, value in list(vars(module).items()):
+                code = getattr(value, "__code__", None)
+                if code is not None and code.co_filename.endswith("hub_kernels.py"):
+                    patch.setattr(module, key, getattr(value, "__wrapped__", value))
+        yield
 
 
 def compared(
@@ -457,21 +473,23 @@ def first_line(error: BaseException) -> str:
 # --- all of it -----------------------------------------------------------------------------------
 
 _SSM, _FLA = ("mamba_ssm", "triton"), ("fla", "triton")
+#: What is timed of other packages, too, beside the large model.
+_BESIDE = "Mamba", torch.bfloat16
 _OF_FLOW = ("LatimFlow", "LatimFlow, centred", "ImplicitAttentionRollout")
 _LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
 _NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
 CASES: dict[str, Case] = {
     "Mamba agrees": Case(agreement("mamba-ssm Mamba"), 90, _SSM, together=1),
     "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 120, _SSM, together=1),
-    "trained models agree": Case(trained, 90, ("transformers",), together=1, before=True),
+    "trained models agree": Case(trained, 90, ("transformers",), together=1, beside=True),
     **{
         f"{kind} 130M {short(dtype)}": Case(
-            timed(f"mamba-ssm {kind}", SIZE_130M, dtype), 90, _SSM, before=dtype == torch.bfloat16
+            timed(f"mamba-ssm {kind}", SIZE_130M, dtype), 90, _SSM, beside=(kind, dtype) == _BESIDE
         )
         for dtype in (torch.bfloat16, torch.float32)
         for kind in ("Mamba", "Mamba-2")
     },
-    "Mamba 2.8B bfloat16": Case(_LARGE, 75, _SSM, before=True),
+    "Mamba 2.8B bfloat16": Case(_LARGE, 75, _SSM, beside=True),
     "GPT-NeoX 130M float32": Case(_NEOX, 60, ("transformers",)),
     **{f"fla {family}": Case(of_fla(family), 120, _FLA, together=2) for family in FLA},
     "tests": Case(tests, 180, ("transformers",), together=2),
@@ -486,7 +504,9 @@ REHEARSED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for what is found")
-    parser.add_argument("--before", type=Path, help="folder that holds another captum_ssm alone")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], help="folders of another captum_ssm alone"
+    )
     parser.add_argument("--minutes", type=float, default=9, help="after which no case is begun")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="of all cases")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small size")
@@ -508,23 +528,25 @@ def main() -> None:
     page = Page(options.out, options.rehearse)
     until = time.monotonic() + 60 * options.minutes
     for group in _groups(options.only or (REHEARSED if options.rehearse else list(CASES))):
-        running = [
-            Running(name, before, page, options.rehearse)
-            for name in group
-            for before in _packages(name, options.before)
-            if _is_wanted(name, page, until)
-        ]
+        running = []
+        for name in group:
+            for other in [None, *options.beside * CASES[name].beside]:
+                if not _is_wanted(name, page, until):
+                    continue
+                running.append(Running(name, other, page, options.rehearse))
+                if CASES[name].together is None:  # what is timed has the device for itself
+                    running.pop().wait(until + 20)
         for each in running:
             each.wait(until + 20)
     print(f"\nwritten to {options.out}", flush=True)
     raise SystemExit(page.failed)
 
 
-def _be(name: str, rehearse: bool, before: bool) -> None:
+def _be(name: str, rehearse: bool, other: bool) -> None:
     """Run a case in this process, and print its rows."""
     sys.path.insert(0, str(ROOT / "tests"))  # for models on a processor
     torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
-    for row in CASES[name].run(rehearse, before):
+    for row in CASES[name].run(rehearse, other):
         print(MARK + json.dumps(row), flush=True)
 
 
@@ -538,11 +560,6 @@ def _groups(names: Sequence[str]) -> Iterator[list[str]]:
             group = []
         group.append(name)
     yield group
-
-
-def _packages(name: str, before: Path | None) -> list[Path | None]:
-    """Which captum_ssm a case is run for: this one is None."""
-    return [None, before] if CASES[name].before and before is not None else [None]
 
 
 def _is_wanted(name: str, page: Page, until: float) -> bool:
@@ -610,16 +627,16 @@ class Running:
 
     Args:
         name: of the case.
-        before: a folder that holds another captum_ssm; None for this one.
+        other: a folder that holds another captum_ssm; None for this one.
         page: takes its rows.
         rehearse: whether this is a rehearsal.
     """
 
-    def __init__(self, name: str, before: Path | None, page: Page, rehearse: bool) -> None:
+    def __init__(self, name: str, other: Path | None, page: Page, rehearse: bool) -> None:
         self._page, self._limit = page, CASES[name].limit
-        self._title = name if before is None else f"{name}, before"
+        self._title = name if other is None else f"{name}, {other.name}"
         command = [sys.executable, "-m", "benchmarks.gpu", "--case", name]
-        command += ["--rehearse"] * rehearse + ["--of-another"] * (before is not None)
+        command += ["--rehearse"] * rehearse + ["--of-another"] * (other is not None)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # what autotuning has found is kept for the cases that follow
         more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_CACHE_AUTOTUNING": "1"}
@@ -628,7 +645,7 @@ class Running:
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             command,
-            cwd=ROOT if before is None else before,  # where -m looks for captum_ssm first
+            cwd=ROOT if other is None else other,  # where -m looks for captum_ssm first
             env={**os.environ, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -29,10 +29,10 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert "no CUDA device was found" in result.stderr and "--rehearse" in result.stderr
 
 
-def row_of(name: str, before: Path | None, folder: Path) -> str:
+def row_of(name: str, other: Path | None, folder: Path) -> str:
     """What the page says of a case."""
     page = gpu.Page(folder, rehearse=True)
-    gpu.Running(name, before, page, rehearse=True).wait(time.monotonic() + 120)
+    gpu.Running(name, other, page, rehearse=True).wait(time.monotonic() + 120)
     assert page.failed
     return (folder / "gpu.md").read_text()
 
@@ -57,7 +57,7 @@ def test_another_package_is_measured_in_its_place(tmp_path: Path) -> None:
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise SystemExit(7)")
     text = row_of("trained models agree", other.parent, tmp_path)
-    assert "trained models agree, before: FAILED (7)" in text
+    assert "trained models agree, old: FAILED (7)" in text
 
 
 def test_rows_are_written_as_they_come(tmp_path: Path) -> None:
