@@ -447,7 +447,8 @@ def _ids_and_table(
 def _unknown_look_up(where: str, name: str) -> InputError:
     return InputError(
         f"Module {where!r} looks up the token ids by torch's {name}, and nothing tells which token "
-        "each result belongs to. Pass embeddings (B, L, E) as inputs."
+        "each result belongs to. Pass embeddings (B, L, E) as inputs; of DNA, "
+        "captum_ssm.models.OneHot makes them."
     )
 
 

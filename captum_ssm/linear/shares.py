@@ -187,7 +187,8 @@ class _Outer:
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
-        ends = torch.linspace(*_NODES, len(_NODES), dtype=x.dtype, device=x.device)
+        first, last = _NODES
+        ends = torch.linspace(first, last, len(_NODES), dtype=x.dtype, device=x.device)
         nodes = ends.view(-1, *(1,) * x.dim())
         _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
         if self.labels.several:

@@ -99,8 +99,9 @@ def _without_cache(
 def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a call is to go on from the cache that an earlier one has not returned."""
     names = _parameters(type(module).forward)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    named = [name for name in _CACHES if name in given]
+    # None by name is a cache that was not returned; by position it fills a gap
+    by_place = {name for name, x in zip(names, args, strict=False) if x is not None}
+    named = [name for name in _CACHES if name in {*by_place, *kwargs}]
     if module in _calls.dropped and named:
         raise CachedStateError(
             f"forward_func calls {type(module).__name__} again and passes {named[0]}, so that the "

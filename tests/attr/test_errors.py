@@ -527,7 +527,7 @@ def changed_mixers(model, factor):
 @each_method
 def test_reconstruction(method):
     ids = token_ids()
-    model = changed_mixers(mamba_lm(), 1.01)
+    model = changed_mixers(mamba_lm(), 1.001)
     check(
         lambda: method(model).attribute(ids, target=(-1, 3)),
         RuntimeError,

@@ -110,6 +110,7 @@ CHANGED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 @pytest.mark.parametrize("how", CHANGED)
 @pytest.mark.parametrize("method", [LatimFlow, MambaLRP])
 def test_another_number_is_refused(method: type[LatimFlow], how: str) -> None:
+    torch.manual_seed(1)  # a random model may hardly read the first chunk
     function, model = CHANGED[how](attention_model("llama"))
     _, embeddings = draw(model or function.model)
     explain = method(function, model=model)

@@ -306,7 +306,7 @@ def test_two_lookups_of_one_table_are_no_one_input() -> None:
     wanted = model(ids)
     embeddings.word_embeddings = Twice()
     assert torch.equal(model(ids), wanted)
-    with pytest.raises(InputError, match=r"such as their complements.*OneHot makes them"):
+    with pytest.raises(InputError, match=r"looks up the token ids.*OneHot makes them"):
         LatimFlow(model).attribute(ids, 1)
     assert LatimFlow(OneHot(model)).attribute(one_hot(ids), 1).any()
 

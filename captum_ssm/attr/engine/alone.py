@@ -49,7 +49,7 @@ class Alone:
         output = self._output()
         if output is None:
             return
-        size = output.detach().abs().nan_to_num(0, 0, 0).flatten(1).amax(1)
+        size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
             given, contrast = question.target, question.contrast
             with unseen(), torch.no_grad():
