@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ...errors import InputError, OptionError
 from ..call import checks
-from .codec import Codec, Pieces
+from .codec import NO_TEXT, Codec, Pieces
 from .prompt import Prompt
 
 #: What ends a stretch, as a pattern of the characters behind its last one.
@@ -52,6 +53,13 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
             return [range(i, i + 1) for i in range(count)]
         if spans == "all":
             return [range(count)]
+        if codec.text_of(ids).endswith(NO_TEXT):
+            warnings.warn(
+                f"The text ends inside a character, so that {name}={spans!r} cannot be told: each "
+                "token is a span of its own.",
+                stacklevel=2,
+            )
+            return [range(i, i + 1) for i in range(count)]
         return _between(re.compile(_ENDS[spans]), ids, codec)
     if isinstance(spans, re.Pattern):
         return _between(spans, ids, codec)
