@@ -129,7 +129,8 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
         real: what its module returned, in the same shape.
     """
     differences = rebuilt - real.to(rebuilt)
-    signs = _signs(_DRAWS, *real.shape[:2], rebuilt)
+    batch, tokens, *_ = real.shape
+    signs = _signs(_DRAWS, batch, tokens, rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
     if are_noted(real):
         return Errors(*_ratios(real, differences, sums))
