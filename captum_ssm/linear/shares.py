@@ -188,8 +188,8 @@ class _Outer:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
         first, last = _NODES
-        ends = torch.linspace(first, last, len(_NODES), dtype=x.dtype, device=x.device)
-        nodes = ends.view(-1, *(1,) * x.dim())
+        both = torch.linspace(first, last, len(_NODES), dtype=x.dtype, device=x.device)
+        nodes = both.view(-1, *(1,) * x.dim())
         _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
         if self.labels.several:
             self._known.append(back)

@@ -129,7 +129,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
         real: what its module returned, in the same shape.
     """
     differences = rebuilt - real.to(rebuilt)
-    batch, tokens = real.shape[:2]
+    batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
     sums = (signs[:, :, None] @ differences).squeeze(2)
     if are_noted(real):
