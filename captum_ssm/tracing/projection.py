@@ -137,14 +137,6 @@ class _Overheard(TorchFunctionMode):
             return None
         return weight.detach(), None if bias is None else bias.detach()
 
-    def _converted(self, x: Tensor, out: Tensor) -> Tensor:
-        """What stands for the input or the result in the precision that the product is made in."""
-        if self._is_given(x):
-            self._given = out
-        elif self._calls and x is self._calls[-1][3]:
-            self._calls[-1] = (*self._calls[-1][:3], out)
-        return out
-
     def _is_given(self, x: Tensor) -> bool:
         """Whether ``x`` is what the projection was given itself, (B, L, C)."""
         same = x.data_ptr() == self._given.data_ptr() and x.is_contiguous()
@@ -153,8 +145,6 @@ class _Overheard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.to and type(args[0]) is Tensor:
-            return self._converted(args[0], func(*args, **(kwargs or {})))
         # a quantised weight, say, may know no more than how to be multiplied with
         plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
         if func is not F.linear or kwargs or not plain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from ...operators.kernels.truths import read_once
 from ..base import Call
 from .heard import told
 
-_HALF = (torch.float16, torch.bfloat16)
-#: A matrix whose one side is longer than the other by more than this is one of few channels.
-_FEW = 6
 #: Where the mixers of transformers 5 take their mask.
 _MASK = 2
 
@@ -69,26 +66,12 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     known = told(submodule, x)
     if known is not None:
         return known
-    half = _half_of(submodule.parameters())
-    if half is None and any(p.dtype in _HALF for p in submodule.parameters()):
+    half = (torch.float16, torch.bfloat16)
+    if any(p.dtype in half for p in submodule.parameters()):
         submodule = copy.deepcopy(submodule).to(x.dtype)
     with full_precision(x.device):
-        out = submodule(x if half is None else x.to(half))
-    out = out if isinstance(out, Tensor) else torch.as_tensor(out)
-    return out.to(x.dtype)
-
-
-def _half_of(parameters: Iterable[Tensor]) -> torch.dtype | None:
-    """The half precision to multiply in by some parameters, the largest of which tells; or None.
-
-    Not by those of few channels, from which steps and gates follow: they cost little, and steps add
-    up over the tokens.
-    """
-    weights = [p for p in parameters if p.dim() > 1]
-    largest = max(weights, key=Tensor.numel, default=None)
-    if largest is None or largest.dtype not in _HALF:
-        return None
-    return largest.dtype if _FEW * min(largest.shape) >= max(largest.shape) else None
+        out = submodule(x)
+    return out if isinstance(out, Tensor) else torch.as_tensor(out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -108,10 +91,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         >>> linear(torch.ones(1, 2), torch.eye(2).half(), torch.ones(2).half()).tolist()
         [[2.0, 2.0]]
     """
-    inner = _half_of([weight]) or x.dtype
-    weight, bias = weight.to(x.device, inner), None if bias is None else bias.to(x.device, inner)
     with full_precision(x.device):
-        return F.linear(x.to(inner), weight, bias).to(x.dtype)
+        return F.linear(x, weight.to(x), None if bias is None else bias.to(x))
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
